@@ -1,0 +1,62 @@
+"""zerobubble: every pipeline-parallel schedule, judged, planned and run on PyTorch.
+
+Importing this loads the standard library only; names that need torch load it when first touched.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import Fault, InputError, ParseError, PipelineError, ProgramError, ScheduleError, ZeroBubbleError
+from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.lower import lower
+from zerobubble.program import Program
+from zerobubble.schedules import SCHEDULES, make
+from zerobubble.simulate import peak_memory, simulate
+from zerobubble.timeline import Timeline
+from zerobubble.verify import schedule_faults
+from zerobubble.verify_program import program_faults
+
+if TYPE_CHECKING:
+    from zerobubble.runtime.pipeline import Pipeline
+
+_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline"}
+
+__all__ = [
+    "SCHEDULES",
+    "Costs",
+    "Fault",
+    "InputError",
+    "Kind",
+    "Limits",
+    "Op",
+    "ParseError",
+    "Pipeline",
+    "PipelineError",
+    "Placement",
+    "Program",
+    "ProgramError",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "ZeroBubbleError",
+    "lower",
+    "make",
+    "peak_memory",
+    "program_faults",
+    "schedule_faults",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'zerobubble' has no attribute {name!r}")
+    try:
+        return getattr(import_module(_NEEDS_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"zerobubble.{name} needs PyTorch: pip install 'zerobubble[torch]'") from error

@@ -1,0 +1,139 @@
+"""What passes cost in time and memory, and how much memory there is. Exact integers: nanoseconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from zerobubble.errors import InputError, ParseError
+from zerobubble.ir import Kind
+from zerobubble.rules import RULES, Stuff
+
+NS_PER_MS = 1_000_000
+UNIT_BYTES = 1_000_000
+"""Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Per stage: `forward`, `backward` (B) and `weight` (W) times in ns, bytes held from F until B and from B until W.
+
+    `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
+    A fused BW takes backward + weight. Every tuple has one entry per stage, `comm` one less.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    comm: tuple[int, ...]
+    held_after_f: tuple[int, ...]
+    held_after_b: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward)
+        if stages == 0:
+            raise InputError("costs need at least one stage")
+        for name, values in asdict(self).items():
+            wanted = stages - 1 if name == "comm" else stages
+            if len(values) != wanted:
+                raise InputError(f"costs for {stages} stages need {wanted} values of {name}, got {len(values)}")
+            for index, value in enumerate(values):
+                if value < 0:
+                    raise InputError(f"{name} of stage {index} must not be negative, got {value}")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    def time(self, kind: Kind, stage: int) -> int:
+        """Nanoseconds a pass takes."""
+        if kind is Kind.F:
+            return self.forward[stage]
+        if kind is Kind.B:
+            return self.backward[stage]
+        if kind is Kind.W:
+            return self.weight[stage]
+        return self.backward[stage] + self.weight[stage]
+
+    def held(self, stuff: Stuff, stage: int) -> int:
+        """Bytes a value occupies on the rank that made it: saved activations and pending weight work."""
+        if stuff is Stuff.SAVED:
+            return self.held_after_f[stage]
+        return self.held_after_b[stage] if stuff is Stuff.WORK else 0
+
+    def memory_after(self, kind: Kind, stage: int) -> int:
+        """Bytes that a microbatch of `stage` occupies once a pass of this kind is done."""
+        return sum(self.held(stuff, stage) for stuff in RULES[kind].makes)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        comm: float = 0.0,
+        *,
+        stages_per_rank: int = 1,
+        held: float = 1.0,
+    ) -> Costs:
+        """Equal stages. `times` are F, B, W in ms of a whole rank and microbatch; a stage takes 1/stages_per_rank of them.
+
+        Memory counts `UNIT_BYTES` per stage after F and `held` times that after B, so peaks come out in stage activations.
+        Raises `InputError` for times that are negative or not finite, naming them.
+        """
+        for name, value in zip(("F", "B", "W", "comm", "held"), (*times, comm, held), strict=True):
+            if not isfinite(value) or value < 0:
+                raise InputError(f"the cost of {name} must be a finite number >= 0, got {value}")
+        per_stage = [round(t * NS_PER_MS / stages_per_rank) for t in times]
+        forward, backward, weight = ((t,) * num_stages for t in per_stage)
+        links = (round(comm * NS_PER_MS),) * (num_stages - 1)
+        kept = (UNIT_BYTES,) * num_stages
+        return cls(forward, backward, weight, links, kept, (round(held * UNIT_BYTES),) * num_stages)
+
+    @classmethod
+    def from_ms(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        weight: Sequence[float],
+        comm: float | Sequence[float] = 0.0,
+        held_after_f: Sequence[int] | None = None,
+        held_after_b: Sequence[int] | None = None,
+    ) -> Costs:
+        """Costs stage by stage, times in ms, memory in bytes (default: one `UNIT_BYTES` each)."""
+        stages = len(forward)
+        links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else list(comm)
+        columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links}
+        for name, values in columns.items():
+            for index, value in enumerate(values):
+                if not isfinite(value):
+                    raise InputError(f"{name} of stage {index} must be a finite number, got {value}")
+        unit = (UNIT_BYTES,) * stages
+        times = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
+        return cls(*times, tuple(held_after_f or unit), tuple(held_after_b or unit))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, in ns and bytes; `from_dict` reads it back."""
+        return {"format": "zerobubble costs 1", **{name: list(values) for name, values in asdict(self).items()}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Costs:
+        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        names = ("forward", "backward", "weight", "comm", "held_after_f", "held_after_b")
+        try:
+            return cls(*(tuple(int(v) for v in data[name]) for name in names))
+        except (KeyError, TypeError) as error:
+            raise ParseError(f"not costs in JSON form: {error!r} is missing or of the wrong type") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes of activation memory each rank may hold."""
+
+    memory: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for rank, value in enumerate(self.memory):
+            if value <= 0:
+                raise InputError(f"the memory limit of rank {rank} must be positive, got {value}")

@@ -1,0 +1,78 @@
+"""What can go wrong, and the one shape in which it is told.
+
+ZeroBubbleError
+├── InputError          a value from the user cannot be used; the message says which and the remedy
+│   └── ParseError      a text, JSON or CSV form is malformed; the message names the line
+├── ScheduleError       a schedule breaks the rules; carries every `Fault`
+├── ProgramError        a lowered program breaks the rules; carries every `Fault`
+└── PipelineError       a running pipeline stopped; the same message on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ZeroBubbleError(Exception):
+    """Root of every exception this package raises on purpose."""
+
+
+class InputError(ZeroBubbleError, ValueError):
+    """A value given by the user cannot be used."""
+
+
+class ParseError(InputError):
+    """A text form cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One reason why a schedule or program cannot run.
+
+    `code` is stable and short, `message` a sentence; `rank` and `position` (index in the rank's row) say where,
+    `op` is the pass or action in its text form. Each of the last three is None where it does not apply.
+    """
+
+    code: str
+    message: str
+    rank: int | None = None
+    position: int | None = None
+    op: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class _Faulty(ZeroBubbleError):
+    noun = "value"
+
+    def __init__(self, faults: Sequence[Fault], name: str = "") -> None:
+        self.faults = tuple(faults)
+        self.name = name
+        title = f"{self.noun} {name!r}" if name else f"this {self.noun}"
+        shown = "".join(f"\n  - {fault.message}" for fault in self.faults[:20])
+        more = f"\n  ... and {len(self.faults) - 20} more" if len(self.faults) > 20 else ""
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        super().__init__(f"{title} cannot run: {count}, root causes first{shown}{more}")
+
+
+class ScheduleError(_Faulty):
+    """A schedule is not legal; `faults` holds every reason, root causes first."""
+
+    noun = "schedule"
+
+
+class ProgramError(_Faulty):
+    """A program is not legal; `faults` holds every reason, root causes first."""
+
+    noun = "program"
+
+
+class PipelineError(ZeroBubbleError):
+    """A pipeline stopped. Every surviving rank raises one, naming the rank, the pass and the cause where they are known."""
+
+    def __init__(self, message: str, *, rank: int | None = None, op: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.op = op

@@ -1,0 +1,48 @@
+"""1F1B (PipeDream-flush, arXiv 2006.09503; DAPPLE, arXiv 2007.01045) and eager 1F1B."""
+
+from zerobubble.ir import Kind, Op, Placement, Schedule
+
+
+def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """One forward, one backward in turn after a short warm-up: GPipe's bubble with at most p microbatches in memory.
+
+    Rank r of p, m microbatches: F x min(p-1-r, m), then F BW in turn, then the BW left.
+
+    - bubble (span of rank 0, and makespan): (p-1)(T_F + T_B + T_W)
+    - peak memory of rank r: min(p-r, m) microbatches
+
+    >>> print(one_f_one_b(2, 3).to_text().split("microbatches 3")[1])
+    <BLANKLINE>
+    rank 0: 0F0 0F1 0BW0 0F2 0BW1 0BW2
+    rank 1: 1F0 1BW0 1F1 1BW1 1F2 1BW2
+    <BLANKLINE>
+    """
+    rows = tuple(_in_turn(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks))
+    return Schedule("1f1b", Placement.linear(ranks), microbatches, rows)
+
+
+def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """1F1B with twice the warm-up: hides message time behind forwards, for nearly twice the memory on the first ranks.
+
+    Rank r of p, m microbatches: F x min(2(p-1-r), m), then F BW in turn, then the BW left.
+
+    - bubble (span of rank 0, and makespan): (p-1)(T_F + T_B + T_W + 2 T_comm) while T_comm is small
+    - peak memory of rank r: min(2(p-r)-1, m) microbatches
+
+    >>> print(eager_1f1b(2, 3).to_text().split("microbatches 3")[1])
+    <BLANKLINE>
+    rank 0: 0F0 0F1 0F2 0BW0 0BW1 0BW2
+    rank 1: 1F0 1BW0 1F1 1BW1 1F2 1BW2
+    <BLANKLINE>
+    """
+    rows = tuple(_in_turn(rank, min(2 * (ranks - 1 - rank), microbatches), microbatches) for rank in range(ranks))
+    return Schedule("eager-1f1b", Placement.linear(ranks), microbatches, rows)
+
+
+def _in_turn(stage: int, warmup: int, microbatches: int) -> tuple[Op, ...]:
+    row = [Op(Kind.F, stage, j) for j in range(warmup)]
+    for j in range(microbatches):
+        if warmup + j < microbatches:
+            row.append(Op(Kind.F, stage, warmup + j))
+        row.append(Op(Kind.BW, stage, j))
+    return tuple(row)

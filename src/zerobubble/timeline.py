@@ -1,0 +1,172 @@
+"""What ran when. One type for simulated and measured runs, and every figure read off it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from zerobubble.errors import ParseError
+from zerobubble.ir import Op
+
+
+class Cause(StrEnum):
+    """What a span waited for last: nothing, the pass before it on its rank, a pass of another stage on its rank, a message."""
+
+    NOTHING = "nothing"
+    ROW = "row"
+    LOCAL = "local"
+    MESSAGE = "message"
+
+
+class Why(NamedTuple):
+    """The reason a span did not start earlier: its `cause` and the pass (`op`) that ended last, None for `NOTHING`."""
+
+    cause: Cause
+    op: Op | None = None
+
+    def __str__(self) -> str:
+        if self.cause is Cause.NOTHING:
+            return "started at once"
+        if self.cause is Cause.MESSAGE:
+            return f"waited for the message of {self.op}"
+        return f"waited for {self.op}" if self.cause is Cause.LOCAL else f"followed {self.op} without a gap"
+
+
+class Span(NamedTuple):
+    """One pass from `start` to `end` (ns since the timeline's origin). `why` is None in a measured timeline."""
+
+    op: Op
+    start: int
+    end: int
+    why: Why | None = None
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """One rank's account, times in ns: `makespan = lead + work + gaps + tail` and `span = work + gaps`.
+
+    `lead` is the idle time before its first pass, `gaps` between passes, `tail` after its last; `peak_bytes` is the most
+    activation memory it held, None when the timeline carries no memory.
+    """
+
+    rank: int
+    work: int
+    lead: int
+    gaps: int
+    tail: int
+    peak_bytes: int | None
+
+    @property
+    def span(self) -> int:
+        return self.work + self.gaps
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`rows[rank]` are that rank's spans in order; `memory[rank]` its held bytes as (time, bytes) steps, empty if unknown.
+
+    Two metrics: `makespan` runs from the first start to the last end over all ranks,
+    `span` is the longest time any single rank is busy from its own first start to its own last end. A bubble rate is the share
+    of rank time that is idle: 1 - total work / (ranks x metric).
+    """
+
+    name: str
+    rows: tuple[tuple[Span, ...], ...]
+    memory: tuple[tuple[tuple[int, int], ...], ...] = ()
+    source: str = field(default="simulated")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def start(self) -> int:
+        return min((row[0].start for row in self.rows if row), default=0)
+
+    @cached_property
+    def end(self) -> int:
+        return max((row[-1].end for row in self.rows if row), default=0)
+
+    @property
+    def makespan(self) -> int:
+        return self.end - self.start
+
+    @cached_property
+    def ranks(self) -> tuple[RankFigures, ...]:
+        return tuple(self._figures(rank) for rank in range(self.num_ranks))
+
+    def _figures(self, rank: int) -> RankFigures:
+        row = self.rows[rank]
+        work = sum(span.duration for span in row)
+        peak = max((held for _, held in self.memory[rank]), default=0) if self.memory else None
+        if not row:
+            return RankFigures(rank, 0, self.makespan, 0, 0, peak)
+        gaps = row[-1].end - row[0].start - work
+        return RankFigures(rank, work, row[0].start - self.start, gaps, self.end - row[-1].end, peak)
+
+    @property
+    def span(self) -> int:
+        return max(figures.span for figures in self.ranks)
+
+    @property
+    def work(self) -> int:
+        return sum(figures.work for figures in self.ranks)
+
+    @property
+    def bubble_makespan(self) -> float:
+        return self._idle_share(self.makespan)
+
+    @property
+    def bubble_span(self) -> float:
+        return self._idle_share(self.span)
+
+    def _idle_share(self, metric: int) -> float:
+        return 1 - self.work / (self.num_ranks * metric) if metric else 0.0
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max((f.peak_bytes for f in self.ranks if f.peak_bytes is not None), default=None)
+
+    def spans(self) -> Iterator[tuple[int, Span]]:
+        """Every span with its rank."""
+        for rank, row in enumerate(self.rows):
+            for span in row:
+                yield rank, span
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; `from_dict` reads it back. A span is [pass, start, end, cause, cause's pass]."""
+        return {
+            "format": "zerobubble timeline 1",
+            "name": self.name,
+            "source": self.source,
+            "rows": [[_span_to_list(span) for span in row] for row in self.rows],
+            "memory": [[list(step) for step in steps] for steps in self.memory],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Timeline:
+        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        try:
+            rows = tuple(tuple(_span_from_list(cell) for cell in row) for row in data["rows"])
+            memory = tuple(tuple((int(t), int(b)) for t, b in steps) for steps in data["memory"])
+            return cls(str(data["name"]), rows, memory, str(data["source"]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ParseError(f"not a timeline in JSON form: {error!r}") from error
+
+
+def _span_to_list(span: Span) -> list[Any]:
+    if span.why is None:
+        return [str(span.op), span.start, span.end]
+    return [str(span.op), span.start, span.end, span.why.cause.value, None if span.why.op is None else str(span.why.op)]
+
+
+def _span_from_list(cell: list[Any]) -> Span:
+    why = Why(Cause(cell[3]), None if cell[4] is None else Op.parse(cell[4])) if len(cell) > 3 else None
+    return Span(Op.parse(cell[0]), int(cell[1]), int(cell[2]), why)
