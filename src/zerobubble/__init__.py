@@ -20,7 +20,7 @@ from zerobubble.verify import schedule_faults
 from zerobubble.verify_program import program_faults
 
 if TYPE_CHECKING:
-    from zerobubble.runtime.pipeline import Pipeline
+    from zerobubble.runtime.pipeline import Pipeline as Pipeline
 
 _NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline"}
 
@@ -33,7 +33,6 @@ __all__ = [
     "Limits",
     "Op",
     "ParseError",
-    "Pipeline",
     "PipelineError",
     "Placement",
     "Program",

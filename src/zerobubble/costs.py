@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
-from zerobubble.errors import InputError, ParseError
+from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Kind
 from zerobubble.rules import RULES, Stuff
 
@@ -35,13 +35,18 @@ class Costs:
         stages = len(self.forward)
         if stages == 0:
             raise InputError("costs need at least one stage")
-        for name, values in asdict(self).items():
+        for name, values in self._columns().items():
             wanted = stages - 1 if name == "comm" else stages
             if len(values) != wanted:
                 raise InputError(f"costs for {stages} stages need {wanted} values of {name}, got {len(values)}")
             for index, value in enumerate(values):
+                if not isinstance(value, int):
+                    raise InputError(f"{name} of stage {index} must be a whole number of ns or bytes, got {value}: see Costs.from_ms")
                 if value < 0:
                     raise InputError(f"{name} of stage {index} must not be negative, got {value}")
+
+    def _columns(self) -> dict[str, tuple[int, ...]]:
+        return {column.name: getattr(self, column.name) for column in fields(self)}
 
     @property
     def num_stages(self) -> int:
@@ -101,7 +106,10 @@ class Costs:
         held_after_f: Sequence[int] | None = None,
         held_after_b: Sequence[int] | None = None,
     ) -> Costs:
-        """Costs stage by stage, times in ms, memory in bytes (default: one `UNIT_BYTES` each)."""
+        """Costs stage by stage, times in ms, memory in bytes (default: one `UNIT_BYTES` each). One `comm` serves every link.
+
+        Raises `InputError` for a value that is negative or not finite, or a column of another length, naming it.
+        """
         stages = len(forward)
         links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else list(comm)
         columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links}
@@ -110,21 +118,22 @@ class Costs:
                 if not isfinite(value):
                     raise InputError(f"{name} of stage {index} must be a finite number, got {value}")
         unit = (UNIT_BYTES,) * stages
-        times = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
-        return cls(*times, tuple(held_after_f or unit), tuple(held_after_b or unit))
+        f, b, w, c = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
+        return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit))
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns and bytes; `from_dict` reads it back."""
-        return {"format": "zerobubble costs 1", **{name: list(values) for name, values in asdict(self).items()}}
+        return {"format": "zerobubble costs 1", **{name: list(values) for name, values in self._columns().items()}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
-        names = ("forward", "backward", "weight", "comm", "held_after_f", "held_after_b")
-        try:
-            return cls(*(tuple(int(v) for v in data[name]) for name in names))
-        except (KeyError, TypeError) as error:
-            raise ParseError(f"not costs in JSON form: {error!r} is missing or of the wrong type") from error
+        with reading("costs", data):
+            return cls(*(tuple(map(whole, data[column.name])) for column in fields(cls)))
+
+
+def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    return default if values is None else tuple(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ ZeroBubbleError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 class ZeroBubbleError(Exception):
@@ -23,7 +25,30 @@ class InputError(ZeroBubbleError, ValueError):
 
 
 class ParseError(InputError):
-    """A text form cannot be read."""
+    """A text, JSON or CSV form cannot be read."""
+
+
+@contextmanager
+def reading(noun: str, data: Any) -> Iterator[None]:
+    """Read the JSON form of a `noun`: whatever malformed `data` raises inside comes out as a `ParseError` that says what is wrong."""
+    if not isinstance(data, dict):
+        raise ParseError(f"a {noun} in JSON form is an object, got {type(data).__name__}")
+    wanted = f"zerobubble {noun} 1"
+    if data.get("format", wanted) != wanted:
+        raise ParseError(f"expected the format {wanted!r}, got {data['format']!r}")
+    try:
+        yield
+    except KeyError as error:
+        raise ParseError(f"the {noun} lacks the key {error}") from error
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise ParseError(f"not a {noun} in JSON form: {error}") from error
+
+
+def whole(number: Any) -> int:
+    """`number` if it is an integer; raises `ParseError` for anything else, fractions and booleans included."""
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ParseError(f"{number!r} is not a whole number")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +69,7 @@ class Fault:
         return self.message
 
 
-class _Faulty(ZeroBubbleError):
+class _FaultsError(ZeroBubbleError):
     noun = "value"
 
     def __init__(self, faults: Sequence[Fault], name: str = "") -> None:
@@ -57,13 +82,13 @@ class _Faulty(ZeroBubbleError):
         super().__init__(f"{title} cannot run: {count}, root causes first{shown}{more}")
 
 
-class ScheduleError(_Faulty):
+class ScheduleError(_FaultsError):
     """A schedule is not legal; `faults` holds every reason, root causes first."""
 
     noun = "schedule"
 
 
-class ProgramError(_Faulty):
+class ProgramError(_FaultsError):
     """A program is not legal; `faults` holds every reason, root causes first."""
 
     noun = "program"

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.rules import RULES, Stuff, Value
+from zerobubble.rules import RULES, Stuff, used_stages
+
+Needs = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,6 @@ class Graph:
     rank: list[int]
     first: list[int]
     needs: list[tuple[int, ...]]
-    missing: list[tuple[int, Value]]
 
     def position(self, number: int) -> int:
         """Where in its row a pass stands."""
@@ -28,7 +29,7 @@ class Graph:
 
 
 def resolve(schedule: Schedule) -> Graph:
-    """Number the passes of `schedule` and find each one's makers; uses that nobody makes are listed in `missing`.
+    """Number the passes of `schedule` and find the makers of what each uses; a use that nobody makes is left out.
 
     Passes out of range (stage or microbatch) must have been refused before; of duplicates the first one counts.
     """
@@ -37,78 +38,64 @@ def resolve(schedule: Schedule) -> Graph:
     first = [0]
     for row in schedule.rows:
         first.append(first[-1] + len(row))
-    used, made = _offsets(schedule.num_stages, schedule.num_microbatches)
+    used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
     maker: dict[int, int] = {}
     for number, (kind, stage, microbatch) in enumerate(ops):
-        for base in made[kind][stage]:
-            maker.setdefault(base + microbatch, number)
+        for value in made[kind][stage]:
+            maker.setdefault(value + microbatch, number)
     needs: list[tuple[int, ...]] = []
-    missing: list[tuple[int, Value]] = []
-    for number, (kind, stage, microbatch) in enumerate(ops):
-        found = [maker.get(base + microbatch, -1) for base in used[kind][stage]]
-        if -1 in found:
-            lost = [base for base, who in zip(used[kind][stage], found, strict=True) if who < 0]
-            missing += [(number, _value(base, microbatch, schedule)) for base in lost]
-            found = [who for who in found if who >= 0]
-        needs.append(tuple(found))
-    return Graph(ops, rank, first, needs, missing)
+    for kind, stage, microbatch in ops:
+        values = used[kind][stage]
+        needs.append(tuple([maker[value + microbatch] for value in values if value + microbatch in maker]))
+    return Graph(ops, rank, first, needs)
 
 
-_STUFF = list(Stuff)
-
-
-def _offsets(stages: int, microbatches: int) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[list[int]]]]:
+def _value_numbers(stages: int, microbatches: int) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[list[int]]]]:
     """For each kind and stage, the numbers of the values used and made, for microbatch 0."""
-
-    def base(stuff: Stuff, stage: int) -> int:
-        return (_STUFF.index(stuff) * stages + stage) * microbatches
-
-    used = {k: [[base(t, s + h) for t, h in rule.uses if 0 <= s + h < stages] for s in range(stages)] for k, rule in RULES.items()}
-    made = {k: [[base(t, s) for t in rule.makes] for s in range(stages)] for k, rule in RULES.items()}
+    start = {stuff: k * stages * microbatches for k, stuff in enumerate(Stuff)}
+    used = {k: [[start[t] + at * microbatches for t, at in used_stages(k, s, stages)] for s in range(stages)] for k in RULES}
+    made = {k: [[start[t] + s * microbatches for t in rule.makes] for s in range(stages)] for k, rule in RULES.items()}
     return used, made
 
 
-def _value(base: int, microbatch: int, schedule: Schedule) -> Value:
-    stuff, stage = divmod(base // schedule.num_microbatches, schedule.num_stages)
-    return Value(_STUFF[stuff], stage, microbatch)
+def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:
+    """Run every row from `heads[r]`, its next pass, as far as `needs` allow, and move the heads; the passes run, in a legal order.
 
-
-def walk(graph: Graph, skip: frozenset[tuple[int, int]] = frozenset()) -> tuple[list[int], list[int]]:
-    """Run every row as far as its dependencies allow: (passes in a legal global order, number of passes done per rank).
-
-    `skip` holds (pass, need) pairs to ignore. The schedule can run exactly when every pass is in the order.
+    Every pass can run exactly when all heads reach the end of their rows: `heads == graph.first[1:]`.
     """
-    done = bytearray(len(graph.ops))
-    heads = list(graph.first[:-1])
     waiting: dict[int, list[int]] = {}
-    ready: list[int] = list(range(len(heads)))[::-1]
+    ready = list(range(len(heads)))[::-1]
     order: list[int] = []
     while ready:
-        rank = ready.pop()
-        number, end = heads[rank], graph.first[rank + 1]
-        while number < end:
-            blocker = next((n for n in graph.needs[number] if not done[n] and (number, n) not in skip), -1)
+        here = ready.pop()
+        number = heads[here]
+        while number < graph.first[here + 1]:
+            blocker = _blocker(graph.rank, heads, needs[number])
             if blocker >= 0:
-                waiting.setdefault(blocker, []).append(rank)
+                waiting.setdefault(blocker, []).append(here)
                 break
-            done[number] = 1
             order.append(number)
+            heads[here] = number + 1
             if number in waiting:
                 ready += waiting.pop(number)
             number += 1
-        heads[rank] = number
-    return order, [head - start for head, start in zip(heads, graph.first, strict=False)]
+    return order
 
 
-def cycles(graph: Graph, heads: Sequence[int], skip: frozenset[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Among ranks stuck at pass `heads[r]` (a count per rank): every circle of waiting, as (stuck pass, pass it needs) pairs."""
+def _blocker(rank: list[int], heads: list[int], needs: tuple[int, ...]) -> int:
+    """The first of `needs` that has not run, -1 if all have."""
+    for need in needs:
+        if need >= heads[rank[need]]:
+            return need
+    return -1
+
+
+def circles(graph: Graph, needs: Needs, heads: list[int]) -> list[list[tuple[int, int]]]:
+    """Among ranks stuck at pass `heads[r]`: every circle of waiting, as (stuck pass, pass it needs) pairs."""
     waits: dict[int, tuple[int, int]] = {}
-    finished = {number for rank, head in enumerate(heads) for number in range(graph.first[rank], graph.first[rank] + head)}
-    for rank, head in enumerate(heads):
-        number = graph.first[rank] + head
+    for rank, number in enumerate(heads):
         if number < graph.first[rank + 1]:
-            need = next(n for n in graph.needs[number] if n not in finished and (number, n) not in skip)
-            waits[rank] = (number, need)
+            waits[rank] = (number, next(need for need in needs[number] if need >= heads[graph.rank[need]]))
     found: list[list[tuple[int, int]]] = []
     seen: set[int] = set()
     for start in waits:

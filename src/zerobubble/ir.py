@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from zerobubble.errors import InputError, ParseError
+from zerobubble.errors import InputError, ParseError, reading, whole
 
 
 class Kind(StrEnum):
@@ -24,7 +24,7 @@ class Kind(StrEnum):
     BW = "BW"
 
 
-_OP = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+_OP = re.compile(r"([0-9]{1,9})(F|BW|B|W)([0-9]{1,9})")
 
 
 class Op(NamedTuple):
@@ -59,6 +59,7 @@ class Placement:
     routes: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        _check_name("placement", self.name)
         if self.num_ranks < 1:
             raise InputError(f"a pipeline needs at least 1 rank, got {self.num_ranks}")
         if not self.routes or not self.routes[0]:
@@ -111,6 +112,78 @@ class Placement:
         return cls("custom", max(ranks) + 1, as_tuples)
 
 
+class Head(NamedTuple):
+    """What schedules and programs state before their rows."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    microbatch_routes: tuple[int, ...]
+
+    def check(self, num_rows: int) -> None:
+        """Raise `InputError` where the parts do not fit each other or `num_rows` rows."""
+        _check_name("schedule", self.name)
+        ranks, microbatches, routes = self.placement.num_ranks, self.num_microbatches, self.microbatch_routes
+        if microbatches < 1:
+            raise InputError(f"a schedule needs at least 1 microbatch, got {microbatches}")
+        if num_rows != ranks:
+            raise InputError(f"a placement over {ranks} ranks needs {ranks} rows, got {num_rows}")
+        if routes and len(routes) != microbatches:
+            raise InputError(f"{microbatches} microbatches need as many routes, got {len(routes)}")
+        if any(not 0 <= route < len(self.placement.routes) for route in routes):
+            raise InputError(f"microbatch routes must be in 0 to {len(self.placement.routes) - 1}, got {routes}")
+
+    def lines(self) -> list[str]:
+        """The text form; `parse` reads it back."""
+        routes = " | ".join(" ".join(map(str, route)) for route in self.placement.routes)
+        lines = [f"name {self.name}".rstrip(), f"placement {self.placement.name}: {routes}", f"microbatches {self.num_microbatches}"]
+        return lines + ["routes " + " ".join(map(str, self.microbatch_routes))] * bool(self.microbatch_routes)
+
+    @classmethod
+    def parse(cls, lines: dict[str, str], num_rows: int) -> Head:
+        """Read the lines, given as what follows each key; raises `ParseError` naming the key."""
+        for key in ("placement", "microbatches"):
+            if key not in lines:
+                raise ParseError(f"the header line {key!r} is missing")
+        name, _, routes = lines["placement"].rpartition(":")
+        placement = Placement(name, num_rows, tuple(_numbers("placement", route) for route in routes.split("|")))
+        microbatches = _numbers("microbatches", lines["microbatches"])
+        if len(microbatches) != 1:
+            raise ParseError(f"the header line 'microbatches' holds one number, got {lines['microbatches']!r}")
+        return cls(lines.get("name", "unnamed"), placement, microbatches[0], _numbers("routes", lines.get("routes", "")))
+
+
+def _numbers(key: str, text: str) -> tuple[int, ...]:
+    words = text.split()
+    wrong = [word for word in words if not re.fullmatch("[0-9]{1,9}", word)]
+    if wrong:
+        raise ParseError(f"the header line {key!r} holds {wrong[0]!r}, which is not a count")
+    return tuple(map(int, words))
+
+
+def _check_name(noun: str, name: str) -> None:
+    """Names stand on a line of their own in the text forms."""
+    if not name.isprintable() or name != name.strip() or "#" in name:
+        raise InputError(f"a {noun} name is one line of printable text without '#' and outer blanks, got {name!r}")
+
+
+def content_lines(text: str, noun: str) -> list[tuple[int, str]]:
+    """The numbered lines of a text form without comments and blanks, after its first line `zerobubble <noun> 1`."""
+    lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.split("\n"), 1)]
+    lines = [(number, line) for number, line in lines if line]
+    if not lines or lines[0][1] != f"zerobubble {noun} 1":
+        raise ParseError(f"line 1: a {noun} file starts with 'zerobubble {noun} 1'")
+    return lines[1:]
+
+
+def collect_head(head: dict[str, str], number: int, line: str) -> None:
+    """Add a header line to `head`; raises `ParseError` for an unknown or repeated one."""
+    key, _, rest = line.partition(" ")
+    if key not in ("name", "placement", "microbatches", "routes") or key in head:
+        raise ParseError(f"line {number}: {line!r} is neither a row nor a header (name, placement, microbatches, routes; once each)")
+    head[key] = rest.strip()
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The order of passes on every rank: `rows[rank]` is what that rank runs, first to last.
@@ -126,15 +199,12 @@ class Schedule:
     microbatch_routes: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise InputError(f"a schedule needs at least 1 microbatch, got {self.num_microbatches}")
-        if len(self.rows) != self.num_ranks:
-            raise InputError(f"{self.num_ranks} ranks need {self.num_ranks} rows, got {len(self.rows)}")
-        routes = self.microbatch_routes
-        if routes and len(routes) != self.num_microbatches:
-            raise InputError(f"{self.num_microbatches} microbatches need as many routes, got {len(routes)}")
-        if any(not 0 <= route < len(self.placement.routes) for route in routes):
-            raise InputError(f"microbatch routes must be below {len(self.placement.routes)}, got {routes}")
+        self.head.check(len(self.rows))
+
+    @property
+    def head(self) -> Head:
+        """Everything but the rows."""
+        return Head(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
 
     @property
     def num_ranks(self) -> int:
@@ -172,18 +242,21 @@ class Schedule:
 
     def to_text(self) -> str:
         """The text form: a header, then one line per rank. `Schedule.from_text` reads it back."""
-        routes = " | ".join(" ".join(map(str, route)) for route in self.placement.routes)
-        lines = ["zerobubble schedule 1", f"name {self.name}", f"placement {self.placement.name}: {routes}"]
-        lines.append(f"microbatches {self.num_microbatches}")
-        if self.microbatch_routes:
-            lines.append("routes " + " ".join(map(str, self.microbatch_routes)))
-        lines += [f"rank {rank}: " + " ".join(map(str, row)) for rank, row in enumerate(self.rows)]
-        return "\n".join(line.rstrip() for line in lines) + "\n"
+        rows = [f"rank {rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.rows)]
+        return "\n".join(["zerobubble schedule 1", *self.head.lines(), *rows]) + "\n"
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Read the text form; raises `ParseError` naming the line."""
-        return _parse_schedule(text)
+        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit."""
+        head: dict[str, str] = {}
+        rows: list[tuple[Op, ...]] = []
+        for number, line in content_lines(text, "schedule"):
+            if line.startswith("rank "):
+                rows.append(_parse_row(number, line[5:], len(rows)))
+            else:
+                collect_head(head, number, line)
+        name, placement, microbatches, routes = Head.parse(head, len(rows))
+        return cls(name, placement, microbatches, tuple(rows), routes)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; `from_dict` reads it back."""
@@ -198,43 +271,13 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Schedule:
-        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
-        try:
-            routes = tuple(tuple(int(r) for r in route) for route in data["placement"]["routes"])
-            rows = tuple(tuple(Op.parse(cell) for cell in row) for row in data["rows"])
+        """Read the JSON form; raises `ParseError` when a part is missing, malformed or does not fit the others."""
+        with reading("schedule", data):
+            routes = tuple(tuple(map(whole, route)) for route in data["placement"]["routes"])
+            rows = tuple(tuple(map(Op.parse, row)) for row in data["rows"])
             placement = Placement(str(data["placement"]["name"]), len(rows), routes)
-            taken = tuple(int(k) for k in data.get("microbatch_routes", ()))
-            return cls(str(data["name"]), placement, int(data["microbatches"]), rows, taken)
-        except (KeyError, TypeError) as error:
-            raise ParseError(f"not a schedule in JSON form: {error!r} is missing or of the wrong type") from error
-
-
-def _parse_schedule(text: str) -> Schedule:
-    head: dict[str, str] = {}
-    rows: list[tuple[Op, ...]] = []
-    lines = [(n, line.split("#")[0].strip()) for n, line in enumerate(text.splitlines(), 1)]
-    lines = [(n, line) for n, line in lines if line]
-    if not lines or lines[0][1] != "zerobubble schedule 1":
-        raise ParseError("line 1: a schedule file starts with 'zerobubble schedule 1'")
-    for number, line in lines[1:]:
-        key, _, rest = line.partition(" ")
-        if key == "rank":
-            rows.append(_parse_row(number, rest, len(rows)))
-        elif key in ("name", "placement", "microbatches", "routes") and key not in head:
-            head[key] = rest.strip()
-        else:
-            raise ParseError(f"line {number}: {line!r} is neither a header (name, placement, microbatches, routes, once each) nor a row")
-    for key in ("placement", "microbatches"):
-        if key not in head:
-            raise ParseError(f"the header line {key!r} is missing")
-    name, _, routes = head["placement"].partition(":")
-    try:
-        parsed = tuple(tuple(map(int, route.split())) for route in routes.split("|"))
-        microbatches = int(head["microbatches"])
-        taken = tuple(map(int, head.get("routes", "").split()))
-    except ValueError as error:
-        raise ParseError(f"the header holds something that is not a number: {error}") from error
-    return Schedule(head.get("name", "unnamed"), Placement(name, len(rows), parsed), microbatches, tuple(rows), taken)
+            taken = tuple(map(whole, data.get("microbatch_routes", ())))
+            return cls(str(data["name"]), placement, whole(data["microbatches"]), rows, taken)
 
 
 def _parse_row(number: int, rest: str, expected: int) -> tuple[Op, ...]:
@@ -242,6 +285,6 @@ def _parse_row(number: int, rest: str, expected: int) -> tuple[Op, ...]:
     if not colon or label.strip() != str(expected):
         raise ParseError(f"line {number}: expected 'rank {expected}: ...', the ranks in order")
     try:
-        return tuple(Op.parse(cell) for cell in cells.split())
+        return tuple(map(Op.parse, cells.split()))
     except ParseError as error:
         raise ParseError(f"line {number}: {error}") from None

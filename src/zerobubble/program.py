@@ -6,12 +6,13 @@ waits until everything it uses is there. `Free` ends a value on a rank: what was
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from zerobubble.errors import ParseError
-from zerobubble.ir import Kind, Op, Placement
+from zerobubble.errors import ParseError, reading
+from zerobubble.ir import Head, Kind, Op, Placement, Schedule, collect_head, content_lines
 from zerobubble.rules import Stuff, Value
 
 
@@ -85,6 +86,14 @@ class Program:
     rows: tuple[tuple[Action, ...], ...]
     microbatch_routes: tuple[int, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        self.head.check(len(self.rows))
+
+    @property
+    def head(self) -> Head:
+        """Everything but the rows."""
+        return Head(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
+
     @property
     def num_ranks(self) -> int:
         return self.placement.num_ranks
@@ -105,44 +114,33 @@ class Program:
                 if isinstance(action, (Send, Recv)):
                     yield rank, position, channel_of(rank, action), action
 
+    def to_schedule(self) -> Schedule:
+        """The passes alone, in their order."""
+        rows = tuple(tuple(action.op for action in row if isinstance(action, Compute)) for row in self.rows)
+        return Schedule(self.name, self.placement, self.num_microbatches, rows, self.microbatch_routes)
+
     def to_text(self) -> str:
         """The text form, one action a line. `Program.from_text` reads it back."""
-        routes = " | ".join(" ".join(map(str, route)) for route in self.placement.routes)
-        lines = ["zerobubble program 1", f"name {self.name}", f"placement {self.placement.name}: {routes}"]
-        lines.append(f"microbatches {self.num_microbatches}")
-        if self.microbatch_routes:
-            lines.append("routes " + " ".join(map(str, self.microbatch_routes)))
+        lines = ["zerobubble program 1", *self.head.lines()]
         for rank, row in enumerate(self.rows):
-            lines.append(f"rank {rank}")
-            lines += [f"  {action}" for action in row]
+            lines += [f"rank {rank}", *(f"  {action}" for action in row)]
         return "\n".join(lines) + "\n"
 
     @classmethod
     def from_text(cls, text: str) -> Program:
-        """Read the text form; raises `ParseError` naming the line."""
-        lines = text.splitlines()
-        if not lines or lines[0] != "zerobubble program 1":
-            raise ParseError("line 1: a program file starts with 'zerobubble program 1'")
+        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit."""
         head: dict[str, str] = {}
         rows: list[list[Action]] = []
-        for number, line in enumerate(lines[1:], 2):
-            try:
-                if line.startswith("  "):
-                    rows[-1].append(_parse_action(line.split()))
-                elif line == f"rank {len(rows)}":
-                    rows.append([])
-                else:
-                    key, _, rest = line.partition(" ")
-                    head[key] = rest
-            except (IndexError, ValueError) as error:
-                raise ParseError(f"line {number}: {line.strip()!r} is not an action") from error
-        try:
-            name, _, routes = head["placement"].partition(":")
-            placement = Placement(name, len(rows), tuple(tuple(map(int, route.split())) for route in routes.split("|")))
-            taken = tuple(map(int, head.get("routes", "").split()))
-            return cls(head["name"], placement, int(head["microbatches"]), tuple(map(tuple, rows)), taken)
-        except (KeyError, ValueError) as error:
-            raise ParseError(f"the header (name, placement, microbatches) is incomplete or malformed: {error}") from error
+        for number, line in content_lines(text, "program"):
+            words = line.split()
+            if words[0] in _ACTIONS and rows:
+                rows[-1].append(_parse_action(number, line))
+            elif words == ["rank", str(len(rows))]:
+                rows.append([])
+            else:
+                collect_head(head, number, line)
+        name, placement, microbatches, routes = Head.parse(head, len(rows))
+        return cls(name, placement, microbatches, tuple(map(tuple, rows)), routes)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; `from_dict` reads it back."""
@@ -151,24 +149,40 @@ class Program:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Program:
         """Read the JSON form; raises `ParseError` when it is malformed."""
-        if not isinstance(data.get("text"), str):
-            raise ParseError("not a program in JSON form: 'text' is missing")
-        return cls.from_text(data["text"])
+        with reading("program", data):
+            if not isinstance(data["text"], str):
+                raise ParseError(f"'text' is the text form of a program, got {type(data['text']).__name__}")
+            return cls.from_text(data["text"])
 
 
-def _parse_action(words: list[str]) -> Action:
-    match words:
-        case ["run", op]:
-            return Compute(Op.parse(op))
-        case ["send", value, "to", peer]:
-            return Send(_parse_value(value), int(peer))
-        case ["recv", value, "from", peer]:
-            return Recv(_parse_value(value), int(peer))
-        case ["free", value]:
-            return Free(_parse_value(value))
-    raise ValueError(words)
+_ACTIONS = ("run", "send", "recv", "free")
+_VALUE = re.compile(r"([agsw])([0-9]{1,9})\.([0-9]{1,9})")
+
+
+def _parse_action(number: int, line: str) -> Action:
+    try:
+        match line.split():
+            case ["run", op]:
+                return Compute(Op.parse(op))
+            case ["send", value, "to", peer]:
+                return Send(_parse_value(value), _parse_rank(peer))
+            case ["recv", value, "from", peer]:
+                return Recv(_parse_value(value), _parse_rank(peer))
+            case ["free", value]:
+                return Free(_parse_value(value))
+    except ParseError as error:
+        raise ParseError(f"line {number}: {error}") from None
+    raise ParseError(f"line {number}: {line!r} is not an action; write 'run 0F0', 'send a0.0 to 1', 'recv a0.0 from 0' or 'free a0.0'")
 
 
 def _parse_value(text: str) -> Value:
-    stage, _, microbatch = text[1:].partition(".")
-    return Value(Stuff(text[0]), int(stage), int(microbatch))
+    match = _VALUE.fullmatch(text)
+    if match is None:
+        raise ParseError(f"{text!r} is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3")
+    return Value(Stuff(match[1]), int(match[2]), int(match[3]))
+
+
+def _parse_rank(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ParseError(f"{text!r} is not a rank")
+    return int(text)

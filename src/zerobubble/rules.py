@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import NamedTuple
 
 from zerobubble.ir import Kind, Op
@@ -59,32 +60,35 @@ RULES: dict[Kind, Rule] = {
 MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
 """Stuff that may travel between ranks."""
 
+MOVING = {kind: stuff for kind, rule in RULES.items() for stuff in rule.makes if stuff in MOVES}
+"""The one stuff that may travel among what a kind makes."""
+
 BACKWARD = frozenset({Kind.B, Kind.BW})
 """The kinds that turn what F saved into a gradient: each F needs exactly one of them."""
 
 
 def uses(op: Op, num_stages: int) -> list[Value]:
     """The values `op` cannot start without."""
-    found = []
-    for stuff, hop in RULES[op.kind].uses:
-        stage = op.stage + hop
-        if 0 <= stage < num_stages:
-            found.append(Value(stuff, stage, op.microbatch))
-    return found
+    return [Value(stuff, stage, op.microbatch) for stuff, stage in used_stages(op.kind, op.stage, num_stages)]
 
 
 def makes(op: Op, num_stages: int, forward_only: bool = False) -> list[Value]:
     """The values `op` leaves behind for other passes; an inference F saves nothing."""
-    found = []
-    for stuff in RULES[op.kind].makes:
-        if stuff is Stuff.ACTIVATION and op.stage == num_stages - 1:
-            continue
-        if stuff is Stuff.GRADIENT and op.stage == 0:
-            continue
-        if stuff is Stuff.SAVED and forward_only:
-            continue
-        found.append(Value(stuff, op.stage, op.microbatch))
-    return found
+    return [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only)]
+
+
+@cache
+def used_stages(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[Stuff, int], ...]:
+    """What a pass of `kind` and `stage` uses of its own microbatch, as (stuff, stage it belongs to)."""
+    return tuple((stuff, stage + hop) for stuff, hop in RULES[kind].uses if 0 <= stage + hop < num_stages)
+
+
+@cache
+def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False) -> tuple[Stuff, ...]:
+    """What a pass of `kind` and `stage` makes for other passes: only what some pass of an existing stage uses."""
+    readers = [Kind.F] if forward_only else list(RULES)
+    used = {(stuff, stage - hop) for reader in readers for stuff, hop in RULES[reader].uses if 0 <= stage - hop < num_stages}
+    return tuple(stuff for stuff in RULES[kind].makes if any(stuff is needed for needed, _ in used))
 
 
 def makers(value: Value) -> list[Op]:

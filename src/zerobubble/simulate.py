@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ScheduleError
-from zerobubble.graph import Graph, resolve, walk
-from zerobubble.ir import Kind, Schedule
+from zerobubble.errors import InputError
+from zerobubble.graph import Graph
+from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.timeline import Cause, Span, Timeline, Why
-from zerobubble.verify import schedule_faults
+from zerobubble.verify import checked
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -18,51 +21,58 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     if costs.num_stages != schedule.num_stages:
         raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, the costs describe {costs.num_stages}")
-    graph = _legal(schedule)
-    order, _ = walk(graph)
-    start, end, why = [0] * len(order), [0] * len(order), [Why(Cause.NOTHING)] * len(order)
-    times = {kind: [costs.time(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
-    ops, rank, first = graph.ops, graph.rank, graph.first
-    for number in order:
-        kind, stage, _ = ops[number]
-        here = rank[number]
-        begin = end[number - 1] if number > first[here] else 0
-        reason = Why(Cause.ROW, ops[number - 1]) if number > first[here] else Why(Cause.NOTHING)
-        for need in graph.needs[number]:
-            remote = rank[need] != here
-            arrival = end[need] + (costs.comm[min(stage, ops[need].stage)] if remote else 0)
-            if arrival > begin:
-                begin, reason = arrival, Why(Cause.MESSAGE if remote else Cause.LOCAL, ops[need])
-        start[number], end[number], why[number] = begin, begin + times[kind][stage], reason
-    rows = tuple(tuple(Span(ops[i], start[i], end[i], why[i]) for i in range(first[r], first[r + 1])) for r in range(schedule.num_ranks))
+    graph, order = checked(schedule)
+    spans = _play(graph, order, costs)
+    rows = tuple(tuple(spans[start:end]) for start, end in pairwise(graph.first))
     return Timeline(schedule.name, rows, tuple(memory_steps(row, costs) for row in rows))
 
 
-def _legal(schedule: Schedule) -> Graph:
-    faults = schedule_faults(schedule)
-    if faults:
-        raise ScheduleError(faults, schedule.name)
-    return resolve(schedule)
+def _play(graph: Graph, order: list[int], costs: Costs) -> list[Span]:
+    """The span of every pass, by number."""
+    ops, rank, end = graph.ops, graph.rank, [0] * len(order)
+    spans = [Span(ops[0], 0, 0)] * len(ops)
+    times = {kind: [costs.time(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+    starts = set(graph.first)
+    for number in order:
+        op = ops[number]
+        begin, cause, last = (0, Cause.NOTHING, -1) if number in starts else (end[number - 1], Cause.ROW, number - 1)
+        for need in graph.needs[number]:
+            remote = rank[need] != rank[number]
+            arrival = end[need] + (costs.comm[min(op[1], ops[need][1])] if remote else 0)
+            if arrival > begin:
+                begin, cause, last = arrival, Cause.MESSAGE if remote else Cause.LOCAL, need
+        end[number] = begin + times[op[0]][op[1]]
+        spans[number] = Span(op, begin, end[number], Why(cause, ops[last] if last >= 0 else None))
+    return spans
 
 
-def memory_steps(row: tuple[Span, ...], costs: Costs) -> tuple[tuple[int, int], ...]:
+def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:
     """Bytes held by one rank over time, (time, bytes) at each change: F takes at its start, other passes give back at their end."""
-    held = 0
-    current: dict[tuple[int, int], int] = {}
+    held = _held([span.op for span in row], costs)
     steps = [(row[0].start, 0)] if row else []
-    backward = any(span.op.kind is not Kind.F for span in row)
-    for span in row:
-        kind, stage, microbatch = span.op
-        after = costs.memory_after(kind, stage) if backward else 0
-        change = after - current.get((stage, microbatch), 0)
-        current[stage, microbatch] = after
-        if change:
-            held += change
-            steps.append((span.start if kind is Kind.F else span.end, held))
+    before = 0
+    for span, now in zip(row, held, strict=True):
+        if now != before:
+            steps.append((span.start if span.op[0] is Kind.F else span.end, now))
+        before = now
     return tuple(steps)
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times."""
-    rows = (tuple(Span(op, i, i + 1) for i, op in enumerate(row)) for row in schedule.rows)
-    return tuple(max((held for _, held in memory_steps(row, costs)), default=0) for row in rows)
+    return tuple(max(_held(row, costs), default=0) for row in schedule.rows)
+
+
+def _held(row: Sequence[Op], costs: Costs) -> list[int]:
+    """Bytes held once each pass is done; inference forwards hold nothing."""
+    if all(op[0] is Kind.F for op in row):
+        return [0] * len(row)
+    after = {kind: [costs.memory_after(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+    kept: dict[tuple[int, int], int] = {}
+    total, totals = 0, []
+    for kind, stage, microbatch in row:
+        now = after[kind][stage]
+        total += now - kept.get((stage, microbatch), 0)
+        kept[stage, microbatch] = now
+        totals.append(total)
+    return totals

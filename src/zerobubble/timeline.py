@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from zerobubble.errors import ParseError
+from zerobubble.errors import InputError, ParseError, reading, whole
 from zerobubble.ir import Op
 
 
@@ -82,6 +82,10 @@ class Timeline:
     memory: tuple[tuple[tuple[int, int], ...], ...] = ()
     source: str = field(default="simulated")
 
+    def __post_init__(self) -> None:
+        if self.memory and len(self.memory) != len(self.rows):
+            raise InputError(f"a timeline of {len(self.rows)} ranks needs memory for as many or for none, got {len(self.memory)}")
+
     @property
     def num_ranks(self) -> int:
         return len(self.rows)
@@ -113,7 +117,7 @@ class Timeline:
 
     @property
     def span(self) -> int:
-        return max(figures.span for figures in self.ranks)
+        return max((figures.span for figures in self.ranks), default=0)
 
     @property
     def work(self) -> int:
@@ -153,12 +157,10 @@ class Timeline:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Timeline:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
-        try:
-            rows = tuple(tuple(_span_from_list(cell) for cell in row) for row in data["rows"])
-            memory = tuple(tuple((int(t), int(b)) for t, b in steps) for steps in data["memory"])
-            return cls(str(data["name"]), rows, memory, str(data["source"]))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ParseError(f"not a timeline in JSON form: {error!r}") from error
+        with reading("timeline", data):
+            rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
+            memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
+            return cls(str(data["name"]), rows, memory, str(data.get("source", "measured")))
 
 
 def _span_to_list(span: Span) -> list[Any]:
@@ -168,5 +170,8 @@ def _span_to_list(span: Span) -> list[Any]:
 
 
 def _span_from_list(cell: list[Any]) -> Span:
-    why = Why(Cause(cell[3]), None if cell[4] is None else Op.parse(cell[4])) if len(cell) > 3 else None
-    return Span(Op.parse(cell[0]), int(cell[1]), int(cell[2]), why)
+    if len(cell) not in (3, 5):
+        raise ParseError(f"a span is [pass, start, end] or [pass, start, end, cause, cause's pass], got {cell!r}")
+    op, start, end, *why = cell
+    reason = Why(Cause(why[0]), None if why[1] is None else Op.parse(why[1])) if why else None
+    return Span(Op.parse(op), whole(start), whole(end), reason)

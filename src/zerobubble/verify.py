@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from zerobubble.errors import Fault
-from zerobubble.graph import Graph, cycles, resolve, walk
+from zerobubble.errors import Fault, ScheduleError
+from zerobubble.graph import Graph, Needs, circles, resolve, walk
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.rules import RULES, Stuff
 
@@ -17,43 +17,62 @@ def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
     BW or both B and W (or only F throughout, for inference); no pass before what it uses on its own rank; no circle of waiting
     between ranks.
     """
+    return _judge(schedule)[0]
+
+
+def checked(schedule: Schedule) -> tuple[Graph, list[int]]:
+    """The graph of a legal schedule, and its passes in an order that respects rows and needs; raises `ScheduleError` otherwise."""
+    faults, graph, order = _judge(schedule)
+    if faults:
+        raise ScheduleError(faults, schedule.name)
+    return graph, order
+
+
+def _judge(schedule: Schedule) -> tuple[tuple[Fault, ...], Graph, list[int]]:
     placed = _placement_faults(schedule)
     if any(fault.code in ("stage-range", "microbatch-range") for fault in placed):
-        return tuple(placed)
+        return tuple(placed), Graph([], [], [], []), []
     graph = resolve(schedule)
-    late = _order_faults(graph)
-    faults = placed + _missing_faults(schedule) + [fault for _, fault in late]
-    skip = frozenset(pair for pair, _ in late)
-    order, heads = walk(graph, skip)
-    if len(order) < len(graph.ops):
-        faults += [_circle(graph, ring) for ring in cycles(graph, heads, skip)]
-    return tuple(faults)
+    late = _late_needs(graph)
+    faults = placed + _missing_faults(schedule) + [_late(graph, number, need) for number, need in late]
+    needs = _without(graph.needs, late)
+    heads = graph.first[:-1]
+    order = walk(graph, needs, heads)
+    faults += [_circle(graph, ring) for ring in circles(graph, needs, heads)]
+    return tuple(faults), graph, order
 
 
 def _placement_faults(schedule: Schedule) -> list[Fault]:
+    """Passes out of range, on a rank that does not hold their stage, or present twice."""
     faults: list[Fault] = []
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     seen: dict[Op, tuple[int, int]] = {}
-    single = schedule.placement.routes[0] if not schedule.microbatch_routes else None
     for rank, position, op in schedule.ops():
-        if op.stage >= stages:
-            message = f"rank {rank} runs {op} at position {position}, but there are only stages 0 to {stages - 1}"
-            faults.append(Fault("stage-range", message, rank, position, str(op)))
+        _, stage, microbatch = op
+        if not (0 <= stage < stages and 0 <= microbatch < microbatches):
+            faults.append(_out_of_range(schedule, rank, position, op))
             continue
-        if op.microbatch >= microbatches:
-            message = f"rank {rank} runs {op} at position {position}, but there are only microbatches 0 to {microbatches - 1}"
-            faults.append(Fault("microbatch-range", message, rank, position, str(op)))
-            continue
-        home = single[op.stage] if single else schedule.rank_of(op.stage, op.microbatch)
+        home = schedule.rank_of(stage, microbatch)
         if home != rank:
-            message = f"rank {rank} runs {op} at position {position}, but stage {op.stage} lives on rank {home}: move it there"
-            faults.append(Fault("wrong-rank", message, rank, position, str(op)))
+            faults.append(_fault("wrong-rank", rank, position, op, f", but stage {stage} lives on rank {home}: move it there"))
         if op in seen:
-            where = f"rank {seen[op][0]} position {seen[op][1]}"
-            message = f"rank {rank} runs {op} again at position {position}; it already ran at {where}: remove one"
-            faults.append(Fault("duplicate", message, rank, position, str(op)))
-        seen.setdefault(op, (rank, position))
+            there = "rank {} position {}".format(*seen[op])
+            faults.append(_fault("duplicate", rank, position, op, f", but it already ran at {there}: remove one"))
+        else:
+            seen[op] = rank, position
     return faults
+
+
+def _fault(code: str, rank: int, position: int, op: Op, rest: str) -> Fault:
+    return Fault(code, f"rank {rank} runs {op} at position {position}{rest}", rank, position, str(op))
+
+
+def _out_of_range(schedule: Schedule, rank: int, position: int, op: Op) -> Fault:
+    if not 0 <= op.stage < schedule.num_stages:
+        rest = f", but the placement has only stages 0 to {schedule.num_stages - 1}: place stage {op.stage} or remove the pass"
+        return _fault("stage-range", rank, position, op, rest)
+    rest = f", but there are only microbatches 0 to {schedule.num_microbatches - 1}: declare more or remove the pass"
+    return _fault("microbatch-range", rank, position, op, rest)
 
 
 def _complete_sets() -> set[frozenset[Kind]]:
@@ -74,50 +93,58 @@ COMPLETE = _complete_sets()
 
 def _missing_faults(schedule: Schedule) -> list[Fault]:
     wanted = {frozenset({Kind.F})} if schedule.is_forward_only else COMPLETE
-    present: dict[tuple[int, int], set[Kind]] = {}
+    bit = {kind: 1 << k for k, kind in enumerate(Kind)}
+    present = [[0] * schedule.num_microbatches for _ in range(schedule.num_stages)]
     for row in schedule.rows:
         for kind, stage, microbatch in row:
-            present.setdefault((stage, microbatch), set()).add(kind)
+            present[stage][microbatch] |= bit[kind]
+    kinds = {bits: frozenset(kind for kind in Kind if bits & bit[kind]) for bits in range(1 << len(Kind))}
     faults = []
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            kinds = present.get((stage, microbatch), set())
-            if kinds not in wanted:
-                rank = schedule.rank_of(stage, microbatch)
-                faults.append(_incomplete(rank, stage, microbatch, kinds, wanted))
+    for stage, column in enumerate(present):
+        for microbatch, bits in enumerate(column):
+            if kinds[bits] not in wanted:
+                faults.append(_incomplete(schedule.rank_of(stage, microbatch), stage, microbatch, kinds[bits], wanted))
     return faults
 
 
-def _incomplete(rank: int, stage: int, microbatch: int, kinds: set[Kind], wanted: set[frozenset[Kind]]) -> Fault:
+def _incomplete(rank: int, stage: int, microbatch: int, kinds: frozenset[Kind], wanted: set[frozenset[Kind]]) -> Fault:
     who = f"stage {stage}, microbatch {microbatch} on rank {rank}"
-    if Kind.BW in kinds and kinds & {Kind.B, Kind.W}:
-        parts = " and ".join(str(Op(k, stage, microbatch)) for k in (Kind.BW, Kind.B, Kind.W) if k in kinds)
+    fuller = [full for full in wanted if kinds <= full]
+    if not fuller:
+        parts = " and ".join(str(Op(kind, stage, microbatch)) for kind in (Kind.BW, Kind.B, Kind.W) if kind in kinds)
         return Fault("conflict", f"{who} has {parts}: BW is B and W in one, keep either BW or the pair", rank, None, parts)
-    closest = min(wanted, key=lambda full: (len(full - kinds), len(full)))
-    lacking = [str(Op(kind, stage, microbatch)) for kind in Kind if kind in closest - kinds]
-    reasons = {Kind.F: "nothing was computed", Kind.W: "its weight gradient would be lost"}
-    missing = [kind for kind in Kind if kind in closest - kinds]
-    reason = reasons.get(missing[0], "no gradient would flow back")
-    return Fault("missing", f"{who} lacks {' and '.join(lacking)}: {reason}", rank, None, lacking[0])
+    lacking = [kind for kind in Kind if kind in min(fuller, key=len) - kinds]
+    ops = [str(Op(kind, stage, microbatch)) for kind in lacking]
+    return Fault("missing", f"{who} lacks {' and '.join(ops)}, so {_LOSS[lacking[0]]}: add it to the row", rank, None, ops[0])
 
 
-def _order_faults(graph: Graph) -> list[tuple[tuple[int, int], Fault]]:
-    """Passes that stand before a pass of their own rank whose result they use."""
-    faults = []
-    for number, needs in enumerate(graph.needs):
-        for need in needs:
-            if need > number and graph.rank[need] == graph.rank[number]:
-                faults.append(((number, need), _late(graph, number, need)))
-    return faults
+_LOSS = {
+    Kind.F: "nothing is computed",
+    Kind.B: "no gradient flows back",
+    Kind.BW: "no gradient flows back",
+    Kind.W: "its weight gradient is lost",
+}
+
+
+def _late_needs(graph: Graph) -> list[tuple[int, int]]:
+    """Passes that stand before a pass of their own rank whose result they use, as (pass, need)."""
+    rank = graph.rank
+    return [(number, need) for number, needs in enumerate(graph.needs) for need in needs if need >= number and rank[need] == rank[number]]
+
+
+def _without(needs: Needs, pairs: list[tuple[int, int]]) -> Needs:
+    if not pairs:
+        return needs
+    left = list(needs)
+    for number, need in pairs:
+        left[number] = tuple(n for n in left[number] if n != need)
+    return left
 
 
 def _late(graph: Graph, number: int, need: int) -> Fault:
-    rank, op, maker = graph.rank[number], graph.ops[number], graph.ops[need]
-    message = (
-        f"rank {rank} runs {op} at position {graph.position(number)} before {maker} at position {graph.position(need)}, "
-        f"whose result it uses: move {maker} earlier"
-    )
-    return Fault("order", message, rank, graph.position(number), str(op))
+    maker = graph.ops[need]
+    rest = f" before {maker} at position {graph.position(need)}, whose result it uses: move {maker} earlier"
+    return _fault("order", graph.rank[number], graph.position(number), graph.ops[number], rest)
 
 
 def _circle(graph: Graph, ring: list[tuple[int, int]]) -> Fault:
@@ -128,5 +155,5 @@ def _circle(graph: Graph, ring: list[tuple[int, int]]) -> Fault:
         for stuck, need in ring
     ]
     number = ring[0][0]
-    message = f"deadlock: {', '.join(parts)}; each of these stands behind the one its rank is stuck at"
+    message = f"deadlock: {', '.join(parts)}; each of these stands behind the one its rank is stuck at: move one forward"
     return Fault("deadlock", message, graph.rank[number], graph.position(number), str(graph.ops[number]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from enum import StrEnum
 
 from zerobubble.errors import Fault
 from zerobubble.program import Action, Channel, Compute, Free, Program, Recv, Send
 from zerobubble.rules import Value, makes, uses
+from zerobubble.verify import schedule_faults
 
 
 class Model(StrEnum):
@@ -18,103 +19,121 @@ class Model(StrEnum):
 
 
 def program_faults(program: Program) -> tuple[Fault, ...]:
-    """Every fault of `program`; empty exactly when it is sound.
+    """Every fault of `program`; empty exactly when it is sound. Root causes first: a group of checks runs when those before it pass.
 
-    Checked: one sender and one receiver for every message; the same order at both ends of every channel; every value freed once,
-    after its last use, and none used that is not there; no stop under the eager and under the rendezvous message model.
+    Checked: the passes make a legal schedule; one sender and one receiver for every message, in the same order at both ends of
+    every channel; every value freed once, after its last use, and none used that is not there; no stop under the eager and under
+    the rendezvous message model.
     """
+    faults = list(schedule_faults(program.to_schedule()))
+    if faults:
+        return tuple(faults)
     faults = _message_faults(program)
     for rank in range(program.num_ranks):
         faults += _buffer_faults(program, rank)
-    if not faults:
-        faults = [fault for model in Model for fault in _stop_faults(program, model)]
-    return tuple(faults)
+    return tuple(faults or [fault for model in Model for fault in _stop_faults(program, model)])
 
 
 def _message_faults(program: Program) -> list[Fault]:
     ends: dict[Channel, tuple[list[Value], list[Value]]] = defaultdict(lambda: ([], []))
     for _, _, channel, action in program.channels():
         ends[channel][isinstance(action, Recv)].append(action.value)
-    faults = []
-    for channel, (sent, received) in sorted(ends.items()):
-        for value in sorted(set(sent) | set(received)):
-            if sent.count(value) != 1 or received.count(value) != 1:
-                counts = f"sent {sent.count(value)} and received {received.count(value)} times"
-                faults.append(Fault("message", f"{value} of the {channel} is {counts}: once each is needed", op=str(value)))
-        if sorted(sent) == sorted(received) and sent != received:
-            at = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
-            orders = f"message {at} is {sent[at]} at the sender and {received[at]} at the receiver"
-            faults.append(
-                Fault("channel-order", f"the {channel} arrive in another order: {orders}", channel.destination, None, str(sent[at]))
-            )
-    return faults
+    return [fault for channel, (sent, received) in sorted(ends.items()) for fault in _channel_faults(channel, sent, received)]
+
+
+def _channel_faults(channel: Channel, sent: list[Value], received: list[Value]) -> list[Fault]:
+    times_sent, times_received = Counter(sent), Counter(received)
+    unequal = [value for value in sorted({*sent, *received}) if not times_sent[value] == times_received[value] == 1]
+    if not unequal and sent != received:
+        at = next(k for k, (left, arrived) in enumerate(zip(sent, received, strict=True)) if left != arrived)
+        orders = f"message {at} is {sent[at]} at the sender and {received[at]} at the receiver"
+        message = f"the {channel} go in two orders: {orders}; post the receives in the order of the sends"
+        return [Fault("channel-order", message, channel.destination, None, str(received[at]))]
+    return [_count_fault(channel, value, times_sent[value], times_received[value]) for value in unequal]
+
+
+def _count_fault(channel: Channel, value: Value, sent: int, received: int) -> Fault:
+    rank = channel.destination if sent == 1 else channel.source
+    message = f"among the {channel}, {value} is sent {_times(sent)} and received {_times(received)}: once each is needed"
+    return Fault("message", message, rank, None, str(value))
+
+
+def _times(count: int) -> str:
+    return ("never", "once", "twice")[count] if count < 3 else f"{count} times"
 
 
 def _buffer_faults(program: Program, rank: int) -> list[Fault]:
     here: set[Value] = set()
     freed: set[Value] = set()
     faults: list[Fault] = []
-
-    def fault(code: str, message: str, position: int, action: Action) -> None:
-        faults.append(Fault(code, f"rank {rank} position {position}, {action}: {message}", rank, position, str(action)))
-
     forward_only = program.is_forward_only
     for position, action in enumerate(program.rows[rank]):
         if isinstance(action, Recv):
             here.add(action.value)
             continue
         needed = uses(action.op, program.num_stages) if isinstance(action, Compute) else [action.value]
-        for value in needed:
-            if value not in here:
-                state = "was freed before" if value in freed else "is not on this rank yet"
-                fault("use-after-free" if value in freed else "not-there", f"{value} {state}", position, action)
+        faults += [_absent(rank, position, action, value, value in freed) for value in needed if value not in here]
         if isinstance(action, Compute):
             here.update(makes(action.op, program.num_stages, forward_only))
         elif isinstance(action, Free):
             here.discard(action.value)
             freed.add(action.value)
-    faults += [Fault("leak", f"rank {rank} never frees {value}", rank, None, str(value)) for value in sorted(here)]
-    return faults
+    return faults + [_leak(rank, value) for value in sorted(here)]
+
+
+def _absent(rank: int, position: int, action: Action, value: Value, freed: bool) -> Fault:
+    at = f"rank {rank} position {position}, {action}"
+    if not freed:
+        return Fault("not-there", f"{at}: {value} is not on this rank yet; make or receive it before", rank, position, str(action))
+    if isinstance(action, Free):
+        return Fault("double-free", f"{at}: {value} was freed before; remove one of the two", rank, position, str(action))
+    return Fault("use-after-free", f"{at}: {value} was freed before; free it after its last use", rank, position, str(action))
+
+
+def _leak(rank: int, value: Value) -> Fault:
+    return Fault("leak", f"rank {rank} never frees {value}: free it after its last use", rank, None, str(value))
 
 
 def _stop_faults(program: Program, model: Model) -> list[Fault]:
-    player = Player(program, model)
+    player = _Player(program, model)
     player.play()
     faults = []
-    for rank, action, value in player.stuck():
-        position = player.heads[rank]
-        reason = f"rank {action.peer} never posts the receive" if isinstance(action, Send) else f"{value} is never sent"
-        message = f"under {model} messages rank {rank} stops at position {position}, {action}: {reason}"
-        faults.append(Fault("stop", message, rank, position, str(action)))
+    for rank, head in enumerate(player.heads):
+        if head < len(program.rows[rank]):
+            action = program.rows[rank][head]
+            value = player.blocker(action)
+            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{value} is not sent"
+            message = f"under {model} messages rank {rank} stops at position {head}, {action}: {reason}; move that earlier"
+            faults.append(Fault("stop", message, rank, head, str(action)))
     return faults
 
 
-class Player:
+class _Player:
     """Plays a program under a message model, rank by rank, as far as it goes. `heads[r]` is rank r's next action."""
 
     def __init__(self, program: Program, model: Model) -> None:
-        self.rows: list[list[Action]] = [list(row) for row in program.rows]
         self.heads = [0] * program.num_ranks
-        self._model = model
+        self._rows = program.rows
         self._num_stages = program.num_stages
-        self._receiver = {action.value: rank for rank, _, _, action in program.channels() if isinstance(action, Recv)}
+        self._rendezvous = model is Model.RENDEZVOUS
+        self._messages = {action.value for _, _, _, action in program.channels()}
         self._posted: set[Value] = set()
         self._sent: set[Value] = set()
 
     def play(self) -> None:
         """Advance every rank until none can go on."""
         asleep: dict[Value, int] = {}
-        ready = list(range(len(self.rows)))
+        ready = list(range(len(self._rows)))
         while ready:
             self._advance(ready.pop(), ready, asleep)
 
     def _advance(self, rank: int, ready: list[int], asleep: dict[Value, int]) -> None:
-        row = self.rows[rank]
+        row = self._rows[rank]
         while self.heads[rank] < len(row):
             action = row[self.heads[rank]]
-            blocker = self._blocker(action)
-            if blocker is not None:
-                asleep[blocker] = rank
+            value = self.blocker(action)
+            if value is not None:
+                asleep[value] = rank
                 return
             if isinstance(action, (Send, Recv)):
                 (self._sent if isinstance(action, Send) else self._posted).add(action.value)
@@ -122,23 +141,10 @@ class Player:
                     ready.append(asleep.pop(action.value))
             self.heads[rank] += 1
 
-    def _blocker(self, action: Action) -> Value | None:
-        """The value `action` waits for: one still to be sent to this rank, or one whose receive is not posted yet."""
+    def blocker(self, action: Action) -> Value | None:
+        """The value `action` waits for: one still to be sent to its rank, or one whose receive is not posted yet."""
         if isinstance(action, Compute):
-            for value in uses(action.op, self._num_stages):
-                if value in self._receiver and value not in self._sent:
-                    return value
-        elif isinstance(action, Send) and self._model is Model.RENDEZVOUS and action.value not in self._posted:
-            return action.value
-        return None
-
-    def stuck(self) -> list[tuple[int, Action, Value]]:
-        """The ranks that cannot go on, as (rank, action, the value it waits for)."""
-        found = []
-        for rank, head in enumerate(self.heads):
-            if head < len(self.rows[rank]):
-                action = self.rows[rank][head]
-                value = self._blocker(action)
-                if value is not None:
-                    found.append((rank, action, value))
-        return found
+            needed = uses(action.op, self._num_stages)
+            return next((value for value in needed if value in self._messages and value not in self._sent), None)
+        waits = self._rendezvous and isinstance(action, Send) and action.value not in self._posted
+        return action.value if waits else None

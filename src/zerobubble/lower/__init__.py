@@ -1,14 +1,14 @@
-"""Schedule to program, in passes: place messages, then frees; each step leaves a program the next one can rely on."""
+"""Schedule to program, on pass numbers: who uses each message, where its receive is posted, where it is freed; then written out."""
 
 from __future__ import annotations
 
-from zerobubble.errors import ProgramError, ScheduleError
+from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.lower.buffers import place_frees
-from zerobubble.lower.messages import hoist_receives, place_receives, place_sends
+from zerobubble.lower.buffers import release_points
+from zerobubble.lower.messages import hoist_receives, message_users, post_points
+from zerobubble.lower.write import write
 from zerobubble.program import Program
-from zerobubble.verify import schedule_faults
-from zerobubble.verify_program import program_faults
+from zerobubble.verify import checked
 
 PREFETCH = 2
 """Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
@@ -17,13 +17,12 @@ PREFETCH = 2
 def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     """The program that runs `schedule`: messages in one order at both ends, receives posted `prefetch` messages ahead.
 
-    Raises `ScheduleError` with every fault when the schedule is not legal. The result has no `program_faults`.
+    The result has no `program_faults`. Raises `ScheduleError` with every fault when the schedule is not legal, `InputError` for a
+    negative `prefetch`.
     """
-    faults = schedule_faults(schedule)
-    if faults:
-        raise ScheduleError(faults, schedule.name)
-    program = place_frees(hoist_receives(place_receives(place_sends(schedule), prefetch)))
-    wrong = program_faults(program)
-    if wrong:
-        raise ProgramError(wrong, program.name)
-    return program
+    if prefetch < 0:
+        raise InputError(f"prefetch counts the receives posted ahead and must be >= 0, got {prefetch}")
+    graph, _ = checked(schedule)
+    users = message_users(graph)
+    posts = hoist_receives(graph, users, post_points(graph, users, prefetch))
+    return write(schedule, graph, users, posts, release_points(graph, users))

@@ -1,72 +1,76 @@
-"""Where messages are sent and where their receives are posted."""
+"""Which results are messages and where their receives are posted.
+
+A pass sends at most one message, right after it ran, so a message goes by the number of the pass that makes it. Per message:
+`users[i]` is the pass on another rank that uses it (-1 where pass i sends nothing), `posts[i]` the pass its receive is posted before.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Iterable
 
-from zerobubble.ir import Schedule
-from zerobubble.program import Action, Channel, Compute, Program, Recv, Send
-from zerobubble.rules import MOVES, makes, user_ops, uses
-from zerobubble.verify_program import Model, Player
+from zerobubble.graph import Graph, walk
+from zerobubble.rules import MOVING
 
 
-def place_sends(schedule: Schedule) -> Program:
-    """Compute actions in schedule order, each value that another rank uses sent at once after it is made."""
-    forward_only = schedule.is_forward_only
-    rows = []
-    for rank, row in enumerate(schedule.rows):
-        actions: list[Action] = []
-        for op in row:
-            actions.append(Compute(op))
-            for value in makes(op, schedule.num_stages, forward_only):
-                if value.stuff in MOVES:
-                    peer = schedule.rank_of(user_ops(value)[0].stage, value.microbatch)
-                    if peer != rank:
-                        actions.append(Send(value, peer))
-        rows.append(tuple(actions))
-    return Program(schedule.name, schedule.placement, schedule.num_microbatches, tuple(rows), schedule.microbatch_routes)
+def message_users(graph: Graph) -> list[int]:
+    """For each pass, the pass on another rank that uses its result; -1 where there is none."""
+    users = [-1] * len(graph.ops)
+    rank = graph.rank
+    for user, needs in enumerate(graph.needs):
+        for maker in needs:
+            if rank[maker] != rank[user]:
+                users[maker] = user
+    return users
 
 
-def place_receives(program: Program, prefetch: int) -> Program:
-    """Post each receive, in the channel's order, before the pass that uses the message `prefetch` places ahead of it.
-
-    The order of a channel is the sender's. A receive stands no later than the first use of its own or any later message.
-    """
-    inbox: list[dict[Channel, list[Recv]]] = [defaultdict(list) for _ in program.rows]
-    for rank, _, channel, action in program.channels():
-        inbox[action.peer][channel].append(Recv(action.value, rank))
-    rows = []
-    for rank, row in enumerate(program.rows):
-        used_at = {}
-        for position, action in enumerate(row):
-            if isinstance(action, Compute):
-                used_at.update((value, position) for value in uses(action.op, program.num_stages))
-        posts: dict[int, list[Action]] = defaultdict(list)
-        for receives in inbox[rank].values():
-            latest = [used_at[receive.value] for receive in receives]
-            for k in range(len(latest) - 2, -1, -1):
-                latest[k] = min(latest[k], latest[k + 1])
-            for k, receive in enumerate(receives):
-                posts[latest[k - prefetch] if k >= prefetch else 0].append(receive)
-        rows.append(tuple(a for position, action in enumerate(row) for a in (*posts[position], action)))
-    return replace(program, rows=tuple(rows))
+def channels(graph: Graph, users: list[int]) -> Iterable[list[int]]:
+    """The messages of each channel in the sender's order, which is the order at both ends."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for maker, user in enumerate(users):
+        if user >= 0:
+            found[graph.rank[maker], graph.rank[user], MOVING[graph.ops[maker][0]]].append(maker)
+    return found.values()
 
 
-def hoist_receives(program: Program) -> Program:
+def post_points(graph: Graph, users: list[int], prefetch: int) -> list[int]:
+    """Post each receive before the pass that uses the message `prefetch` places ahead of it on its channel, or any later one."""
+    posts = [-1] * len(users)
+    for messages in channels(graph, users):
+        latest = earliest_from([users[maker] for maker in messages])
+        first = graph.first[graph.rank[latest[0]]]
+        for k, maker in enumerate(messages):
+            posts[maker] = latest[k - prefetch] if k >= prefetch else first
+    return posts
+
+
+def earliest_from(numbers: list[int]) -> list[int]:
+    """The least of each number and all after it."""
+    least = list(numbers)
+    for k in range(len(least) - 2, -1, -1):
+        least[k] = min(least[k], least[k + 1])
+    return least
+
+
+def hoist_receives(graph: Graph, users: list[int], posts: list[int]) -> list[int]:
     """Post receives earlier wherever a send that waits for its receive would stop the pipeline.
 
-    Posting never waits, so moving a receive up is always allowed; where ranks stand still, each waiting send gets its receive
-    at the place its receiver has reached.
+    Such a send makes its pass wait for the pass before the receive. Posting never waits, so moving a receive up is always allowed:
+    where ranks stand still, each waiting send gets its receive at the pass its receiver has reached.
     """
-    player = Player(program, Model.RENDEZVOUS)
-    while True:
-        player.play()
-        sends = [(rank, action) for rank, action, _ in player.stuck() if isinstance(action, Send)]
-        if not sends:
-            return replace(program, rows=tuple(map(tuple, player.rows)))
-        for rank, send in sends:
-            row, head = player.rows[send.peer], player.heads[send.peer]
-            receive = Recv(send.value, rank)
-            del row[row.index(receive, head)]
-            row.insert(head, receive)
+    posts = list(posts)
+    heads = graph.first[:-1]
+    needs = [known if _is_posted(graph, users, posts, heads, i) else (*known, posts[i] - 1) for i, known in enumerate(graph.needs)]
+    walk(graph, needs, heads)
+    while heads != graph.first[1:]:
+        for maker, end in zip(list(heads), graph.first[1:], strict=True):
+            if maker < end and not _is_posted(graph, users, posts, heads, maker):
+                posts[maker] = heads[graph.rank[users[maker]]]
+                needs[maker] = graph.needs[maker]
+        walk(graph, needs, heads)
+    return posts
+
+
+def _is_posted(graph: Graph, users: list[int], posts: list[int], heads: list[int], maker: int) -> bool:
+    """Whether nothing keeps the send of pass `maker`: there is none, or its receiver has come to the post."""
+    return users[maker] < 0 or heads[graph.rank[users[maker]]] >= posts[maker]

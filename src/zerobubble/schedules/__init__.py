@@ -67,11 +67,11 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None =
     if recipe is None:
         near = get_close_matches(name, SCHEDULES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"there is no schedule {name!r}: {hint}Known are {', '.join(SCHEDULES)}")
+        raise InputError(f"there is no schedule {name!r}: {hint}known are {', '.join(SCHEDULES)}")
     stages = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
     for what, count in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages)):
         if count < 1:
-            raise InputError(f"{name} needs at least 1 of {what}, got {count}")
+            raise InputError(f"{name} needs {what} of at least 1, got {count}")
     if stages != recipe.stages_per_rank and not recipe.any_stages:
         raise InputError(f"{name} holds {recipe.stages_per_rank} stages per rank by construction, got {stages}")
     return recipe.build(ranks, microbatches, stages)

@@ -1,5 +1,7 @@
 """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473)."""
 
+from itertools import pairwise
+
 from zerobubble.ir import Kind, Op, Placement, Schedule
 
 
@@ -27,7 +29,7 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
     """Cut the microbatches so that no group is shorter than p, which a rank needs to stay busy until its next group."""
     count = max(1, microbatches // ranks)
     ends = [k * (microbatches // count) + min(k, microbatches % count) for k in range(count + 1)]
-    return [range(first, last) for first, last in zip(ends, ends[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(ends)]
 
 
 def _row(rank: int, ranks: int, microbatches: int, loops: int) -> tuple[Op, ...]:

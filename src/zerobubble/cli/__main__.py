@@ -1,0 +1,5 @@
+"""`python -m zerobubble.cli` is the `zerobubble` command."""
+
+from zerobubble.cli import main
+
+main(prog_name="zerobubble")

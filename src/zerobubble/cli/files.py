@@ -1,0 +1,54 @@
+"""Files as the command line reads and writes them: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from zerobubble.errors import InputError
+from zerobubble.export.schedule_file import load_schedule
+from zerobubble.ir import Schedule
+
+
+def read_schedule(file: str) -> Schedule:
+    """The schedule in `file` (text, JSON or PyTorch CSV; `-` is stdin). Raises `InputError` naming the file for anything unreadable."""
+    text = _read_text(file)
+    try:
+        return load_schedule(text, Path(file).stem if file != "-" else "stdin")
+    except InputError as error:
+        raise InputError(f"cannot read a schedule from {file}: {error}") from error
+
+
+def _read_text(file: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"cannot read {file}: it is not UTF-8 text") from error
+
+
+def write_text(file: str, text: str) -> None:
+    """Write `file` atomically: either it holds all of `text` or it is as before. Raises `InputError` when it cannot be written."""
+    target = Path(file)
+    try:
+        handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
+            out.write(text)
+        os.chmod(draft, 0o666 & ~_umask())
+        os.replace(draft, target)
+    except OSError as error:
+        Path(draft).unlink(missing_ok=True)
+        raise InputError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,81 @@
+"""The `zerobubble` command and its one promise: bad input gives a sentence on stderr and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+import click
+
+from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError
+
+BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
+
+
+class OneSentenceGroup(click.Group):
+    """A click group that turns every refusal into one sentence on stderr and exit code 2."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
+        sys.exit(self._run(args, prog_name, extra | {"standalone_mode": False}))
+
+    def _run(self, args: Sequence[str] | None, prog_name: str | None, extra: dict[str, Any]) -> int:
+        """The exit code of the command line `args`."""
+        try:
+            code = super().main(args, prog_name, **extra)
+            sys.stdout.flush()
+        except click.ClickException as error:
+            return _refuse(error.format_message())
+        except (ScheduleError, ProgramError) as error:
+            return _refuse(_first_fault(error))
+        except ZeroBubbleError as error:
+            return _refuse(str(error))
+        except (click.Abort, KeyboardInterrupt):
+            return INTERRUPTED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return READER_GONE
+        return code if isinstance(code, int) else 0
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = get_close_matches(name, self.commands, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise click.UsageError(f"there is no command {name!r}: {hint}Known are {', '.join(self.commands)}")
+
+
+def _refuse(message: str) -> int:
+    click.echo(f"zerobubble: {' '.join(message.split())}", err=True)
+    return BAD_INPUT
+
+
+def _first_fault(error: ScheduleError | ProgramError) -> str:
+    count = len(error.faults)
+    others = f" (and {count - 1} more: 'zerobubble check' prints all)" if count > 1 else ""
+    return f"{error.noun} {error.name!r} cannot run: {error.faults[0].message}{others}"
+
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group(name="zerobubble", cls=OneSentenceGroup, context_settings=SETTINGS, invoke_without_command=True)
+@click.version_option(package_name="zerobubble", message="zerobubble %(version)s")
+@click.pass_context
+def group(ctx: click.Context) -> None:
+    """Pipeline-parallel schedules: list, draw, make and check them.
+
+    \b
+    Examples:
+      zerobubble list
+      zerobubble show zb-h1 --ranks 4 --microbatches 8
+      zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv -o zbv.csv
+      zerobubble check zbv.csv
+
+    Bad input gives one sentence on stderr and exit code 2.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

@@ -1,0 +1,47 @@
+"""JSON text of the values of this package; each carries a `format` tag that says which it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError, ParseError
+from zerobubble.ir import Schedule
+from zerobubble.program import Program
+from zerobubble.timeline import Timeline
+
+Document = Schedule | Timeline | Costs | Program
+
+_READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
+    "zerobubble schedule 1": Schedule.from_dict,
+    "zerobubble timeline 1": Timeline.from_dict,
+    "zerobubble costs 1": Costs.from_dict,
+    "zerobubble program 1": Program.from_dict,
+}
+
+
+def dumps(value: Document) -> str:
+    """The JSON text of a schedule, timeline, costs or program. `loads` reads it back."""
+    return json.dumps(value.to_dict()) + "\n"
+
+
+def loads(text: str) -> Document:
+    """The value that `dumps` wrote; raises `ParseError` for text that is not JSON, an unknown `format` or a malformed part."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ParseError(f"line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except (RecursionError, ValueError) as error:
+        raise ParseError(f"not JSON that can be read: {error}") from None
+    tag = data.get("format") if isinstance(data, dict) else None
+    reader = _READERS.get(tag) if isinstance(tag, str) else None
+    if reader is None:
+        raise ParseError(f"the JSON form needs a 'format', one of {', '.join(map(repr, _READERS))}; got {tag!r}")
+    try:
+        return reader(data)
+    except InputError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ParseError(f"the JSON form {tag!r} has a malformed part: {error}") from error

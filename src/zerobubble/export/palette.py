@@ -1,0 +1,35 @@
+"""One set of colours for every picture: distinct for colour-blind readers, readable on white and on black."""
+
+from __future__ import annotations
+
+from zerobubble.ir import Kind
+from zerobubble.timeline import Timeline
+
+COLOURS: dict[Kind, str] = {Kind.F: "#3b73b9", Kind.B: "#12937f", Kind.W: "#e3a02f", Kind.BW: "#c4506c"}
+"""The colour of each kind of pass on a rank's first stage."""
+
+_LIGHTEST = 0.5
+
+
+def shade(kind: Kind, index: int, count: int) -> str:
+    """The colour of `kind` on the `index`-th of the `count` stages of a rank: later stages are lighter."""
+    mix = _LIGHTEST * index / (count - 1) if count > 1 else 0.0
+    channels = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * mix):02x}" for c in channels)
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever reads better on `colour`."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1b1f24"
+
+
+def stage_order(timeline: Timeline) -> tuple[dict[int, int], ...]:
+    """Per rank, the place of each of its stages in increasing order: what tells one shade from the next."""
+    stages = (sorted({span.op.stage for span in row}) for row in timeline.rows)
+    return tuple({stage: place for place, stage in enumerate(held)} for held in stages)
+
+
+def num_shades(*timelines: Timeline) -> int:
+    """The most stages that any rank of `timelines` runs, at least 1."""
+    return max((len(places) for timeline in timelines for places in stage_order(timeline)), default=0) or 1

@@ -1,0 +1,83 @@
+"""What a training report holds, and the figures drawn from it. The page itself is made in `html`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zerobubble.errors import InputError
+from zerobubble.timeline import Timeline
+
+REFERENCE = "1f1b"
+"""The schedule that speed-ups are told against."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Activation memory of one rank in bytes; None where a figure is not known or there is no limit."""
+
+    rank: int
+    predicted: int | None = None
+    measured: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputRow:
+    """One schedule's speed in tokens per second, and its bubble rates (0 to 1) where they are known."""
+
+    schedule: str
+    tokens_per_second: float
+    predicted_bubble: float | None = None
+    measured_bubble: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one training run is told by. Every part may be empty, and then its section is left out.
+
+    `facts` are (label, value) pairs; `timelines` share one axis, first the simulated one; `losses` holds a loss per step under
+    the name of each run, the pipeline first and what it is compared to second.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]] = ()
+    timelines: Sequence[Timeline] = ()
+    memory: Sequence[MemoryRow] = ()
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    throughput: Sequence[ThroughputRow] = ()
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, losses in self.losses.items():
+            if not losses:
+                raise InputError(f"the losses of {name!r} are empty; give one per step or leave the run out")
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """The first simulated timeline."""
+        return next((t for t in self.timelines if t.source == "simulated"), None)
+
+    @property
+    def measured(self) -> Timeline | None:
+        """The first timeline that is not simulated."""
+        return next((t for t in self.timelines if t.source != "simulated"), None)
+
+    def loss_difference(self) -> tuple[str, str, float, int] | None:
+        """The first two runs' names, the largest absolute difference of their losses and its step; None for fewer than two."""
+        if len(self.losses) < 2:
+            return None
+        (name, losses), (other, others) = list(self.losses.items())[:2]
+        differences = [abs(a - b) for a, b in zip(losses, others, strict=False)]
+        largest = max(differences)
+        return name, other, largest, differences.index(largest)
+
+    def speed_up(self) -> tuple[str, float] | None:
+        """The schedule of the timelines (or else the fastest) and its speed as a multiple of 1F1B's; None if one is unknown."""
+        speeds = {row.schedule: row.tokens_per_second for row in self.throughput}
+        base = speeds.pop(REFERENCE, 0.0)
+        if not speeds or base <= 0:
+            return None
+        names = [timeline.name for timeline in self.timelines if timeline.name in speeds]
+        name = names[0] if names else max(speeds, key=speeds.__getitem__)
+        return name, speeds[name] / base

@@ -1,0 +1,189 @@
+"""Timelines as one SVG picture: a row per rank, timelines stacked on one time axis. For papers, slides and READMEs.
+
+Every timeline is drawn from its own first start, so a plan and its measurement begin at the same left edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from zerobubble.errors import InputError
+from zerobubble.export.palette import ink, num_shades, shade, stage_order
+from zerobubble.export.units import ms, show_bytes, show_ms, show_percent, ticks
+from zerobubble.ir import Kind
+from zerobubble.rules import RULES
+from zerobubble.timeline import Span, Timeline
+
+LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS = 62, 18, 22, 4, 30, 16, 44
+PEAK_LABEL = 58
+DIGIT = 6.3
+NARROWEST = 640
+
+_STYLE = """
+svg{color-scheme:light dark;font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;font-size:12px;font-variant-numeric:tabular-nums}
+.paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
+.idle{fill:#eef1f4}.hatch{stroke:#c9d0d8;stroke-width:1}.grid{stroke:#1b1f24;stroke-opacity:.13;stroke-width:1}
+.held{fill:#8b95a1;fill-opacity:.38;stroke:#59636e;stroke-width:.8}.end{text-anchor:end}.middle{text-anchor:middle}
+@media (prefers-color-scheme:dark){.paper{fill:#14181d}.ink{fill:#e6eaef}.soft{fill:#9aa5b1}.idle{fill:#1f252c}
+.hatch{stroke:#343c46}.grid{stroke:#e6eaef}.held{fill:#9aa5b1;stroke:#9aa5b1}}
+"""
+
+_HATCH = (
+    '<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" class="idle"/><path d="M0 0V6" class="hatch"/></pattern>'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The common scale: `width` in pixels, `duration` in ns, `peak` in bytes for full strips (0: no strips drawn)."""
+
+    width: int
+    duration: int
+    peak: int
+    shades: int
+
+    @property
+    def right(self) -> int:
+        return self.width - RIGHT - (PEAK_LABEL if self.peak else 0)
+
+    def pitch(self, timeline: Timeline) -> int:
+        return ROW + GAP + (STRIP + GAP if self.peak and timeline.memory else 0)
+
+    def x(self, time: int) -> float:
+        return LEFT + (self.right - LEFT) * time / max(1, self.duration)
+
+    def panel_height(self, timeline: Timeline) -> int:
+        return CAPTION + self.pitch(timeline) * timeline.num_ranks + 8
+
+
+def timeline_svg(*timelines: Timeline, title: str = "", width: int = 1100, memory: bool = False) -> str:
+    """An SVG document of `timelines`, one below the other, `width` pixels wide.
+
+    Passes are boxes with the microbatch's number where it fits and a tooltip with times and reason; idle time is hatched; a
+    rank's later stages are lighter. `memory` adds a strip below each rank with the bytes it holds. Raises `InputError` for no
+    timeline, a width below 640, or memory asked of timelines that carry none.
+    """
+    if not timelines:
+        raise InputError("a picture needs at least one timeline, got none")
+    if width < NARROWEST:
+        raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
+    if memory and not any(timeline.peak_bytes for timeline in timelines):
+        raise InputError("no timeline carries memory: simulate them, or leave memory out")
+    peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
+    frame = _Frame(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines))
+    return "\n".join(_document(frame, timelines, title)) + "\n"
+
+
+def _document(frame: _Frame, timelines: Sequence[Timeline], title: str) -> Iterator[str]:
+    top = 44
+    bottom = top + sum(frame.panel_height(timeline) for timeline in timelines)
+    height = bottom + AXIS
+    label = escape(title or "; ".join(f"{timeline.name}, {timeline.source}" for timeline in timelines))
+    size = f'viewBox="0 0 {frame.width} {height}" width="{frame.width}" height="{height}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    yield f"<title>{label}</title>"
+    yield f"<style>{_STYLE}{''.join(_shade_rules(frame, timelines))}</style><defs>{_HATCH}</defs>"
+    yield f'<rect class="paper" width="{frame.width}" height="{height}"/>'
+    yield f'<text class="ink title" x="{LEFT - 46}" y="28">{escape(title)}</text>'
+    yield from _legend(frame, timelines)
+    for timeline in timelines:
+        yield from _grid(frame, top + CAPTION - 4, top + frame.panel_height(timeline) - 8)
+        yield from _panel(frame, timeline, top)
+        top += frame.panel_height(timeline)
+    yield from _axis(frame, bottom)
+    yield "</svg>"
+
+
+def _kinds(timelines: Sequence[Timeline]) -> list[Kind]:
+    present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
+    return [kind for kind in Kind if kind in present]
+
+
+def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
+    for kind in _kinds(timelines):
+        for place in range(frame.shades):
+            colour = shade(kind, place, frame.shades)
+            yield f".{kind}{place}{{fill:{colour}}}.on{kind}{place}{{fill:{ink(colour)}}}"
+
+
+def _legend(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
+    """Swatches at the top right, one per stage of a rank, written from right to left."""
+    entries = [(f"{kind} {RULES[kind].phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
+    right = float(frame.width - RIGHT)
+    for text, classes in reversed([*entries, ("idle", [""])]):
+        right -= len(text) * 5.5
+        yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
+        for name in reversed(classes):
+            right -= 12
+            fill = f'class="{name}"' if name else 'fill="url(#idle)"'
+            yield f'<rect {fill} x="{right - 3:.1f}" y="18" width="11" height="11" rx="1.5"/>'
+        right -= 16
+
+
+def _grid(frame: _Frame, top: int, bottom: int) -> Iterator[str]:
+    for tick in ticks(frame.duration, 12):
+        yield f'<path class="grid" d="M{frame.x(tick):.2f} {top}V{bottom}"/>'
+
+
+def _axis(frame: _Frame, bottom: int) -> Iterator[str]:
+    for tick in ticks(frame.duration, 12):
+        x = frame.x(tick)
+        yield f'<path class="grid" d="M{x:.2f} {bottom - 4}v6"/>'
+        yield f'<text class="soft small middle" x="{x:.2f}" y="{bottom + 18}">{ms(tick):g}</text>'
+    yield f'<text class="soft small middle" x="{(LEFT + frame.right) / 2:.1f}" y="{bottom + 35}">time in ms</text>'
+
+
+def caption(timeline: Timeline) -> str:
+    """The figures of a timeline in one line: makespan, longest span of a rank, and the bubble rate of each."""
+    whole = f"makespan {show_ms(timeline.makespan)}, bubble {show_percent(timeline.bubble_makespan)}"
+    return f"{whole} · longest rank span {show_ms(timeline.span)}, bubble {show_percent(timeline.bubble_span)}"
+
+
+def _panel(frame: _Frame, timeline: Timeline, top: int) -> Iterator[str]:
+    name = f'<tspan class="ink bold">{escape(timeline.name)}</tspan><tspan class="ink" dx="6">{escape(timeline.source)}</tspan>'
+    yield f'<text class="soft" x="{LEFT}" y="{top + 18}">{name}<tspan dx="12">{escape(caption(timeline))}</tspan></text>'
+    places = stage_order(timeline)
+    for rank, row in enumerate(timeline.rows):
+        y = top + CAPTION + rank * frame.pitch(timeline)
+        yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 15}">rank {rank}</text>'
+        end = frame.x(timeline.makespan)
+        yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
+        for span in row:
+            yield _box(frame, timeline, span, places[rank][span.op.stage], y)
+        if frame.peak and timeline.memory:
+            yield from _strip(frame, timeline, rank, y + ROW + GAP)
+
+
+def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int) -> str:
+    x, end = frame.x(span.start - timeline.start), frame.x(span.end - timeline.start)
+    width = max(0.4, end - x - 0.7)
+    name = f"{span.op.kind}{place}"
+    box = (
+        f'<g class="pass"><rect class="{name}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" rx="1.5"/>'
+        f"<title>{escape(describe(timeline, span))}</title>"
+    )
+    label = str(span.op.microbatch)
+    if width >= DIGIT * len(label) + 3:
+        box += f'<text class="on{name} small middle" x="{x + width / 2:.2f}" y="{y + 15}">{label}</text>'
+    return box + "</g>"
+
+
+def describe(timeline: Timeline, span: Span) -> str:
+    """One pass in a sentence: what it is, when it ran counted from the timeline's first start, and why not earlier."""
+    what = f"{span.op}: {RULES[span.op.kind].phrase} of stage {span.op.stage}, microbatch {span.op.microbatch}"
+    when = f"{show_ms(span.start - timeline.start)} to {show_ms(span.end - timeline.start)}"
+    return f"{what}; {when}" + (f"; {span.why}" if span.why else "")
+
+
+def _strip(frame: _Frame, timeline: Timeline, rank: int, y: int) -> Iterator[str]:
+    """The bytes a rank holds as an area of steps, all ranks and timelines on one scale, with the peak written at the right."""
+    base = y + STRIP
+    path = f"M{LEFT} {base}"
+    for time, held in timeline.memory[rank]:
+        path += f"H{frame.x(time - timeline.start):.2f}V{base - STRIP * held / frame.peak:.2f}"
+    yield f'<path class="held" d="{path}H{frame.x(timeline.makespan):.2f}V{base}Z"/>'
+    peak = timeline.ranks[rank].peak_bytes or 0
+    yield f'<text class="soft small" x="{frame.right + 8}" y="{base - 3}">{show_bytes(peak)}</text>'

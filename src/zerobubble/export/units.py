@@ -1,0 +1,51 @@
+"""Numbers as people read them: times in ms, shares in percent, bytes with a decimal prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+from math import floor, log10
+
+from zerobubble.costs import NS_PER_MS
+
+
+def ms(time: int) -> float:
+    """Milliseconds of a time in ns."""
+    return time / NS_PER_MS
+
+
+def show_ms(time: int) -> str:
+    """A time in ns with four significant digits, trailing zeros dropped: `18.52 ms`."""
+    return f"{float(f'{ms(time):.4g}'):,.12g} ms"
+
+
+def show_percent(share: float) -> str:
+    """A share with one decimal: `15.9 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def show_bytes(count: int) -> str:
+    """Bytes with the largest fitting decimal prefix and three digits: `1.25 GB`."""
+    size = float(count)
+    for prefix in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {prefix}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def ticks(end: int, most: int) -> tuple[int, ...]:
+    """Round times in ns from 0 to at most `end`, in steps of 1, 2 or 5 times a power of ten, no more than `most` of them."""
+    if end <= 0:
+        return (0,)
+    rough = max(1.0, end / max(1, most - 1))
+    power = 10 ** floor(log10(rough))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough)
+    return tuple(takewhile(lambda tick: tick <= end, _multiples(step)))
+
+
+def _multiples(step: int) -> Iterable[int]:
+    tick = 0
+    while True:
+        yield tick
+        tick += step

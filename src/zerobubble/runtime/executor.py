@@ -1,0 +1,163 @@
+"""Runs one rank's row of a program: the only loop in the package that computes.
+
+Every action becomes a call when the executor is built, so that a step is one walk over a list. A pass waits for its own inputs and
+for nothing else; what was sent is kept until the program frees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerobubble.ir import Kind, Op
+from zerobubble.program import Action, Compute, Program, Recv, Send
+from zerobubble.rules import MOVES, Stuff, Value
+from zerobubble.runtime.mailbox import Mailbox
+from zerobubble.runtime.memory import Meter
+from zerobubble.runtime.pace import Pace
+from zerobubble.runtime.stage import Stage, Tensors
+from zerobubble.runtime.transport import Transport
+from zerobubble.runtime.wire import Shapes
+
+Call = Callable[[], object]
+
+
+class Batch(NamedTuple):
+    """What one step works on.
+
+    `inputs[j]` are the microbatches, on the first stage's rank. `finish(j, output)` takes the model's output, on the last stage's
+    rank: in training it gives the scalar to go back from. `known` are the shapes of messages, learnt into it when `announcing`.
+    """
+
+    inputs: list[Tensors]
+    finish: Callable[[int, Any], Tensor]
+    known: dict[Value, Shapes]
+    announcing: bool
+
+
+class Executor:
+    """Plays `program.rows[transport.rank]` on `stages`, this rank's by index.
+
+    After `run`, `spans` tells what ran when, as (pass, begin, end) in `perf_counter_ns`; `memory` the bytes held after each pass
+    when `meter` is set. While it runs, `at` is the action in hand, for whoever has to explain a failure.
+    """
+
+    def __init__(self, program: Program, stages: dict[int, Stage], transport: Transport, pace: Pace | None) -> None:
+        self.row = program.rows[transport.rank]
+        self.at = 0
+        self.spans: list[tuple[Op, int, int]] = []
+        self.memory: list[tuple[int, int]] = []
+        self.meter: Meter | None = None
+        self._stages = stages
+        self._num_stages = program.num_stages
+        self._training = not program.is_forward_only
+        self._pace = pace
+        self._mailbox = Mailbox(program, transport)
+        self._received = {action.value for action in self.row if isinstance(action, Recv)}
+        self._sent = {action.value for action in self.row if isinstance(action, Send)}
+        self._values: dict[Value, Tensors] = {}
+        self._batch: Batch | None = None
+        self._one = torch.ones((), device=transport.device)
+        self._calls = [self._compile(action) for action in self.row]
+
+    def run(self, batch: Batch) -> None:
+        """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
+        self._batch = batch
+        self.spans = []
+        self.memory = []
+        self._mailbox.begin(batch.known, batch.announcing)
+        self.at = 0
+        for call in self._calls:
+            call()
+            self.at += 1
+
+    def clear(self) -> None:
+        """Forget everything in flight."""
+        self._mailbox.clear()
+        self._values.clear()
+        self._batch = None
+        for stage in self._stages.values():
+            stage.clear()
+
+    def _compile(self, action: Action) -> Call:
+        if isinstance(action, Compute):
+            compilers = {Kind.F: self._compile_forward, Kind.B: self._compile_backward, Kind.BW: self._compile_backward}
+            return compilers.get(action.op.kind, self._compile_weight)(action.op)
+        if isinstance(action, Recv):
+            return partial(self._mailbox.post, action.value, action.peer)
+        if isinstance(action, Send):
+            return partial(self._post_out, action.value, action.peer)
+        return partial(self._free, action.value)
+
+    def _compile_forward(self, op: Op) -> Call:
+        stage, microbatch = self._stages[op.stage], op.microbatch
+        source = Value(Stuff.ACTIVATION, op.stage - 1, microbatch)
+        target = Value(Stuff.ACTIVATION, op.stage, microbatch)
+        first, last = op.stage == 0, op.stage == self._num_stages - 1
+
+        def forward() -> None:
+            assert self._batch is not None
+            inputs = self._batch.inputs[microbatch] if first else self._inputs(source)
+            begin = perf_counter_ns()
+            finish = partial(self._batch.finish, microbatch) if last else None
+            outputs = stage.forward(microbatch, inputs, finish) if self._training else stage.infer(inputs, finish)
+            self._done(op, begin)
+            if not last:
+                self._values[target] = outputs
+
+        return forward
+
+    def _compile_backward(self, op: Op) -> Call:
+        stage, microbatch = self._stages[op.stage], op.microbatch
+        source = Value(Stuff.GRADIENT, op.stage + 1, microbatch)
+        target = Value(Stuff.GRADIENT, op.stage, microbatch)
+        last, received = op.stage == self._num_stages - 1, source in self._received
+
+        def backward() -> None:
+            gradients: Tensors = (self._one,)
+            if not last:
+                gradients = self._mailbox.take(source) if received else self._values[source]
+            begin = perf_counter_ns()
+            outputs = stage.backward(microbatch, gradients)
+            self._done(op, begin)
+            if op.stage > 0:
+                self._values[target] = outputs
+
+        return backward
+
+    def _compile_weight(self, op: Op) -> Call:
+        stage = self._stages[op.stage]
+
+        def weight() -> None:
+            begin = perf_counter_ns()
+            stage.weight(op.microbatch)
+            self._done(op, begin)
+
+        return weight
+
+    def _inputs(self, source: Value) -> Tensors:
+        if source in self._received:
+            return self._mailbox.take(source)
+        return tuple(t.detach().requires_grad_(t.requires_grad) for t in self._values[source])
+
+    def _done(self, op: Op, begin: int) -> None:
+        if self._pace is not None:
+            self._pace.hold(op, begin)
+        end = perf_counter_ns()
+        self.spans.append((op, begin, end))
+        if self.meter is not None:
+            self.memory.append((end, self.meter.bytes))
+
+    def _post_out(self, value: Value, peer: int) -> None:
+        self._mailbox.send(value, peer, self._values[value])
+
+    def _free(self, value: Value) -> None:
+        if value in self._sent:
+            self._mailbox.release(value)
+        if value.stuff in MOVES:
+            self._values.pop(value, None)

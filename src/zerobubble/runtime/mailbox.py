@@ -1,0 +1,127 @@
+"""Messages of one step: receives posted early where their shapes are known, sends kept until they have left."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+
+from zerobubble.errors import InputError
+from zerobubble.program import Program, Recv, Send
+from zerobubble.rules import Stuff, Value
+from zerobubble.runtime.stage import Tensors
+from zerobubble.runtime.transport import Transport, wait
+from zerobubble.runtime.wire import NOTE_LENGTH, Shapes, read_note, shapes_of, write_note
+
+
+class Mailbox:
+    """The messages of one rank's row. Call `begin` before each step."""
+
+    def __init__(self, program: Program, transport: Transport) -> None:
+        self._device = transport.device
+        self._peer: dict[Value, int] = {}
+        self._send: dict[tuple[int, Stuff], Any] = {}
+        self._receive: dict[tuple[int, Stuff], Any] = {}
+        for action in program.rows[transport.rank]:
+            if isinstance(action, Send):
+                self._send[action.peer, action.value.stuff] = transport.sender(action.value.stuff, action.peer)
+            elif isinstance(action, Recv):
+                self._peer[action.value] = action.peer
+                self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
+        self._known: dict[Value, Shapes] = {}
+        self._announcing = False
+        self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
+        self._arriving: dict[Value, tuple[Tensors, list[Any]]] = {}
+        self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
+
+    def begin(self, known: dict[Value, Shapes], announcing: bool) -> None:
+        """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
+        self._known = known
+        self._announcing = announcing
+
+    def post(self, value: Value, peer: int) -> None:
+        """Post the receive of `value`; while shapes are being learnt it is read when first needed instead."""
+        if self._announcing:
+            self._unread[peer, value.stuff].append(value)
+        else:
+            self._start(value, peer)
+
+    def take(self, value: Value) -> Tensors:
+        """The tensors of a received value, waiting for them; raises `LostContactError` when they cannot come."""
+        if value not in self._arriving:
+            self._read_up_to(value)
+        tensors, works = self._arriving.pop(value)
+        for work in works:
+            wait(work, self._peer[value], f"waiting for {_describe(value)}")
+        if value.stuff is Stuff.ACTIVATION:
+            for tensor, shape in zip(tensors, self._known[value], strict=True):
+                tensor.requires_grad_(shape.differentiable)
+        return tensors
+
+    def send(self, value: Value, peer: int, tensors: Tensors) -> None:
+        """Start sending `tensors` as `value`. Raises `InputError` when an activation has not the shape it had for these inputs."""
+        start = self._send[peer, value.stuff]
+        outgoing = tuple(t.detach().contiguous() for t in tensors)
+        works = []
+        if value.stuff is Stuff.ACTIVATION:
+            shapes = shapes_of(tensors)
+            if self._announcing:
+                self._known[value] = shapes
+                note = write_note(shapes, self._device)
+                works.append(start(note))
+                outgoing = (*outgoing, note)
+                works += [start(t) for t in outgoing[:-1]]
+                self._leaving[value] = (outgoing, works, peer)
+                return
+            if shapes != self._known[value]:
+                raise InputError(_changed(value, self._known[value], shapes))
+        works += [start(t) for t in outgoing]
+        self._leaving[value] = (outgoing, works, peer)
+
+    def release(self, value: Value) -> None:
+        """Wait until a sent value has left, then let it go."""
+        _, works, peer = self._leaving.pop(value)
+        for work in works:
+            wait(work, peer, f"sending {_describe(value)}")
+
+    def clear(self) -> None:
+        """Let go of everything in flight."""
+        self._unread.clear()
+        self._arriving.clear()
+        self._leaving.clear()
+
+    def _read_up_to(self, value: Value) -> None:
+        peer = self._peer[value]
+        unread = self._unread[peer, value.stuff]
+        while value not in self._arriving:
+            following = unread.popleft()
+            if value.stuff is Stuff.ACTIVATION:
+                note = torch.empty(NOTE_LENGTH, dtype=torch.int64, device=self._device)
+                wait(self._receive[peer, value.stuff](note), peer, f"waiting for {_describe(following)}")
+                self._known[following] = read_note(note)
+            self._start(following, peer)
+
+    def _start(self, value: Value, peer: int) -> None:
+        receive = self._receive[peer, value.stuff]
+        tensors = tuple(torch.empty(size, dtype=dtype, device=self._device) for size, dtype, _ in self._shapes(value))
+        self._arriving[value] = (tensors, [receive(t) for t in tensors])
+
+    def _shapes(self, value: Value) -> Shapes:
+        """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
+        if value.stuff is Stuff.ACTIVATION:
+            return self._known[value]
+        return tuple(shape for shape in self._known[value._replace(stuff=Stuff.ACTIVATION, stage=value.stage - 1)] if shape.differentiable)
+
+
+def _describe(value: Value) -> str:
+    what = "activation" if value.stuff is Stuff.ACTIVATION else "gradient"
+    return f"the {what} of stage {value.stage}, microbatch {value.microbatch}"
+
+
+def _changed(value: Value, before: Shapes, now: Shapes) -> str:
+    was, got = ", ".join(map(str, before)), ", ".join(map(str, now))
+    return (
+        f"{_describe(value)} is {got}, but was {was} in an earlier step with the same input shapes; "
+        "pad it to one shape, or let it follow from the shape of the inputs"
+    )

@@ -1,0 +1,58 @@
+"""Counts the bytes that forwards keep for backwards, storage by storage, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Held:
+    """One reason to keep a tensor alive; when it goes, so does its share in the meter."""
+
+    __slots__ = ("_key", "_meter", "tensor")
+
+    def __init__(self, tensor: Tensor, meter: Meter, key: int) -> None:
+        self.tensor = tensor
+        self._meter = meter
+        self._key = key
+
+    def __del__(self) -> None:
+        self._meter._release(self._key)
+
+
+class Meter:
+    """Bytes of the distinct storages held by saved tensors and queued weight work, those of `excluded` (parameters) left out."""
+
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        self.bytes = 0
+        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self._storages: dict[int, list[int]] = {}
+
+    def hold(self, tensor: Tensor) -> Held:
+        """Count the storage of `tensor` until the returned token goes."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self._excluded:
+            entry = self._storages.setdefault(key, [0, storage.nbytes()])
+            if entry[0] == 0:
+                self.bytes += entry[1]
+            entry[0] += 1
+        return Held(tensor, self, key)
+
+    def _release(self, key: int) -> None:
+        entry = self._storages.get(key)
+        if entry is None:
+            return
+        entry[0] -= 1
+        if entry[0] == 0:
+            self.bytes -= entry[1]
+            del self._storages[key]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what autograd saves inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self.hold, lambda held: held.tensor):
+            yield

@@ -1,0 +1,225 @@
+"""`Pipeline`: the front of the runtime. Stages, a schedule and a loss in; steps with the gradients of one device out."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
+from zerobubble.ir import Schedule
+from zerobubble.lower import lower
+from zerobubble.runtime import trace
+from zerobubble.runtime.batch import join_outputs, split_batch
+from zerobubble.runtime.executor import Batch, Executor
+from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
+from zerobubble.runtime.loss import LossBook
+from zerobubble.runtime.memory import Meter
+from zerobubble.runtime.opening import Opening
+from zerobubble.runtime.pace import Pace
+from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.transport import LostContactError, Transport
+from zerobubble.schedules import make
+from zerobubble.timeline import Timeline
+
+LossFunction = Callable[[Any, Any], Tensor]
+Build = Callable[[int, int], nn.Module]
+
+
+class Pipeline:
+    """Trains a model cut into stages over the ranks of a process group.
+
+    Every rank of `group` (default: all) makes one, after `torch.distributed.init_process_group`, with the same arguments but its own
+    modules. `build_or_modules` is a function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules by ascending
+    stage. `schedule` is a published name or a `Schedule`. `loss_fn(output, target)` gives the mean loss of one microbatch.
+
+    `timeout` bounds in seconds how long a rank waits for a message. `pace` stretches every training pass to the given times, which
+    shows a schedule's effect where ranks share cores. With `metering`, steps count the bytes held for backward (`timeline` tells).
+
+    Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
+    """
+
+    def __init__(
+        self,
+        build_or_modules: Build | nn.Module | Sequence[nn.Module],
+        schedule: str | Schedule,
+        num_microbatches: int,
+        loss_fn: LossFunction,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 120.0,
+        pace: Costs | None = None,
+    ) -> None:
+        self._closed: str | None = None
+        self.metering = False
+        self._transport = Transport(group, timeout)
+        self.rank, ranks = self._transport.rank, self._transport.size
+        fault = ""
+        try:
+            self.schedule = _schedule(schedule, ranks, num_microbatches)
+            self.modules = _modules(build_or_modules, self.schedule, self.rank)
+            self.device = _device(self.modules)
+            programs = lower(self.schedule), lower(self.schedule.forward_only())
+        except ZeroBubbleError as error:
+            fault = str(error)
+        self._agree(fault)
+        self._transport.open(self.device)
+        self._board = NoticeBoard(self._transport.store, ranks)
+        route = self.schedule.placement.routes[0]
+        self._is_first, self._is_last = self.rank == route[0], self.rank == route[-1]
+        self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
+        self.pace = Pace(pace) if pace is not None else None
+        self._train = Executor(programs[0], self._stages, self._transport, self.pace)
+        self._infer = Executor(programs[1], self._stages, self._transport, None)
+        self._openings = {e: Opening(self.schedule.placement, self._transport) for e in (self._train, self._infer)}
+        self._losses = LossBook(self._transport, num_microbatches, loss_fn, route[-1])
+
+    def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
+        """Forward and backward of one batch: gradients are added to `.grad`, the mean loss comes back on every rank.
+
+        `inputs` (needed on the first stage's rank) and `targets` (on the last's) are tensors or tuples of tensors whose first
+        dimension is the batch, a multiple of the number of microbatches. Raises `PipelineError` on every rank when any rank fails.
+        """
+        meter = Meter(p for m in self.modules.values() for p in (*m.parameters(), *m.buffers())) if self.metering else None
+        self._train.meter = meter
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for stage in self._stages.values():
+                stage.meter = meter
+                if stage.splitter:
+                    stack.enter_context(stage.splitter.shadowing())
+            loss = self._run(self._train, inputs, targets, None)
+        assert loss is not None
+        return loss
+
+    def eval_step(self, inputs: Any = None, targets: Any = None) -> tuple[Tensor | None, Any]:
+        """Forward of one batch in evaluation mode: (mean loss on every rank, None without targets; outputs).
+
+        The outputs of all microbatches come back concatenated on the last stage's rank, and None elsewhere.
+        """
+        outputs: list[Any] = [None] * self.schedule.num_microbatches
+        modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
+        try:
+            for part, _ in modes:
+                part.training = False
+            with torch.no_grad():
+                loss = self._run(self._infer, inputs, targets, outputs)
+        finally:
+            for part, mode in modes:
+                part.training = mode
+        return loss, join_outputs(outputs) if self._is_last else None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, each once."""
+        return nn.ModuleList(self.modules.values()).parameters()
+
+    def timeline(self) -> Timeline:
+        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it."""
+        return trace.gather(self.schedule.name, self._train.spans, self._train.memory, self._transport)
+
+    def close(self) -> None:
+        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""
+        if self._closed is None:
+            self._shut("the pipeline is closed")
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _agree(self, fault: str) -> None:
+        """Compare arguments with every rank; where something is wrong, raise the same error on all."""
+        mine = "" if fault else f"{self.schedule.name} of {self.schedule.num_microbatches} microbatches"
+        digest = "" if fault else hashlib.sha256(self.schedule.to_text().encode()).hexdigest()
+        told = self._transport.gather_objects((fault, mine, digest))
+        faults = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(told) if entry[0]]
+        if not faults and len({entry[2] for entry in told}) > 1:
+            faults = ["ranks disagree on the schedule: " + ", ".join(f"rank {r} has {entry[1]}" for r, entry in enumerate(told))]
+        if faults:
+            self._shut("the pipeline was never opened")
+            raise InputError("; ".join(faults))
+
+    def _run(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Tensor | None:
+        if self._closed is not None:
+            raise PipelineError(f"{self._closed}; make a new Pipeline to go on")
+        executor.at = -1
+        try:
+            batch = self._open(executor, inputs, targets, outputs)
+            executor.run(batch)
+            return self._losses.close()
+        except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
+            self._fail(executor, error)
+
+    def _open(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Batch:
+        count = self.schedule.num_microbatches
+        for what, value, needed in (("inputs", inputs, self._is_first), ("targets", targets, self._is_last and outputs is None)):
+            if needed and value is None:
+                where = "first" if what == "inputs" else "last"
+                raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
+        cut = split_batch(inputs, count, "inputs") if self._is_first else []
+        aims = split_batch(targets, count, "targets") if self._is_last and targets is not None else None
+        self._losses.open(aims, outputs)
+        known, announcing = self._openings[executor].open(cut)
+        return Batch(cut, self._losses.finish, known, announcing)
+
+    def _fail(self, executor: Executor, error: BaseException) -> NoReturn:
+        action = str(executor.row[executor.at]) if 0 <= executor.at < len(executor.row) else ""
+        if isinstance(error, LostContactError):
+            traceback.clear_frames(error.__traceback__)
+            note = self._board.look(GRACE_S) or self._board.publish(Note(error.peer, action, f"rank {self.rank} {error}"))
+        else:
+            what = f"at '{action}'" if action else "before its first pass"
+            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {what}: {type(error).__name__}: {error}"))
+        executor.clear()
+        self._losses.clear()
+        self._shut(note.message)
+        self._board.farewell()
+        raise error_of(note) from (None if isinstance(error, LostContactError) else error)
+
+    def _shut(self, reason: str) -> None:
+        self._closed = reason
+        self._transport.close()
+
+
+def _schedule(schedule: str | Schedule, ranks: int, num_microbatches: int) -> Schedule:
+    made = make(schedule, ranks, num_microbatches) if isinstance(schedule, str) else schedule
+    if made.num_ranks != ranks:
+        raise InputError(f"schedule {made.name!r} is for {made.num_ranks} ranks, the process group has {ranks}")
+    if made.num_microbatches != num_microbatches:
+        raise InputError(f"schedule {made.name!r} has {made.num_microbatches} microbatches, num_microbatches is {num_microbatches}")
+    if made.is_forward_only:
+        raise InputError(f"schedule {made.name!r} has no backward passes; Pipeline trains, and evaluates with the same schedule")
+    if len(made.placement.routes) > 1:
+        raise InputError(f"schedule {made.name!r} is bidirectional, which the runtime cannot run yet; use a schedule with one route")
+    return made
+
+
+def _modules(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:
+    indices = [stage for _, stage in schedule.placement.stages(rank)]
+    if isinstance(given, nn.Module):
+        given = [given]
+    if isinstance(given, Sequence):
+        if len(given) != len(indices):
+            raise InputError(f"schedule {schedule.name!r} puts stages {indices} on this rank, got {len(given)} modules")
+        built: list[Any] = list(given)
+    else:
+        built = [given(index, schedule.num_stages) for index in indices]
+    for index, module in zip(indices, built, strict=True):
+        if not isinstance(module, nn.Module):
+            raise InputError(f"stage {index} must be an nn.Module, got {type(module).__name__}")
+    return dict(zip(indices, built, strict=True))
+
+
+def _device(modules: dict[int, nn.Module]) -> torch.device:
+    devices = {tensor.device for module in modules.values() for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        raise InputError(f"the stages of a rank must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    return devices.pop() if devices else torch.device("cpu")

@@ -1,0 +1,85 @@
+"""One stage at work: forward, backward for the input, backward for the weights, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+from zerobubble.runtime.memory import Meter
+from zerobubble.runtime.split import Splitter, WeightWork
+
+Tensors = tuple[Tensor, ...]
+
+
+class Stage:
+    """Runs the passes of one stage of the model.
+
+    `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
+    `differentiable` names and gives those of the inputs that can have one. With `split`, the weight gradients wait for `weight`.
+    """
+
+    def __init__(self, module: nn.Module, index: int, *, split: bool) -> None:
+        self.module = module
+        self.index = index
+        self.meter: Meter | None = None
+        self.splitter = Splitter(module) if split else None
+        self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
+        self._work: dict[int, WeightWork] = {}
+
+    def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
+        """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
+        work = WeightWork(self.meter) if self.splitter else None
+        if self.splitter:
+            self.splitter.work = work
+        outputs = self._run(inputs, finish)
+        edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
+        leaves = tuple(x for x in inputs if x.requires_grad)
+        self._saved[microbatch] = (leaves, edges, work)
+        return outputs
+
+    def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
+        """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
+        return self._run(inputs, finish)
+
+    def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        if self.meter is None:
+            output = self.module(*inputs)
+            return (finish(output),) if finish else as_tensors(output, self.index)
+        with self.meter.counting():
+            output = self.module(*inputs)
+            return (finish(output),) if finish else as_tensors(output, self.index)
+
+    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
+        """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs."""
+        leaves, edges, work = self._saved.pop(microbatch)
+        if self.splitter:
+            self.splitter.work = work
+        if edges:
+            Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if work is not None:
+            self._work[microbatch] = work
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+
+    def weight(self, microbatch: int) -> None:
+        """W: do the weight work that B of this microbatch left."""
+        self._work.pop(microbatch).run()
+
+    def clear(self) -> None:
+        """Forget every microbatch in flight."""
+        self._saved.clear()
+        self._work.clear()
+
+
+def as_tensors(output: Any, index: int) -> Tensors:
+    """A stage's output as a tuple; raises `TypeError` naming the stage for anything but a tensor or a tuple of tensors."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, (tuple, list)) and all(isinstance(part, Tensor) for part in output):
+        return tuple(output)
+    got = type(output).__name__
+    raise TypeError(f"stage {index} must return a tensor or a tuple of tensors for the next stage, got {got}")

@@ -1,0 +1,112 @@
+"""Messages between ranks: FIFO channels on torch.distributed backends, and a control line for small host-side values.
+
+Every (direction between two ranks, kind of stuff) has its own lane, so that no message ever waits behind one of another channel:
+a tag on gloo, a communicator on NCCL (where operations of one communicator run in order). The backends belong to the pipeline alone,
+so closing them wakes exactly the ranks of this pipeline.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerobubble.rules import Stuff
+
+_CONTROL_TAG = 16
+
+
+class LostContactError(Exception):
+    """A message could not be exchanged with `peer`."""
+
+    def __init__(self, peer: int, what: str, reason: str) -> None:
+        super().__init__(f"lost contact with rank {peer} while {what}: {reason}")
+        self.peer = peer
+
+
+class Transport:
+    """The lanes of one pipeline. Ranks here are ranks in the pipeline's group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.device = torch.device("cpu")
+        self._timeout = timedelta(seconds=timeout)
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
+        self.store: Any = self._prefix(dist.distributed_c10d._get_default_store(), f"zerobubble/{name[0]}")
+        self._control: Any = self._backend("control", "cpu")
+        self._lanes: list[Any] = []
+
+    def open(self, device: torch.device) -> None:
+        """Open the lanes for tensors on `device`."""
+        self.device = device
+        self._lanes = [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
+
+    def _prefix(self, store: Any, prefix: str) -> Any:
+        return dist.distributed_c10d.PrefixStore(prefix, store)
+
+    def _backend(self, name: str, device_type: str) -> Any:
+        store = self._prefix(self.store, name)
+        if device_type != "cuda":
+            return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=self._timeout)
+        options = dist.distributed_c10d.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.distributed_c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def _lane(self, stuff: Stuff, source: int, destination: int) -> tuple[Any, int]:
+        lane = 2 * (stuff is Stuff.GRADIENT) + (source < destination)
+        return (self._lanes[lane], 0) if len(self._lanes) > 1 else (self._lanes[0], lane)
+
+    def sender(self, stuff: Stuff, peer: int) -> Any:
+        """A function that starts sending one tensor to `peer` and returns the work to wait for."""
+        lane, tag = self._lane(stuff, self.rank, peer)
+        return lambda tensor: lane.send([tensor], peer, tag)
+
+    def receiver(self, stuff: Stuff, peer: int) -> Any:
+        """A function that posts the receive of one tensor from `peer` and returns the work to wait for."""
+        lane, tag = self._lane(stuff, peer, self.rank)
+        return lambda tensor: lane.recv([tensor], peer, tag)
+
+    def tell(self, values: Sequence[float], peer: int, topic: int) -> tuple[Any, Tensor]:
+        """Start sending a few numbers to `peer`; keep the result until the step is over."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        return self._control.send([tensor], peer, _CONTROL_TAG + topic), tensor
+
+    def listen(self, count: int, peer: int, topic: int) -> tuple[Any, Tensor]:
+        """Post the receive of `count` numbers from `peer`: (work, the tensor they will be in)."""
+        tensor = torch.empty(count, dtype=torch.float64)
+        return self._control.recv([tensor], peer, _CONTROL_TAG + topic), tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everyone's `value`, in rank order, on every rank."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([data.numel()]))
+        room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        room[: data.numel()] = data
+        parts = self._all_gather(room)
+        return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._control.allgather([gathered], [tensor]).wait()
+        return gathered
+
+    def close(self) -> None:
+        """Drop every connection; a peer still waiting on one gets an error at once."""
+        self._lanes = []
+        self._control = None
+
+
+def wait(work: Any, peer: int, what: str) -> None:
+    """Wait for a message; raises `LostContactError` when the connection is gone or the timeout has passed."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise LostContactError(peer, what, str(error).splitlines()[0]) from error

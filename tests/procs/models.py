@@ -1,0 +1,50 @@
+"""Models for the rank processes: built alike everywhere from a seed, with the one-device oracle beside them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A residual block with a norm, two Linears and an in-place activation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.act = nn.ReLU(inplace=True)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def build(stage: int, num_stages: int, width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Stage `stage`: tokens to vectors first, blocks, vectors to logits last."""
+    torch.manual_seed(100 + stage)
+    parts: list[nn.Module] = [nn.Embedding(11, width)] if stage == 0 else []
+    parts.append(Block(width))
+    if stage == num_stages - 1:
+        parts.append(nn.Linear(width, 11))
+    return nn.Sequential(*parts).to(dtype)
+
+
+def batch(num_microbatches: int, seed: int = 0, length: int = 5) -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens, two sequences a microbatch."""
+    tokens = torch.randint(0, 11, (2 * num_microbatches, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def one_device(modules: list[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The oracle: gradients accumulated in `.grad`, microbatch after microbatch; gives the mean loss."""
+    total = torch.zeros(())
+    for x, y in zip(inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
+        loss = loss_fn(nn.Sequential(*modules)(x), y) / num_microbatches
+        loss.backward()
+        total = total + loss.detach()
+    return total

@@ -1,0 +1,80 @@
+"""Real rank processes, spawned once and given job after job.
+
+A job is a module-level function `job(group, *args)`; it runs on the first `ranks` processes and its results come back in rank order.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def _worker(rank: int, size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
+    while True:
+        job = pipe.recv()
+        if job is None:
+            break
+        function, count, args = job
+        try:
+            pipe.send(("ok", function(groups[count], *args)))
+        except BaseException as error:  # the test shows it
+            pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    os._exit(0)
+
+
+class Ranks:
+    """`size` processes in one gloo world."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        pairs = [context.Pipe() for _ in range(size)]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(target=_worker, args=(rank, size, store, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()
+
+    def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[tuple[str, Any]]:
+        """Per rank: ("ok", result), ("error", text) or ("gone", "") when the process died."""
+        for pipe in self.pipes[:ranks]:
+            pipe.send((function, ranks, args))
+        found = []
+        for rank, pipe in enumerate(self.pipes[:ranks]):
+            try:
+                if not pipe.poll(seconds):
+                    self.kill()
+                    raise AssertionError(f"rank {rank} of {ranks} hangs in {function.__name__}{args}")
+                found.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                found.append(("gone", ""))
+        return found
+
+    def run(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[Any]:
+        """The results of a job that must succeed on every rank."""
+        outcomes = self.outcomes(function, *args, ranks=ranks, seconds=seconds)
+        failed = [f"rank {rank}: {result}" for rank, (state, result) in enumerate(outcomes) if state != "ok"]
+        assert not failed, "\n".join(failed)
+        return [result for _, result in outcomes]
+
+    def kill(self) -> None:
+        """End every process."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
