@@ -117,6 +117,7 @@ class Executor:
         source = Value(Stuff.GRADIENT, op.stage + 1, microbatch)
         target = Value(Stuff.GRADIENT, op.stage, microbatch)
         last, received = op.stage == self._num_stages - 1, source in self._received
+        at_once = op.kind is Kind.BW and stage.split
 
         def backward() -> None:
             gradients: Tensors = (self._one,)
@@ -124,6 +125,8 @@ class Executor:
                 gradients = self._mailbox.take(source) if received else self._values[source]
             begin = perf_counter_ns()
             outputs = stage.backward(microbatch, gradients)
+            if at_once:
+                stage.weight(microbatch)
             self._done(op, begin)
             if op.stage > 0:
                 self._values[target] = outputs

@@ -24,6 +24,7 @@ from zerobubble.runtime.loss import LossBook
 from zerobubble.runtime.memory import Meter
 from zerobubble.runtime.opening import Opening
 from zerobubble.runtime.pace import Pace
+from zerobubble.runtime.split import collect_into, shadowing
 from zerobubble.runtime.stage import Stage
 from zerobubble.runtime.transport import LostContactError, Transport
 from zerobubble.schedules import make
@@ -91,10 +92,11 @@ class Pipeline:
         self._train.meter = meter
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.callback(collect_into, None)
             for stage in self._stages.values():
                 stage.meter = meter
-                if stage.splitter:
-                    stack.enter_context(stage.splitter.shadowing())
+                if stage.split:
+                    stack.enter_context(shadowing(stage.module))
             loss = self._run(self._train, inputs, targets, None)
         assert loss is not None
         return loss

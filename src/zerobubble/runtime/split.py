@@ -6,7 +6,7 @@ output, but its backward leaves `weight.grad` for later. Everything else in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,36 +23,53 @@ class WeightWork:
     __slots__ = ("_entries", "_held", "_meter")
 
     def __init__(self, meter: Meter | None = None) -> None:
-        self._entries: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._entries: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self._held: list[Held] = []
         self._meter = meter
 
-    def add(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        """Queue `weight.grad += dy^T x`; `x` is (rows, in), `dy` is (rows, out)."""
-        self._entries.append((weight, x, dy))
+    def defer(self, weight: Tensor, gradient: Callable[[], Tensor], *held: Tensor) -> None:
+        """Leave `weight.grad += gradient()` for W. `held` are the tensors kept alive for it, for the memory count."""
+        self._entries.append((weight, gradient))
         if self._meter is not None:
-            self._held += [self._meter.hold(x), self._meter.hold(dy)]
+            self._held += [self._meter.hold(tensor) for tensor in held]
 
-    @torch.no_grad()
     def run(self) -> None:
         """Add every queued gradient into its weight's `.grad`. A weight used twice is summed first, as autograd does."""
         totals: dict[Tensor, Tensor] = {}
-        for weight, x, dy in self._entries:
-            gradient = dy.t().mm(x)
-            totals[weight] = totals[weight] + gradient if weight in totals else gradient
-        for weight, gradient in totals.items():
-            if weight.grad is None:
-                weight.grad = gradient
-            else:
-                weight.grad.add_(gradient)
+        with torch.no_grad():
+            for weight, compute in self._entries:
+                totals[weight] = totals[weight] + compute() if weight in totals else compute()
+            for weight, gradient in totals.items():
+                if weight.grad is None:
+                    weight.grad = gradient
+                else:
+                    weight.grad.add_(gradient)
         self._entries.clear()
         self._held.clear()
+
+
+_collecting: WeightWork | None = None
+
+
+def collect_into(work: WeightWork | None) -> None:
+    """From here on, deferred weight gradients go into `work`; with None they are computed at once."""
+    global _collecting
+    _collecting = work
+
+
+def pending_work() -> WeightWork | None:
+    """Where the pass in progress collects weight gradients, None when it does not split.
+
+    An autograd Function of the user's own reads this in its forward, and in its backward defers to it what can wait.
+    """
+    return _collecting
 
 
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightWork) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.parameter = weight  # checkpointing gives back an alias of what was saved, and the gradient belongs to the parameter
         ctx.work = work
         y = nn.functional.linear(x, weight, bias)
         # A view made inside a Function may not be changed in place by the code after it (a ReLU, say); an alias may.
@@ -65,41 +82,33 @@ class _DeferredLinear(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dy.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
         bias_gradient = dy.sum(0) if ctx.needs_input_grad[2] else None
-        ctx.work.add(weight, x.reshape(-1, x.shape[-1]), dy)
+        x = x.reshape(-1, x.shape[-1])
+        ctx.work.defer(ctx.parameter, lambda: dy.t().mm(x), x, dy)
         return dx, None, bias_gradient, None
 
 
-class Splitter:
-    """Shadows the Linears of one stage. While `work` is set, their forwards queue weight gradients into it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.work: WeightWork | None = None
-        self._linears = [part for part in module.modules() if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
-
-    @contextmanager
-    def shadowing(self) -> Iterator[None]:
-        """Shadow every Linear whose weight gradient can wait: a plain trainable parameter that nobody watches."""
-        shadowed = [linear for linear in self._linears if _can_wait(linear)]
+@contextmanager
+def shadowing(module: nn.Module) -> Iterator[None]:
+    """Shadow every Linear of `module` whose weight gradient can wait: a plain trainable parameter that nobody watches."""
+    shadowed = [part for part in module.modules() if isinstance(part, nn.Linear) and _can_wait(part)]
+    for linear in shadowed:
+        linear.__dict__["forward"] = partial(_forward, linear)
+    try:
+        yield
+    finally:
         for linear in shadowed:
-            linear.__dict__["forward"] = partial(_forward, self, linear)
-        try:
-            yield
-        finally:
-            self.work = None
-            for linear in shadowed:
-                linear.__dict__.pop("forward", None)
+            linear.__dict__.pop("forward", None)
 
 
 def _can_wait(linear: nn.Linear) -> bool:
     weight = linear.weight
+    own = type(linear).forward is nn.Linear.forward and "forward" not in linear.__dict__
     watched = bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
-    return type(weight) is nn.Parameter and weight.requires_grad and not watched and "forward" not in linear.__dict__
+    return own and type(weight) is nn.Parameter and weight.requires_grad and not watched
 
 
-def _forward(splitter: Splitter, linear: nn.Linear, x: Tensor) -> Tensor:
-    if splitter.work is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+def _forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    if _collecting is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return nn.functional.linear(x, linear.weight, linear.bias)
-    y: Tensor = _DeferredLinear.apply(  # type: ignore[no-untyped-call]
-        x, linear.weight, linear.bias, splitter.work
-    )
+    y: Tensor = _DeferredLinear.apply(x, linear.weight, linear.bias, _collecting)  # type: ignore[no-untyped-call]
     return y

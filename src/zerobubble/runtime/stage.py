@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from zerobubble.runtime.memory import Meter
-from zerobubble.runtime.split import Splitter, WeightWork
+from zerobubble.runtime.split import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
 
@@ -27,15 +27,14 @@ class Stage:
         self.module = module
         self.index = index
         self.meter: Meter | None = None
-        self.splitter = Splitter(module) if split else None
+        self.split = split
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        work = WeightWork(self.meter) if self.splitter else None
-        if self.splitter:
-            self.splitter.work = work
+        work = WeightWork(self.meter) if self.split else None
+        collect_into(work)
         outputs = self._run(inputs, finish)
         edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
@@ -57,8 +56,7 @@ class Stage:
     def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
         """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs."""
         leaves, edges, work = self._saved.pop(microbatch)
-        if self.splitter:
-            self.splitter.work = work
+        collect_into(work)
         if edges:
             Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:

@@ -60,19 +60,20 @@ class Transport:
         options._timeout = self._timeout
         return dist.distributed_c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
 
-    def _lane(self, stuff: Stuff, source: int, destination: int) -> tuple[Any, int]:
+    def _lane(self, stuff: Stuff, source: int, destination: int) -> tuple[int, int]:
+        """The backend and the tag of a channel."""
         lane = 2 * (stuff is Stuff.GRADIENT) + (source < destination)
-        return (self._lanes[lane], 0) if len(self._lanes) > 1 else (self._lanes[0], lane)
+        return (lane, 0) if len(self._lanes) > 1 else (0, lane)
 
     def sender(self, stuff: Stuff, peer: int) -> Any:
         """A function that starts sending one tensor to `peer` and returns the work to wait for."""
-        lane, tag = self._lane(stuff, self.rank, peer)
-        return lambda tensor: lane.send([tensor], peer, tag)
+        lanes, (lane, tag) = self._lanes, self._lane(stuff, self.rank, peer)
+        return lambda tensor: lanes[lane].send([tensor], peer, tag)
 
     def receiver(self, stuff: Stuff, peer: int) -> Any:
         """A function that posts the receive of one tensor from `peer` and returns the work to wait for."""
-        lane, tag = self._lane(stuff, peer, self.rank)
-        return lambda tensor: lane.recv([tensor], peer, tag)
+        lanes, (lane, tag) = self._lanes, self._lane(stuff, peer, self.rank)
+        return lambda tensor: lanes[lane].recv([tensor], peer, tag)
 
     def tell(self, values: Sequence[float], peer: int, topic: int) -> tuple[Any, Tensor]:
         """Start sending a few numbers to `peer`; keep the result until the step is over."""
@@ -100,7 +101,7 @@ class Transport:
 
     def close(self) -> None:
         """Drop every connection; a peer still waiting on one gets an error at once."""
-        self._lanes = []
+        self._lanes.clear()
         self._control = None
 
 

@@ -1,0 +1,178 @@
+"""When one rank fails, every rank ends with one clear error in seconds, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+
+
+@pytest.fixture
+def doomed() -> Iterator[Ranks]:
+    """Four ranks of their own for a test that kills some."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.kill()
+
+
+class Bomb(nn.Module):
+    """Passes its input on until the microbatch on which it acts, forward or backward."""
+
+    def __init__(self, act: Any, when: int) -> None:
+        super().__init__()
+        self.act = act
+        self.when = when
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.when + 1:
+            self.act()
+        return x
+
+
+class _BackwardBomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, microbatch: int) -> Tensor:
+        ctx.microbatch = microbatch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        if ctx.microbatch == 2:
+            raise ValueError("boom in backward")
+        return dy, None
+
+
+class BackwardBomb(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = _BackwardBomb.apply(x, self.calls - 1)
+        return y
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    time.sleep(12)
+
+
+def train_with(group: Any, name: str, stage: int, bomb: nn.Module, timeout: float) -> tuple[float, str, int | None, str | None]:
+    """One step in which `bomb` sits in front of `stage`: (seconds until the error, its text, its rank, its action)."""
+    pipe = zb.Pipeline(
+        lambda s, n: nn.Sequential(bomb, build(s, n)) if s == stage else build(s, n), name, 8, loss_fn, group=group, timeout=timeout
+    )
+    begin = time.monotonic()
+    with pytest.raises(zb.PipelineError) as caught:
+        for seed in range(2):
+            pipe.step(*batch(8, seed))
+    took = time.monotonic() - begin
+    with pytest.raises(zb.PipelineError, match="make a new Pipeline"):
+        pipe.step(*batch(8))
+    return took, str(caught.value), caught.value.rank, caught.value.op
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_an_exception_ends_every_rank_with_its_cause(world: Ranks, name: str, stage: int) -> None:
+    for took, text, rank, op in world.run(train_with, name, stage, Bomb(boom, 3), 60.0, ranks=4):
+        assert took < 10
+        assert (rank, op) == (stage, f"run {stage}F3")
+        assert text == f"rank {stage} failed at 'run {stage}F3': ValueError: boom"
+
+
+def test_an_exception_in_backward_names_the_backward_pass(world: Ranks) -> None:
+    for took, text, _, _ in world.run(train_with, "zb-v", 5, BackwardBomb(), 60.0, ranks=4):
+        assert took < 10
+        assert text == "rank 2 failed at 'run 5B2': ValueError: boom in backward"
+
+
+def train_twice(group: Any) -> float:
+    """A failed step, then a fresh pipeline in the same processes."""
+    train_with(group, "zb-v", 2, Bomb(boom, 1), 60.0)
+    with zb.Pipeline(build, "zb-v", 8, loss_fn, group=group) as pipe:
+        return pipe.step(*batch(8)).item()
+
+
+def test_a_new_pipeline_works_after_a_failure(world: Ranks) -> None:
+    losses = world.run(train_twice, ranks=4)
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_killed_rank_ends_the_others(doomed: Ranks, victim: int) -> None:
+    outcomes = doomed.outcomes(train_with, "zb-h1", victim, Bomb(die, 2), 60.0, ranks=4)
+    assert [state for state, _ in outcomes] == ["gone" if rank == victim else "ok" for rank in range(4)]
+    for took, text, rank, _ in (result for state, result in outcomes if state == "ok"):
+        assert took < 10
+        assert rank == victim
+        assert f"lost contact with rank {victim}" in text
+    doomed.processes[victim].join(5)
+    assert not doomed.processes[victim].is_alive()
+
+
+def test_a_frozen_rank_ends_the_others_within_the_timeout(doomed: Ranks) -> None:
+    outcomes = doomed.outcomes(train_with, "1f1b", 1, Bomb(freeze, 2), 4.0, ranks=4)
+    for rank in (0, 2, 3):
+        state, (took, text, _, _) = outcomes[rank]
+        assert state == "ok"
+        assert 3 < took < 15
+        assert "lost contact with rank" in text
+
+
+def wrong_batch(group: Any) -> str:
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        inputs, targets = batch(4)
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(inputs[:-1], targets[:-1])
+    return str(caught.value)
+
+
+def test_a_batch_that_cannot_be_cut_is_told_to_every_rank(world: Ranks) -> None:
+    for text in world.run(wrong_batch, ranks=2):
+        assert "batch size 7 cannot be cut into 4 equal microbatches" in text
+
+
+def wrong_arguments(group: Any) -> str:
+    rank = torch.distributed.get_rank(group)
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "1f1b" if rank else "zb-h1", 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_are_told_so(world: Ranks) -> None:
+    for text in world.run(wrong_arguments, ranks=3):
+        assert text == (
+            "ranks disagree on the schedule: rank 0 has zb-h1 of 4 microbatches, "
+            "rank 1 has 1f1b of 4 microbatches, rank 2 has 1f1b of 4 microbatches"
+        )
+
+
+def no_such_schedule(group: Any) -> str:
+    name = "zb-h3" if torch.distributed.get_rank(group) == 1 else "zb-h1"
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, name, 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+def test_one_wrong_argument_is_told_to_every_rank(world: Ranks) -> None:
+    for text in world.run(no_such_schedule, ranks=2):
+        assert text.startswith("rank 1: there is no schedule 'zb-h3'")
