@@ -11,13 +11,13 @@ from zerobubble.export.units import ms, ticks
 from zerobubble.rules import RULES
 from zerobubble.timeline import Span, Timeline
 
-EDGE = "▏"
+EDGE, DARK = "▏", "#1b1f24"
 TICK_WIDTH = 9
 
 
 def draw(timeline: Timeline, width: int, coloured: bool) -> Text:
-    """`timeline` in `width` columns. In colour a box starts with a thin line and shows its microbatch; without, it starts with
-    the kind's letter (lower case on a rank's later stages)."""
+    """`timeline` in `width` columns. In colour a box starts with a thin line and shows its microbatch; without colour it starts
+    with the kind's letter, in lower case on a rank's later stages."""
     label = len(f"rank {timeline.num_ranks - 1} ")
     columns = max(10, width - label)
     picture = Text(no_wrap=True)
@@ -49,8 +49,10 @@ def _column(timeline: Timeline, time: int, columns: int) -> int:
 def _coloured_box(span: Span, width: int, place: int, shades: int) -> Text:
     colour = shade(span.op.kind, place, shades)
     number = str(span.op.microbatch)
-    inside = number if len(number) < width else ""
-    return Text((EDGE + inside.center(width - 1))[:width], f"{ink(colour)} on {colour}")
+    if width == len(number):
+        return Text(number, f"{ink(colour)} on {colour}")
+    box = Text(EDGE, f"{DARK} on {colour}")
+    return box.append((number if len(number) < width else "").center(width - 1), f"{ink(colour)} on {colour}")
 
 
 def _plain_box(span: Span, width: int, place: int) -> str:

@@ -11,14 +11,24 @@ from zerobubble.errors import InputError
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.ir import Schedule
 
+MOST_PASSES = 2_000_000
+
 
 def read_schedule(file: str) -> Schedule:
     """The schedule in `file` (text, JSON or PyTorch CSV; `-` is stdin). Raises `InputError` naming the file for anything unreadable."""
     text = _read_text(file)
     try:
-        return load_schedule(text, Path(file).stem if file != "-" else "stdin")
+        schedule = load_schedule(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
         raise InputError(f"cannot read a schedule from {file}: {error}") from error
+    require_size(file, schedule.num_stages * schedule.num_microbatches)
+    return schedule
+
+
+def require_size(name: str, passes: int) -> None:
+    """Raise `InputError` when a schedule has more passes than one call of the command line may ask for."""
+    if passes > MOST_PASSES:
+        raise InputError(f"{name} would have up to {passes:,} passes; the command line takes at most {MOST_PASSES:,}")
 
 
 def _read_text(file: str) -> str:

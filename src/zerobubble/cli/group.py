@@ -25,7 +25,6 @@ class OneSentenceGroup(click.Group):
         """The exit code of the command line `args`."""
         try:
             code = super().main(args, prog_name, **extra)
-            sys.stdout.flush()
         except click.ClickException as error:
             return _refuse(error.format_message())
         except (ScheduleError, ProgramError) as error:
@@ -34,10 +33,16 @@ class OneSentenceGroup(click.Group):
             return _refuse(str(error))
         except (click.Abort, KeyboardInterrupt):
             return INTERRUPTED
+        return code if isinstance(code, int) else 0
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return READER_GONE
-        return code if isinstance(code, int) else 0
+            ctx.exit(READER_GONE)
+        return result
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]

@@ -1,14 +1,14 @@
-"""Options that several verbs share, and the limits on what one call may ask for."""
+"""Options that several verbs share."""
 
 from __future__ import annotations
 
 import click
 
+from zerobubble.cli.files import require_size
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.schedules import SCHEDULES, make
 
-MOST_PASSES = 2_000_000
 MOST_MS = 1e9
 
 ranks_option = click.option("--ranks", type=int, metavar="P", help="Number of ranks in the pipeline.")
@@ -50,7 +50,5 @@ def make_schedule(name: str, ranks: int | None, microbatches: int | None, stages
     if ranks is None or microbatches is None:
         raise InputError(f"{name} needs {' and '.join(missing)}")
     stages = SCHEDULES[name].stages_per_rank if stages_per_rank is None else stages_per_rank
-    passes = 3 * ranks * microbatches * stages
-    if passes > MOST_PASSES:
-        raise InputError(f"{name} with these numbers has up to {passes:,} passes; the command line takes at most {MOST_PASSES:,}")
+    require_size(name, 3 * ranks * microbatches * stages)
     return make(name, ranks, microbatches, stages_per_rank)

@@ -116,7 +116,7 @@ def _rank_as_dict(schedule: Schedule, figures: RankFigures) -> dict[str, float]:
 
 
 def _print(schedule: Schedule, timeline: Timeline, console: Console) -> None:
-    coloured = console.color_system is not None
+    coloured = console.color_system in ("256", "truecolor")
     counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
     console.print(f"{escape(schedule.name)}: {counts}\n", highlight=False)
     console.print(draw(timeline, console.width, coloured), soft_wrap=True)

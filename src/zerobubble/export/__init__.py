@@ -1,1 +1,23 @@
 """What other tools read: pictures and files made from schedules and timelines. One format per module."""
+
+from zerobubble.export.html import report_html
+from zerobubble.export.json_form import dumps, loads
+from zerobubble.export.perfetto import perfetto_json
+from zerobubble.export.report import MemoryRow, Report, ThroughputRow
+from zerobubble.export.schedule_file import load_schedule
+from zerobubble.export.svg import timeline_svg
+from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
+
+__all__ = [
+    "MemoryRow",
+    "Report",
+    "ThroughputRow",
+    "dumps",
+    "from_torch_csv",
+    "load_schedule",
+    "loads",
+    "perfetto_json",
+    "report_html",
+    "timeline_svg",
+    "to_torch_csv",
+]

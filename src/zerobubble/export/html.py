@@ -6,12 +6,14 @@ Text and tables are written here; `report_timeline.js` and `report_losses.js` dr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import cycle
+from math import isfinite
 from typing import Any
 
-from zerobubble.export.palette import ink, num_shades, shade, stage_order
+from zerobubble.export.palette import COLOURS, ink, num_shades, shade, stage_order
 from zerobubble.export.report import REFERENCE, MemoryRow, Report, ThroughputRow
 from zerobubble.export.svg import caption
 from zerobubble.export.units import show_bytes, show_percent
@@ -127,9 +129,13 @@ def _losses(report: Report) -> str:
     if not report.losses:
         return ""
     label = escape("Loss per step of " + ", ".join(report.losses))
-    runs = "".join(f'<li><i class="line run{n}"></i>{escape(name)}</li>' for n, name in enumerate(report.losses))
+    runs = "".join(f'<li><i class="line" style="background:{colour}"></i>{escape(name)}</li>' for name, colour in _run_colours(report))
     body = f'<ul class="legend">{runs}</ul><div class="stage"><div id="losses" tabindex="0" role="img" aria-label="{label}"></div></div>'
     return _section("loss", "Loss", body, _loss_sentence(report))
+
+
+def _run_colours(report: Report) -> Iterator[tuple[str, str]]:
+    return zip(report.losses, cycle((COLOURS[Kind.F], COLOURS[Kind.W], COLOURS[Kind.BW], COLOURS[Kind.B])), strict=False)
 
 
 def _loss_sentence(report: Report) -> str:
@@ -161,10 +167,9 @@ def _throughput_row(row: ThroughputRow, top: float, base: float, own: bool) -> s
     gain = f"{row.tokens_per_second / base:.2f}×" if base > 0 else "–"
     bar = f'<div class="meter"><i style="width:{100 * row.tokens_per_second / top:.2f}%"></i></div>'
     shares = "".join(f"<td>{'–' if share is None else show_percent(share)}</td>" for share in (row.predicted_bubble, row.measured_bubble))
-    return (
-        f'<tr{" class=own" if own else ""}><th scope="row">{escape(row.schedule)}</th><td>{row.tokens_per_second:,.0f}</td><td class="wide">{bar}</td>'
-        f"<td>{gain}</td>{shares}</tr>"
-    )
+    name = f'<th scope="row">{escape(row.schedule)}</th>'
+    speed = f'<td>{row.tokens_per_second:,.0f}</td><td class="wide">{bar}</td><td>{gain}</td>'
+    return f"<tr{' class=own' if own else ''}>{name}{speed}{shares}</tr>"
 
 
 def _memory(report: Report) -> str:
@@ -210,9 +215,14 @@ def _data(report: Report) -> str:
         "colours": colours,
         "inks": {kind: [ink(colour) for colour in row] for kind, row in colours.items()},
         "timelines": [_timeline_data(timeline) for timeline in report.timelines],
-        "losses": [{"name": name, "values": list(values)} for name, values in report.losses.items()],
+        "losses": [_run_data(name, report.losses[name], colour) for name, colour in _run_colours(report)],
     }
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _run_data(name: str, losses: Sequence[float], colour: str) -> dict[str, Any]:
+    """A run for the chart; a loss that is not finite is null, which leaves a gap in the line."""
+    return {"name": name, "values": [loss if isfinite(loss) else None for loss in losses], "colour": colour}
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any]:

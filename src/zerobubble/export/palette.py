@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from zerobubble.ir import Kind
 from zerobubble.timeline import Timeline
 
-COLOURS: dict[Kind, str] = {Kind.F: "#3b73b9", Kind.B: "#12937f", Kind.W: "#e3a02f", Kind.BW: "#c4506c"}
+COLOURS: dict[Kind, str] = {Kind.F: "#3465b8", Kind.B: "#34b58c", Kind.W: "#efb13c", Kind.BW: "#a9305c"}
 """The colour of each kind of pass on a rank's first stage."""
 
 _LIGHTEST = 0.5
+_EVEN = 0.207  # where white and near-black have the same contrast
 
 
 def shade(kind: Kind, index: int, count: int) -> str:
@@ -19,9 +22,14 @@ def shade(kind: Kind, index: int, count: int) -> str:
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever reads better on `colour`."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1b1f24"
+    """Near-black or white, whichever reads better on `colour`."""
+    return "#ffffff" if luminance(colour) < _EVEN else "#1b1f24"
+
+
+def luminance(colour: str) -> float:
+    """How bright `colour` (`#rrggbb`) is, from 0 to 1, in linear light."""
+    red, green, blue = (math.pow(int(colour[at : at + 2], 16) / 255, 2.2) for at in (1, 3, 5))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def stage_order(timeline: Timeline) -> tuple[dict[int, int], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 
 from zerobubble.errors import InputError
 from zerobubble.timeline import Timeline
@@ -68,7 +69,7 @@ class Report:
         if len(self.losses) < 2:
             return None
         (name, losses), (other, others) = list(self.losses.items())[:2]
-        differences = [abs(a - b) for a, b in zip(losses, others, strict=False)]
+        differences = [_difference(a, b) for a, b in zip(losses, others, strict=False)]
         largest = max(differences)
         return name, other, largest, differences.index(largest)
 
@@ -81,3 +82,10 @@ class Report:
         names = [timeline.name for timeline in self.timelines if timeline.name in speeds]
         name = names[0] if names else max(speeds, key=speeds.__getitem__)
         return name, speeds[name] / base
+
+
+def _difference(a: float, b: float) -> float:
+    """How far two losses are apart: 0 when neither is a number, infinite when one is not."""
+    if isnan(a) or isnan(b):
+        return 0.0 if isnan(a) and isnan(b) else inf
+    return 0.0 if a == b else abs(a - b)

@@ -3,14 +3,13 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const EDGE = { left: 46, right: 10, top: 10, bottom: 34 };
-const RUN_COLOURS = ["#3b73b9", "#e3a02f", "#12937f", "#c4506c"];
 
 class LossChart {
   constructor(host, runs) {
     Object.assign(this, { host, runs, step: null });
     this.steps = Math.max(...runs.map((run) => run.values.length));
     const values = runs.flatMap((run) => run.values).filter(Number.isFinite);
-    this.ticks = niceTicks(Math.min(...values), Math.max(...values));
+    this.ticks = values.length ? niceTicks(Math.min(...values), Math.max(...values)) : [0, 1];
     new ResizeObserver(() => this.draw()).observe(host);
     host.addEventListener("pointermove", (event) => this.point(this.stepAt(event.clientX - host.getBoundingClientRect().left)));
     host.addEventListener("pointerleave", () => this.point(null));
@@ -71,15 +70,16 @@ class LossChart {
   }
 
   line(run, n) {
-    const points = run.values.map((value, step) => `${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`);
-    const colour = RUN_COLOURS[n % RUN_COLOURS.length];
-    return shape("path", { class: "run", d: `M${points.join("L")}`, stroke: colour, "stroke-width": n ? 1.8 : 4, "stroke-dasharray": n ? "5 5" : "none" });
+    const move = (step) => (Number.isFinite(run.values[step - 1]) ? "L" : "M");
+    const points = run.values.map((value, step) => value !== null && `${move(step)}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`);
+    const pen = n ? { "stroke-width": 1.8, "stroke-dasharray": "5 5" } : { "stroke-width": 4 };
+    return shape("path", { class: "run", d: points.filter(Boolean).join(""), stroke: run.colour, ...pen });
   }
 
   drawPointer(svg) {
     const x = this.x(this.step);
     svg.append(shape("line", { class: "cursor", x1: x, x2: x, y1: EDGE.top, y2: this.height - EDGE.bottom }));
-    const lines = [`step ${this.step + 1}`, ...this.runs.map((run) => `${run.name}  ${run.values[this.step] ?? "–"}`)];
+    const lines = [`step ${this.step + 1}`, ...this.runs.map((run) => `${run.name}  ${run.values[this.step] ?? "no number"}`)];
     const width = 20 + 6.4 * Math.max(...lines.map((line) => line.length));
     const left = x + width + 12 > this.width ? x - width - 12 : x + 12;
     svg.append(shape("rect", { class: "plate", x: left, y: EDGE.top + 4, width, height: 14 + 17 * lines.length, rx: 6 }));

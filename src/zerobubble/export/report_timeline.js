@@ -209,11 +209,16 @@ class TimelineView {
     this.tip.hidden = !found;
     if (!found) return;
     this.tip.replaceChildren(...this.describe(found));
-    const x = (this.x(Math.max(found.cell[START], this.from)) + this.x(Math.min(found.cell[END], this.to))) / 2;
-    const left = Math.min(Math.max(0, x - this.tip.offsetWidth / 2), this.width - this.tip.offsetWidth);
-    const y = this.y(found.timeline, found.rank);
-    const above = y - this.tip.offsetHeight - 10;
-    this.tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(above > -80 ? above : y + this.row + 10)}px)`;
+    this.placeTip(found);
+  }
+
+  // Beside the pass, so that the same pass stays visible in the timelines above and below.
+  placeTip({ timeline, rank, cell }) {
+    const { offsetWidth: width, offsetHeight: height } = this.tip;
+    const right = this.x(Math.min(cell[END], this.to)) + 14;
+    const left = right + width <= this.width ? right : Math.max(0, this.x(Math.max(cell[START], this.from)) - width - 14);
+    const top = Math.min(Math.max(-40, this.y(timeline, rank) + this.row / 2 - height / 2), this.height - height + 20);
+    this.tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
   }
 
   describe({ timeline, rank, cell }) {

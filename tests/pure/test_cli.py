@@ -1,0 +1,227 @@
+"""The command line: figures, files, and one sentence for whatever goes wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zerobubble.cli import main
+from zerobubble.export.json_form import dumps
+from zerobubble.export.schedule_file import load_schedule
+from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.schedules import SCHEDULES, make
+
+PAPER = ["--ranks", "8", "--microbatches", "24", "--times", "18.522,18.086,9.337", "--comm", "0.601"]
+
+
+def run(*args: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, args, input=stdin)
+
+
+def refused(*args: str) -> str:
+    """The one sentence that `args` are refused with."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("zerobubble: ")
+    return result.stderr.removeprefix("zerobubble: ").rstrip()
+
+
+def test_list_names_every_schedule() -> None:
+    rows = json.loads(run("list", "--json").stdout)
+    assert [row["name"] for row in rows] == list(SCHEDULES)
+    assert {row["name"]: row["stages_per_rank"] for row in rows}["zb-v"] == 2
+    assert all(row["torch_csv"] and row["summary"].endswith(".") for row in rows)
+    table = run("list").stdout
+    assert all(name in table for name in SCHEDULES)
+
+
+def test_show_gives_the_papers_bubble() -> None:
+    figures = json.loads(run("show", "zb-h1", *PAPER, "--json").stdout)
+    assert round(figures["bubble_span"], 4) == 0.1585
+    assert len(figures["ranks"]) == figures["num_ranks"] == 8
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_figures_of_show_add_up(name: str) -> None:
+    figures = json.loads(run("show", name, "--ranks", "4", "--microbatches", "8", "--times", "3,2,1", "--comm", "0.25", "--json").stdout)
+    for rank in figures["ranks"]:
+        assert rank["lead"] + rank["work"] + rank["gaps"] + rank["tail"] == pytest.approx(figures["makespan"])
+        assert rank["work"] == pytest.approx(8 * 6)
+    assert figures["span"] == max(rank["span"] for rank in figures["ranks"])
+    assert figures["peak_microbatches"] == max(rank["peak_microbatches"] for rank in figures["ranks"])
+    assert figures["bubble_makespan"] == pytest.approx(1 - 48 / figures["makespan"])
+
+
+def test_peak_microbatches_follow_held() -> None:
+    peaks = [
+        json.loads(run("show", "zb-h1", "--ranks", "4", "--microbatches", "8", "--held", held, "--json").stdout)["ranks"][3][
+            "peak_microbatches"
+        ]
+        for held in ("1", "0")
+    ]
+    assert peaks == [4, 1]
+
+
+def test_the_drawing_has_a_line_per_rank_as_wide_as_asked() -> None:
+    lines = run("show", "zb-v", "--ranks", "3", "--microbatches", "5", "--width", "90").stdout.splitlines()
+    rows = [line for line in lines if line.startswith("rank ") and "F0" in line]
+    assert [len(row) for row in rows] == [90, 90, 90]
+    assert rows[0].startswith("rank 0 F0")
+    assert rows[2].startswith("rank 2 ·")
+    assert "b4" in rows[0]
+
+
+def test_a_drawing_without_time_still_works() -> None:
+    result = run("show", "1f1b", "--ranks", "2", "--microbatches", "2", "--times", "0,0,0")
+    assert result.exit_code == 0
+    assert "makespan" in result.stdout
+
+
+def test_show_takes_a_file_of_ones_own(tmp_path: Path) -> None:
+    schedule = make("interleaved-1f1b", 2, 4)
+    for suffix, text in (("txt", schedule.to_text()), ("json", dumps(schedule)), ("csv", to_torch_csv(schedule))):
+        file = tmp_path / f"mine.{suffix}"
+        file.write_text(text)
+        own = json.loads(run("show", str(file), "--json").stdout)
+        known = json.loads(run("show", "interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--json").stdout)
+        assert own["ranks"] == known["ranks"]
+    assert "--ranks 3 does not fit" in refused("show", str(file), "--ranks", "3")
+
+
+def test_show_writes_the_picture(tmp_path: Path) -> None:
+    file = tmp_path / "picture.svg"
+    assert run("show", "zb-h1", "--ranks", "2", "--microbatches", "3", "--svg", str(file)).exit_code == 0
+    assert sum(group.get("class") == "pass" for group in ElementTree.parse(file).iter()) == 2 * 3 * 3
+    assert os.listdir(tmp_path) == ["picture.svg"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("form", ["text", "torch-csv", "json"])
+def test_what_make_writes_check_accepts(name: str, form: str, tmp_path: Path) -> None:
+    file = tmp_path / "schedule"
+    assert run("make", name, "--ranks", "3", "--microbatches", "4", "--format", form, "-o", str(file)).exit_code == 0
+    assert load_schedule(file.read_text(), name) == make(name, 3, 4)
+    result = run("check", str(file))
+    assert result.exit_code == 0
+    assert "is legal: 3 ranks" in result.stdout
+    assert json.loads(run("check", str(file), "--json").stdout)["legal"] is True
+
+
+def test_make_writes_pytorchs_csv_to_stdout() -> None:
+    text = run("make", "zb-h1", "--ranks", "8", "--microbatches", "24", "--format", "torch-csv").stdout
+    assert text.startswith("0F0,")
+    assert len(text.splitlines()) == 8
+    assert run("make", "zb-h1", "--ranks", "2", "--microbatches", "2", "--json").stdout == dumps(make("zb-h1", 2, 2))
+
+
+def test_check_prints_every_fault_and_exits_with_1() -> None:
+    text = make("zb-h1", 2, 2).to_text().replace("0B0 ", "").replace("1W1", "1W7")
+    result = run("check", "-", stdin=text)
+    assert result.exit_code == 1
+    assert len(result.stdout.splitlines()) >= 1
+    assert "1W7" in result.stdout.splitlines()[0]
+    told = json.loads(run("check", "-", "--json", stdin=text).stdout)
+    assert told["legal"] is False
+    assert [fault["message"] for fault in told["faults"]] == result.stdout.splitlines()
+    assert told["faults"][0]["rank"] == 1
+
+
+def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:
+    file = tmp_path / "bad.csv"
+    file.write_text("0B0,0F0\n1F0,1B0\n")
+    assert "rank 0 runs 0BW0 at position 0 before 0F0" in refused("show", str(file))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("shwo", "did you mean 'show'?"),
+        ("--bogus", "--bogus"),
+        ("list --jsn", "--json"),
+        ("list extra", "extra"),
+        ("show", "NAME"),
+        ("show zb-h9 --ranks 2 --microbatches 2", "did you mean 'zb-h2'?"),
+        ("show zb-h1", "needs --ranks P and --microbatches M"),
+        ("show zb-h1 --ranks 2", "needs --microbatches M"),
+        ("show zb-h1 --ranks x --microbatches 2", "--ranks"),
+        ("show zb-h1 --ranks 0 --microbatches 2", "got 0"),
+        ("show zb-h1 --ranks 2 --microbatches -1", "got -1"),
+        ("show zb-h1 --ranks 99999 --microbatches 99999", "at most 2,000,000"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --stages-per-rank 2", "holds 1 stages per rank"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --stages-per-rank 0", "got 0"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2", "F,B,W"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2,x", "'x' is not a number"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2,nan", "nan"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2,-3", "-3"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --comm 1e400", "1e400"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --held nan", "nan"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --width 3", "--width"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --svg /no/such/folder/a.svg", "cannot write /no/such/folder/a.svg"),
+        ("show missing.csv", "cannot read missing.csv: No such file"),
+        ("make zb-h1 --ranks 2 --microbatches 2 --format yaml", "'yaml'"),
+        ("make zb-h1 --ranks 2 --microbatches 2 --format text --json", "contradict"),
+        ("make zb-h1 --ranks 2 --microbatches 2 -o /", "cannot write /"),
+        ("check missing.csv", "cannot read missing.csv: No such file"),
+        ("check /", "cannot read /: Is a directory"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(args: str, said: str) -> None:
+    assert said in refused(*args.split())
+
+
+def test_an_unreadable_file_is_named_with_line_and_cell(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n1F0,1Q0\n")
+    assert f"cannot read a schedule from {file}: line 2, cell 2: '1Q0' is not a pass" in refused("check", str(file))
+    file.write_bytes(b"\xff\xfe0F0")
+    assert "not UTF-8" in refused("check", str(file))
+
+
+def test_a_file_that_claims_too_much_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "huge.txt"
+    file.write_text(make("1f1b", 2, 2).to_text().replace("microbatches 2", "microbatches 999999999"))
+    assert "1,999,999,998 passes" in refused("check", str(file))
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "schedule.txt"
+    file.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert "No space left" in refused("make", "zb-h1", "--ranks", "2", "--microbatches", "2", "-o", str(file))
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["schedule.txt"]
+
+
+@pytest.mark.parametrize("verb", ["", "list", "show", "make", "check"])
+def test_help_gives_examples(verb: str) -> None:
+    text = run(*verb.split(), "--help").stdout
+    assert f"zerobubble {verb}".strip() in text
+    assert "Example" in text
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "zerobubble.cli", "make", "zb-h1", "--ranks", "64", "--microbatches", "512"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "zerobubble schedule 1\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
+
+
+def test_version_in_a_process_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-m", "zerobubble.cli", "--version"], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("zerobubble ")

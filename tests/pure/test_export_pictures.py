@@ -1,0 +1,122 @@
+"""Pictures of timelines: SVG and the palette."""
+
+from itertools import combinations, pairwise
+from math import dist
+from xml.etree import ElementTree
+
+import pytest
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.export.palette import COLOURS, ink, luminance, shade
+from zerobubble.export.svg import LEFT, timeline_svg
+from zerobubble.export.units import show_bytes, show_ms, ticks
+from zerobubble.schedules import SCHEDULES, make
+from zerobubble.simulate import simulate
+from zerobubble.timeline import Timeline
+
+NS = {"s": "http://www.w3.org/2000/svg"}
+
+
+def played(name: str, ranks: int = 4, microbatches: int = 6, times: tuple[float, float, float] = (3, 3, 2)) -> Timeline:
+    schedule = make(name, ranks, microbatches)
+    return simulate(schedule, Costs.uniform(schedule.num_stages, times, 0.2, held=0.5))
+
+
+def boxes(picture: str) -> list[ElementTree.Element]:
+    return [group.find("s:rect", NS) for group in ElementTree.fromstring(picture).iterfind(".//s:g[@class='pass']", NS)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_box_per_pass_inside_the_axis_and_none_on_another(name: str) -> None:
+    timelines = played(name), played("1f1b")
+    picture = timeline_svg(*timelines, width=1000, memory=True)
+    drawn = boxes(picture)
+    assert len(drawn) == sum(1 for timeline in timelines for _ in timeline.spans())
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for box in drawn:
+        x, width = float(box.get("x", "")), float(box.get("width", ""))
+        assert x >= LEFT
+        assert x + width <= 1000
+        rows.setdefault(box.get("y", ""), []).append((x, x + width))
+    assert len(rows) == sum(timeline.num_ranks for timeline in timelines)
+    for row in rows.values():
+        assert all(end <= start + 0.02 for (_, end), (start, _) in pairwise(row))
+
+
+def test_timelines_share_one_axis() -> None:
+    short, long = played("zb-h1"), played("1f1b")
+    alone = [box.get("x") for box in boxes(timeline_svg(long))]
+    together = [box.get("x") for box in boxes(timeline_svg(short, long))]
+    assert together[-len(alone) :] == alone
+
+
+def test_a_box_tells_pass_times_and_reason() -> None:
+    picture = ElementTree.fromstring(timeline_svg(played("zb-h1", 2, 2)))
+    told = [title.text for title in picture.iterfind(".//s:g/s:title", NS)]
+    assert told[0] == "0F0: forward of stage 0, microbatch 0; 0 ms to 3 ms; started at once"
+    assert "1F0: forward of stage 1, microbatch 0; 3.2 ms to 6.2 ms; waited for the message of 0F0" in told
+
+
+def test_names_are_escaped_and_nothing_is_fetched() -> None:
+    timeline = played("1f1b", 2, 2)
+    picture = timeline_svg(Timeline("<b>&", timeline.rows, timeline.memory), title="a < b & c")
+    assert ElementTree.fromstring(picture).findtext("s:title", namespaces=NS) == "a < b & c"
+    assert "http" not in picture.replace(NS["s"], "")
+
+
+def test_an_empty_timeline_is_still_a_picture() -> None:
+    assert boxes(timeline_svg(Timeline("idle", ((), ())))) == []
+
+
+@pytest.mark.parametrize(("timelines", "options", "why"), [((), {}, "at least one"), (("1f1b",), {"width": 100}, "640")])
+def test_unusable_requests_are_refused(timelines: tuple[str, ...], options: dict[str, int], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        timeline_svg(*map(played, timelines), **options)  # type: ignore[arg-type]
+
+
+def test_memory_cannot_be_drawn_where_there_is_none() -> None:
+    with pytest.raises(InputError, match="memory"):
+        timeline_svg(Timeline("measured", played("1f1b").rows), memory=True)
+
+
+def lab(colour: str, matrix: tuple[tuple[float, float, float], ...]) -> tuple[float, float, float]:
+    """CIELAB of `colour` as someone with the deficiency of `matrix` sees it (Machado, Oliveira and Fernandes 2009)."""
+    linear = [(int(colour[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5)]
+    red, green, blue = (min(1.0, max(0.0, sum(m * c for m, c in zip(row, linear, strict=True)))) for row in matrix)
+    xyz = (
+        0.434 * red + 0.376 * green + 0.190 * blue,
+        0.2126 * red + 0.7152 * green + 0.0722 * blue,
+        0.018 * red + 0.109 * green + 0.873 * blue,
+    )
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+DEFICIENCIES = {
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+@pytest.mark.parametrize("name", DEFICIENCIES)
+def test_colour_blind_readers_can_tell_the_kinds_apart(name: str) -> None:
+    for one, other in combinations(COLOURS.values(), 2):
+        distance = dist(lab(one, DEFICIENCIES[name]), lab(other, DEFICIENCIES[name]))
+        assert distance > 20, (one, other, distance)
+
+
+def test_ink_is_readable_on_every_shade() -> None:
+    for kind in COLOURS:
+        for place in range(4):
+            paper = shade(kind, place, 4)
+            low, high = sorted((luminance(paper), luminance(ink(paper))))
+            assert (high + 0.05) / (low + 0.05) > 4, paper
+
+
+def test_numbers_read_well() -> None:
+    assert [show_ms(ns) for ns in (0, 18_522_345, 1_234_567_891)] == ["0 ms", "18.52 ms", "1,235 ms"]
+    assert [show_bytes(count) for count in (0, 999, 999_600, 1_250_000_000)] == ["0 B", "999 B", "1 MB", "1.25 GB"]
+    assert ticks(27_000_000, 7) == tuple(range(0, 27_000_000, 5_000_000))
+    assert ticks(0, 7) == (0,)

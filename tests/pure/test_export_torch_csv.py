@@ -1,0 +1,91 @@
+"""PyTorch's schedule CSV: both directions, and what is said about a cell that cannot be read."""
+
+import pytest
+
+from zerobubble.errors import InputError, ParseError
+from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
+from zerobubble.ir import Op, Placement, Schedule
+from zerobubble.schedules import SCHEDULES, make
+from zerobubble.verify import schedule_faults
+
+GRID = [(1, 1), (2, 2), (3, 7), (4, 8), (8, 5)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), GRID)
+def test_what_was_written_is_read_back(name: str, ranks: int, microbatches: int) -> None:
+    schedule = make(name, ranks, microbatches)
+    back = from_torch_csv(to_torch_csv(schedule), name)
+    assert (back.rows, back.num_microbatches, back.placement.routes) == (
+        schedule.rows,
+        schedule.num_microbatches,
+        schedule.placement.routes,
+    )
+    if ranks > 1:
+        assert back == schedule
+
+
+def test_the_letters_are_pytorchs() -> None:
+    rows = (("0F0", "0B0", "0W0"), ("1F0", "1BW0"))
+    schedule = Schedule("mixed", Placement.linear(2), 1, tuple(tuple(map(Op.parse, row)) for row in rows))
+    assert to_torch_csv(schedule) == "0F0,0I0,0W0\n1F0,1B0\n"
+
+
+def test_three_loops_are_recognised() -> None:
+    schedule = make("interleaved-1f1b", 2, 4, 3)
+    assert from_torch_csv(to_torch_csv(schedule)).placement == Placement.looped(2, 3)
+
+
+def test_any_other_placement_is_custom() -> None:
+    assert from_torch_csv("1F0,1B0\n0F0,0B0\n").placement == Placement.custom((1, 0))
+
+
+def test_idle_cells_blank_ends_and_windows_line_ends_are_skipped() -> None:
+    assert from_torch_csv("\ufeff0F0,,0B0\r\n, 1F0 ,1B0\r\n\r\n").rows == from_torch_csv("0F0,0B0\n1F0,1B0").rows
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "why"),
+    [
+        ("0F0,0B0\n1F0,1X0", "line 2, cell 2", "'1X0' is not a pass"),
+        ("0F0x,0B0", "line 1, cell 1", "'0F0x' is not a pass"),
+        ("0F0,x0B0", "line 1, cell 2", "'x0B0' is not a pass"),
+        ("0F0,0B", "line 1, cell 2", "'0B' is not a pass"),
+        ("0F0,0BW0", "line 1, cell 2", "'0BW0' is not a pass"),
+        ("0F0,0F٣", "line 1, cell 2", "is not a pass"),
+        ("0F0,(0F1;0B0)OVERLAP_F_B", "line 1, cell 2", "overlapped, which is not supported yet"),
+        ("0F0,0SEND_F0", "line 1, cell 2", "compute_only"),
+        ("0F0,0B0\n\n1F0,1B0", "line 2", "no pass"),
+        ("0F0,0F2", "microbatch 1", "microbatch 2"),
+        ("0F0\n2F0", "stage 1", "stage 2"),
+        ("0F0,0F1,0B0\n0B1", "line 2", "rank 1 holds no stage"),
+    ],
+)
+def test_a_malformed_csv_is_refused_with_its_place(text: str, where: str, why: str) -> None:
+    with pytest.raises(ParseError) as refusal:
+        from_torch_csv(text)
+    assert where in str(refusal.value)
+    assert why in str(refusal.value)
+
+
+@pytest.mark.parametrize("junk", ["0F", "F0", "0f0", "0F0 0", "-1F0", "0F0;", "nan", "0FWD0", '"0F0'])
+def test_a_spoilt_cell_is_named_wherever_it_stands(junk: str) -> None:
+    cells = [line.split(",") for line in to_torch_csv(make("zb-v", 2, 2)).splitlines()]
+    for rank, row in enumerate(cells):
+        for place, cell in enumerate(row):
+            row[place] = junk
+            with pytest.raises(ParseError, match=rf"^line {rank + 1}, cell {place + 1}: "):
+                from_torch_csv("\n".join(map(",".join, cells)))
+            row[place] = cell
+
+
+def test_a_stray_pass_is_a_fault_and_not_a_parse_error() -> None:
+    schedule = from_torch_csv("0F0,0F1,0B0,0B1,1B1\n1F0,1B0,1F1\n")
+    assert schedule_faults(schedule)[0].message == "rank 0 runs 1BW1 at position 4, but stage 1 lives on rank 1: move it there"
+
+
+def test_two_routes_cannot_be_written() -> None:
+    placement = Placement.custom((0, 1), (1, 0))
+    schedule = Schedule("both ways", placement, 1, ((Op.parse("0F0"),), (Op.parse("1F0"),)))
+    with pytest.raises(InputError, match="2 routes"):
+        to_torch_csv(schedule)
