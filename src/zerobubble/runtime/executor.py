@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from zerobubble.ir import Kind, Op
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import MOVES, Stuff, Value
+from zerobubble.runtime.clock import Mark, clock_for
 from zerobubble.runtime.mailbox import Mailbox
 from zerobubble.runtime.memory import Meter
 from zerobubble.runtime.pace import Pace
@@ -43,16 +43,17 @@ class Batch(NamedTuple):
 class Executor:
     """Plays `program.rows[transport.rank]` on `stages`, this rank's by index.
 
-    After `run`, `spans` tells what ran when, as (pass, begin, end) in `perf_counter_ns`; `memory` the bytes held after each pass
-    when `meter` is set. While it runs, `at` is the action in hand, for whoever has to explain a failure.
+    After `run`, `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in
+    hand, for whoever has to explain a failure.
     """
 
     def __init__(self, program: Program, stages: dict[int, Stage], transport: Transport, pace: Pace | None) -> None:
         self.row = program.rows[transport.rank]
         self.at = 0
-        self.spans: list[tuple[Op, int, int]] = []
-        self.memory: list[tuple[int, int]] = []
         self.meter: Meter | None = None
+        self._marks: list[tuple[Op, Mark, Mark]] = []
+        self._held: list[tuple[Mark, int]] = []
+        self._clock = clock_for(transport.device)
         self._stages = stages
         self._num_stages = program.num_stages
         self._training = not program.is_forward_only
@@ -68,13 +69,24 @@ class Executor:
     def run(self, batch: Batch) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
         self._batch = batch
-        self.spans = []
-        self.memory = []
+        self._marks = []
+        self._held = []
+        self._clock.start()
         self._mailbox.begin(batch.known, batch.announcing)
         self.at = 0
         for call in self._calls:
             call()
             self.at += 1
+
+    @property
+    def spans(self) -> list[tuple[Op, int, int]]:
+        """What ran when in the last step, as (pass, begin, end) in `perf_counter_ns`."""
+        return [(op, self._clock.read(begin), self._clock.read(end)) for op, begin, end in self._marks]
+
+    @property
+    def memory(self) -> list[tuple[int, int]]:
+        """The bytes held after each pass of the last step, as (time, bytes); empty unless `meter` was set."""
+        return [(self._clock.read(when), held) for when, held in self._held]
 
     def clear(self) -> None:
         """Forget everything in flight."""
@@ -103,7 +115,7 @@ class Executor:
         def forward() -> None:
             assert self._batch is not None
             inputs = self._batch.inputs[microbatch] if first else self._inputs(source)
-            begin = perf_counter_ns()
+            begin = self._clock.mark()
             finish = partial(self._batch.finish, microbatch) if last else None
             outputs = stage.forward(microbatch, inputs, finish) if self._training else stage.infer(inputs, finish)
             self._done(op, begin)
@@ -123,7 +135,7 @@ class Executor:
             gradients: Tensors = (self._one,)
             if not last:
                 gradients = self._mailbox.take(source) if received else self._values[source]
-            begin = perf_counter_ns()
+            begin = self._clock.mark()
             outputs = stage.backward(microbatch, gradients)
             if at_once:
                 stage.weight(microbatch)
@@ -137,7 +149,7 @@ class Executor:
         stage = self._stages[op.stage]
 
         def weight() -> None:
-            begin = perf_counter_ns()
+            begin = self._clock.mark()
             stage.weight(op.microbatch)
             self._done(op, begin)
 
@@ -148,13 +160,13 @@ class Executor:
             return self._mailbox.take(source)
         return tuple(t.detach().requires_grad_(t.requires_grad) for t in self._values[source])
 
-    def _done(self, op: Op, begin: int) -> None:
+    def _done(self, op: Op, begin: Mark) -> None:
         if self._pace is not None:
             self._pace.hold(op, begin)
-        end = perf_counter_ns()
-        self.spans.append((op, begin, end))
+        end = self._clock.mark()
+        self._marks.append((op, begin, end))
         if self.meter is not None:
-            self.memory.append((end, self.meter.bytes))
+            self._held.append((end, self.meter.bytes))
 
     def _post_out(self, value: Value, peer: int) -> None:
         self._mailbox.send(value, peer, self._values[value])

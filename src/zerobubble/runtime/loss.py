@@ -21,7 +21,8 @@ class LossBook:
     """Takes the model's output of every microbatch on the last stage's rank and tells the mean loss to all others.
 
     Losses are divided by their number and summed in microbatch order, whatever order the schedule ran them in: the numbers of one
-    device that accumulates. The message leaves with the last forward, so nobody waits for it at the end of the step.
+    device that accumulates. On a CPU the message leaves with the last forward, so nobody waits for it at the end of the step; on a GPU
+    reading the loss would stop the host, so it leaves at the end.
     """
 
     def __init__(self, transport: Transport, num_microbatches: int, loss_fn: Callable[[Any, Any], Tensor], last_rank: int) -> None:
@@ -55,7 +56,7 @@ class LossBook:
             self._outputs[microbatch] = output
         result = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch])
         self._left -= 1
-        if self._left == 0:
+        if self._left == 0 and self._transport.device.type == "cpu":
             self._tell()
         return result
 
@@ -88,6 +89,8 @@ class LossBook:
     def close(self) -> Tensor | None:
         """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the last rank's message."""
         if self._heard is None:
+            if not self._telling:
+                self._tell()
             for (work, _), rank in self._telling:
                 wait(work, rank, "sending the loss")
             return self._total()
