@@ -77,7 +77,10 @@ def measure(width: int, sequences: int, length: int, repeats: int) -> dict[str, 
                 times[name].append(value)
     assert all(torch.equal(a, b) for a, b in zip(gradients["fused"], gradients["ours"], strict=True)), "the split changed a gradient"
     ms = {name: statistics.median(values) * 1000 for name, values in times.items()}
-    split = {who: statistics.median(b + w for b, w in zip(times[f"{who}_b"], times[f"{who}_w"], strict=True)) * 1000 for who in ("ours", "pytorch")}
+    split = {
+        who: statistics.median(b + w for b, w in zip(times[f"{who}_b"], times[f"{who}_w"], strict=True)) * 1000
+        for who in ("ours", "pytorch")
+    }
     row = {f"{name}_ms": round(value, 2) for name, value in ms.items()}
     row |= {f"{who}_over_fused": round(value / ms["fused"], 4) for who, value in split.items()}
     return row | held_between(module, x, dy)

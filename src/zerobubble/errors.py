@@ -40,7 +40,7 @@ def reading(noun: str, data: Any) -> Iterator[None]:
         yield
     except KeyError as error:
         raise ParseError(f"the {noun} lacks the key {error}") from error
-    except (TypeError, ValueError, LookupError, OverflowError) as error:
+    except (TypeError, ValueError) as error:
         raise ParseError(f"not a {noun} in JSON form: {error}") from error
 
 

@@ -87,18 +87,10 @@ def used_stages(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[Stuff, i
 def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False) -> tuple[Stuff, ...]:
     """What a pass of `kind` and `stage` makes for other passes: only what some pass of an existing stage uses."""
     readers = [Kind.F] if forward_only else list(RULES)
-    used = {(stuff, stage - hop) for reader in readers for stuff, hop in RULES[reader].uses if 0 <= stage - hop < num_stages}
-    return tuple(stuff for stuff in RULES[kind].makes if any(stuff is needed for needed, _ in used))
+    used = {stuff for reader in readers for stuff, hop in RULES[reader].uses if 0 <= stage - hop < num_stages}
+    return tuple(stuff for stuff in RULES[kind].makes if stuff in used)
 
 
 def makers(value: Value) -> list[Op]:
     """The passes that could make `value`: one of them must be in the schedule."""
     return [Op(kind, value.stage, value.microbatch) for kind, rule in RULES.items() if value.stuff in rule.makes]
-
-
-def user_ops(value: Value) -> list[Op]:
-    """The passes that could use `value`."""
-    found = []
-    for kind, rule in RULES.items():
-        found += [Op(kind, value.stage - hop, value.microbatch) for stuff, hop in rule.uses if stuff is value.stuff]
-    return found

@@ -37,10 +37,9 @@ def _play(graph: Graph, order: list[int], costs: Costs) -> list[Span]:
         op = ops[number]
         begin, cause, last = (0, Cause.NOTHING, -1) if number in starts else (end[number - 1], Cause.ROW, number - 1)
         for need in graph.needs[number]:
-            remote = rank[need] != rank[number]
-            arrival = end[need] + (costs.comm[min(op[1], ops[need][1])] if remote else 0)
+            arrival = end[need] + (costs.comm[min(op[1], ops[need][1])] if rank[need] != rank[number] else 0)
             if arrival > begin:
-                begin, cause, last = arrival, Cause.MESSAGE if remote else Cause.LOCAL, need
+                begin, cause, last = arrival, Cause.MESSAGE, need
         end[number] = begin + times[op[0]][op[1]]
         spans[number] = Span(op, begin, end[number], Why(cause, ops[last] if last >= 0 else None))
     return spans

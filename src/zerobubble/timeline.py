@@ -13,11 +13,10 @@ from zerobubble.ir import Op
 
 
 class Cause(StrEnum):
-    """What a span waited for last: nothing, the pass before it on its rank, a pass of another stage on its rank, a message."""
+    """What a span waited for last: nothing, the pass before it on its rank, a message from another rank."""
 
     NOTHING = "nothing"
     ROW = "row"
-    LOCAL = "local"
     MESSAGE = "message"
 
 
@@ -32,7 +31,7 @@ class Why(NamedTuple):
             return "started at once"
         if self.cause is Cause.MESSAGE:
             return f"waited for the message of {self.op}"
-        return f"waited for {self.op}" if self.cause is Cause.LOCAL else f"followed {self.op} without a gap"
+        return f"followed {self.op} without a gap"
 
 
 class Span(NamedTuple):

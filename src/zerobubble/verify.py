@@ -13,9 +13,9 @@ from zerobubble.rules import RULES, Stuff
 def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
     """Every fault of `schedule`; empty exactly when it is legal.
 
-    Checked: each pass in range, on the rank that holds its stage and present once; each stage and microbatch with F and either
-    BW or both B and W (or only F throughout, for inference); no pass before what it uses on its own rank; no circle of waiting
-    between ranks.
+    Checked: enough passes for the microbatches; each pass in range, on the rank that holds its stage and present once; each stage
+    and microbatch with F and either BW or both B and W (or only F throughout, for inference); no pass before what it uses on its
+    own rank; no circle of waiting between ranks.
     """
     return _judge(schedule)[0]
 
@@ -29,8 +29,8 @@ def checked(schedule: Schedule) -> tuple[Graph, list[int]]:
 
 
 def _judge(schedule: Schedule) -> tuple[tuple[Fault, ...], Graph, list[int]]:
-    placed = _placement_faults(schedule)
-    if any(fault.code in ("stage-range", "microbatch-range") for fault in placed):
+    placed = _count_faults(schedule) or _placement_faults(schedule)
+    if any(fault.code in ("count", "stage-range", "microbatch-range") for fault in placed):
         return tuple(placed), Graph([], [], [], []), []
     graph = resolve(schedule)
     late = _late_needs(graph)
@@ -40,6 +40,15 @@ def _judge(schedule: Schedule) -> tuple[tuple[Fault, ...], Graph, list[int]]:
     order = walk(graph, needs, heads)
     faults += [_circle(graph, ring) for ring in circles(graph, needs, heads)]
     return tuple(faults), graph, order
+
+
+def _count_faults(schedule: Schedule) -> list[Fault]:
+    """A number of microbatches so far from the rows that naming every missing pass would say less, or never end."""
+    microbatches, passes = schedule.num_microbatches, sum(map(len, schedule.rows))
+    if microbatches <= passes:
+        return []
+    message = f"the number of microbatches is {microbatches}, but the rows hold only {passes} passes: correct it or add the passes"
+    return [Fault("count", message)]
 
 
 def _placement_faults(schedule: Schedule) -> list[Fault]:

@@ -37,5 +37,3 @@ def test_gradients_equal_one_device(world: Ranks, name: str, ranks: int, microba
     for worst in world.run(compare_with_one_device, name, microbatches, 2, ranks=ranks):
         assert worst["loss"] <= 1e-12
         assert worst["gradient"] <= 1e-12
-
-

@@ -170,7 +170,11 @@ class Middle:
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
         torch.manual_seed(7 * stage)
-        return nn.Sequential(build(stage, num_stages), MIDDLES[self.key]().double(), nn.Identity()) if stage < num_stages - 1 else build(stage, num_stages)
+        return (
+            nn.Sequential(build(stage, num_stages), MIDDLES[self.key]().double(), nn.Identity())
+            if stage < num_stages - 1
+            else build(stage, num_stages)
+        )
 
 
 @pytest.mark.parametrize("key", MIDDLES)
@@ -249,7 +253,11 @@ def test_a_paced_run_is_measured_as_the_simulation_says(world: Ranks) -> None:
     assert measured.source == "measured"
     assert [[span.op for span in row] for row in measured.rows] == [list(row) for row in schedule.rows]
     ends = {span.op: span.end for _, span in measured.spans()}
-    assert all(ends[zb.Op(zb.Kind.F, s - 1, j)] <= span.start for _, span in measured.spans() if span.op.kind is zb.Kind.F and (s := span.op.stage) and (j := span.op.microbatch) >= 0)
+    assert all(
+        ends[zb.Op(zb.Kind.F, s - 1, j)] <= span.start
+        for _, span in measured.spans()
+        if span.op.kind is zb.Kind.F and (s := span.op.stage) and (j := span.op.microbatch) >= 0
+    )
     assert measured.makespan >= simulated.makespan
     peaks = [figures.peak_bytes for figures in measured.ranks]
     assert all(peak is not None and peak > 0 for peak in peaks)

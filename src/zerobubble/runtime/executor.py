@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerobubble.ir import Kind, Op
 from zerobubble.program import Action, Compute, Program, Recv, Send
-from zerobubble.rules import MOVES, Stuff, Value
+from zerobubble.rules import MOVES, Value, makes, uses
 from zerobubble.runtime.clock import Mark, clock_for
 from zerobubble.runtime.mailbox import Mailbox
 from zerobubble.runtime.memory import Meter
@@ -108,39 +108,33 @@ class Executor:
 
     def _compile_forward(self, op: Op) -> Call:
         stage, microbatch = self._stages[op.stage], op.microbatch
-        source = Value(Stuff.ACTIVATION, op.stage - 1, microbatch)
-        target = Value(Stuff.ACTIVATION, op.stage, microbatch)
-        first, last = op.stage == 0, op.stage == self._num_stages - 1
+        source, target = self._ends(op)
 
         def forward() -> None:
             assert self._batch is not None
-            inputs = self._batch.inputs[microbatch] if first else self._inputs(source)
+            inputs = self._batch.inputs[microbatch] if source is None else self._inputs(source)
             begin = self._clock.mark()
-            finish = partial(self._batch.finish, microbatch) if last else None
+            finish = partial(self._batch.finish, microbatch) if target is None else None
             outputs = stage.forward(microbatch, inputs, finish) if self._training else stage.infer(inputs, finish)
             self._done(op, begin)
-            if not last:
+            if target is not None:
                 self._values[target] = outputs
 
         return forward
 
     def _compile_backward(self, op: Op) -> Call:
         stage, microbatch = self._stages[op.stage], op.microbatch
-        source = Value(Stuff.GRADIENT, op.stage + 1, microbatch)
-        target = Value(Stuff.GRADIENT, op.stage, microbatch)
-        last, received = op.stage == self._num_stages - 1, source in self._received
+        source, target = self._ends(op)
         at_once = op.kind is Kind.BW and stage.split
 
         def backward() -> None:
-            gradients: Tensors = (self._one,)
-            if not last:
-                gradients = self._mailbox.take(source) if received else self._values[source]
+            gradients = (self._one,) if source is None else self._take(source)
             begin = self._clock.mark()
             outputs = stage.backward(microbatch, gradients)
             if at_once:
                 stage.weight(microbatch)
             self._done(op, begin)
-            if op.stage > 0:
+            if target is not None:
                 self._values[target] = outputs
 
         return backward
@@ -154,6 +148,14 @@ class Executor:
             self._done(op, begin)
 
         return weight
+
+    def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
+        """What a pass takes from its neighbour and what it leaves for the other one; None at the model's ends."""
+        taken, left = uses(op, self._num_stages), makes(op, self._num_stages, not self._training)
+        return next((v for v in taken if v.stuff in MOVES), None), next((v for v in left if v.stuff in MOVES), None)
+
+    def _take(self, source: Value) -> Tensors:
+        return self._mailbox.take(source) if source in self._received else self._values[source]
 
     def _inputs(self, source: Value) -> Tensors:
         if source in self._received:

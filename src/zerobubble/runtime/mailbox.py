@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from zerobubble.errors import InputError
+from zerobubble.ir import Kind, Op
 from zerobubble.program import Program, Recv, Send
-from zerobubble.rules import Stuff, Value
+from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.stage import Tensors
 from zerobubble.runtime.transport import Transport, wait
 from zerobubble.runtime.wire import NOTE_LENGTH, Shapes, read_note, shapes_of, write_note
@@ -20,6 +21,7 @@ class Mailbox:
 
     def __init__(self, program: Program, transport: Transport) -> None:
         self._device = transport.device
+        self._num_stages = program.num_stages
         self._peer: dict[Value, int] = {}
         self._send: dict[tuple[int, Stuff], Any] = {}
         self._receive: dict[tuple[int, Stuff], Any] = {}
@@ -111,7 +113,8 @@ class Mailbox:
         """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
         if value.stuff is Stuff.ACTIVATION:
             return self._known[value]
-        return tuple(shape for shape in self._known[value._replace(stuff=Stuff.ACTIVATION, stage=value.stage - 1)] if shape.differentiable)
+        (activation,) = uses(Op(Kind.F, value.stage, value.microbatch), self._num_stages)
+        return tuple(shape for shape in self._known[activation] if shape.differentiable)
 
 
 def _describe(value: Value) -> str:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
+from zerobubble.errors import InputError, PipelineError, ProgramError, ZeroBubbleError
 from zerobubble.ir import Schedule
 from zerobubble.lower import lower
+from zerobubble.program import Program
 from zerobubble.runtime import trace
 from zerobubble.runtime.batch import join_outputs, split_batch
 from zerobubble.runtime.executor import Batch, Executor
@@ -29,6 +30,7 @@ from zerobubble.runtime.stage import Stage
 from zerobubble.runtime.transport import LostContactError, Transport
 from zerobubble.schedules import make
 from zerobubble.timeline import Timeline
+from zerobubble.verify_program import program_faults
 
 LossFunction = Callable[[Any, Any], Tensor]
 Build = Callable[[int, int], nn.Module]
@@ -67,7 +69,7 @@ class Pipeline:
             self.schedule = _schedule(schedule, ranks, num_microbatches)
             self.modules = _modules(build_or_modules, self.schedule, self.rank)
             self.device = _device(self.modules)
-            programs = lower(self.schedule), lower(self.schedule.forward_only())
+            programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
         self._agree(fault)
@@ -204,6 +206,15 @@ def _schedule(schedule: str | Schedule, ranks: int, num_microbatches: int) -> Sc
     if len(made.placement.routes) > 1:
         raise InputError(f"schedule {made.name!r} is bidirectional, which the runtime cannot run yet; use a schedule with one route")
     return made
+
+
+def _proved(schedule: Schedule) -> Program:
+    """The schedule's program, proved to match its messages and never to stop before a rank runs it."""
+    program = lower(schedule)
+    faults = program_faults(program)
+    if faults:
+        raise ProgramError(faults, program.name)
+    return program
 
 
 def _modules(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:

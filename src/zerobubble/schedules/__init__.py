@@ -71,7 +71,7 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None =
     stages = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
     for what, count in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages)):
         if count < 1:
-            raise InputError(f"{name} needs {what} of at least 1, got {count}")
+            raise InputError(f"{name} needs at least one of {what}, got {count}")
     if stages != recipe.stages_per_rank and not recipe.any_stages:
         raise InputError(f"{name} holds {recipe.stages_per_rank} stages per rank by construction, got {stages}")
     return recipe.build(ranks, microbatches, stages)

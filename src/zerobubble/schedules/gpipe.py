@@ -8,7 +8,7 @@ def gpipe(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
     Rank r of p, m microbatches: F x m, then BW x m.
 
-    - bubble (span of rank 0, and makespan): (p-1)(T_F + T_B + T_W)
+    - bubble (gaps of rank 0, and makespan): (p-1)(T_F + T_B + T_W), no communication
     - peak memory of every rank: m microbatches
 
     >>> print(gpipe(2, 3).to_text().split("microbatches 3")[1])

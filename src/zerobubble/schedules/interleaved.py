@@ -12,8 +12,8 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
     a group passes through the rank's first stage, then its second, and so on; backward mirrors that. Rank r of p with v
     stages: F x 2(p-r-1) + (v-1)g, then F BW in turn.
 
-    - bubble (span of rank 0, and makespan), p divides m: (p-1)(T_F + T_B + T_W)/v, T per rank and microbatch
-    - peak memory of rank r, p divides m, m > p: 2(p-r-1) + (v-1)p + 1 stage activations; at most mv in any case
+    - bubble (gaps of rank 0, and makespan), no communication: (p-1 + (v-1) max(p-m, 0)) (T_F + T_B + T_W)/v, T per rank and microbatch
+    - peak memory of rank r: min(2(p-r-1) + (v-1)g + 1, mv) stage activations; g = p where p divides m
 
     >>> print(interleaved_1f1b(2, 2).to_text().split("microbatches 2")[1])
     <BLANKLINE>

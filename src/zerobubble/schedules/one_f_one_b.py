@@ -8,7 +8,8 @@ def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sche
 
     Rank r of p, m microbatches: F x min(p-1-r, m), then F BW in turn, then the BW left.
 
-    - bubble (span of rank 0, and makespan): (p-1)(T_F + T_B + T_W)
+    - bubble (gaps of rank 0, and makespan): (p-1)(T_F + T_B + T_W), no communication
+    - makespan where p > 1 divides m: that and 2((p-1)m/p + p-2) T_comm, growing with m
     - peak memory of rank r: min(p-r, m) microbatches
 
     >>> print(one_f_one_b(2, 3).to_text().split("microbatches 3")[1])
@@ -26,7 +27,7 @@ def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sched
 
     Rank r of p, m microbatches: F x min(2(p-1-r), m), then F BW in turn, then the BW left.
 
-    - bubble (span of rank 0, and makespan): (p-1)(T_F + T_B + T_W + 2 T_comm) while T_comm is small
+    - bubble (gaps of rank 0, and makespan): (p-1)(T_F + T_B + T_W + 2 T_comm) while 2 T_comm <= T_F + T_B + T_W
     - peak memory of rank r: min(2(p-r)-1, m) microbatches
 
     >>> print(eager_1f1b(2, 3).to_text().split("microbatches 3")[1])

@@ -8,9 +8,10 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
     Rank r of p: F x (p-r); then r times B F; then B W F until no F is left; then B W; then the W left.
 
-    - bubble (largest span), T_F = T_B = T_W or near, c = T_comm, m >= p: (p-1)(T_F + T_B - T_W + 4c)
-    - makespan at unit times, no communication: 3m + p - 1
-    - peak memory: p microbatches on every rank (what is held from B to W counted in full)
+    - bubble (largest span), no communication, T_W <= T_F and T_B: (p-1)(T_F + T_B) - (min(p, m)-1) T_W
+    - bubble (largest span), c = T_comm, m > p, 2c <= T_W <= T_F + 2c and T_B + 2c: (p-1)(T_F + T_B - T_W + 4c)
+    - makespan at unit times, no communication, m >= p: 3m + p - 1
+    - peak memory: min(p, m) microbatches on every rank (what is held from B to W counted in full)
 
     >>> print(zb_h1(2, 3).to_text().split("microbatches 3")[1])
     <BLANKLINE>
@@ -27,8 +28,9 @@ def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
     Rank r of p: F x (2(p-r)-1); then 2r times B F; then B W F until no F is left; then B W; then the W left.
 
-    - bubble (largest span), T_F = T_B = T_W or near, c = T_comm, m >= 2p-1: (p-1)(T_F + T_B - 2 T_W + 2c)
-    - makespan at unit times, no communication: 3m + p - 1
+    - bubble (largest span), no communication, T_W <= T_F and T_B: (p-1)(T_F + T_B) - (min(2p-1, m)-1) T_W
+    - bubble (largest span), c = T_comm, m >= 2p-1, T_W <= T_F and T_B, 2c <= T_F + T_B: (p-1)(T_F + T_B - 2 T_W + 2c)
+    - makespan at unit times, no communication, m >= 2p-1: 3m + p - 1
     - peak memory: min(2p-1, m) microbatches on every rank (what is held from B to W counted in full)
 
     >>> print(zb_h2(2, 4).to_text().split("microbatches 4")[1])

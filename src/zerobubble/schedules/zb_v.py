@@ -14,7 +14,7 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
     - bubble (largest span), T_F = T_B = T_W, no communication, m >= 2p-1: 0
     - makespan at unit stage times, no communication, m >= 2p-1: 6m + p - 1
-    - peak memory: p microbatches (2p stage activations) on every rank
+    - peak memory of rank r: min(m+r+1, 2m, 2p) stage activations, so p microbatches on every rank from m = 2p-1 on
 
     >>> print(zb_v(2, 3).to_text().split("microbatches 3")[1])
     <BLANKLINE>

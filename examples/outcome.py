@@ -1,0 +1,224 @@
+"""What the demo found out: tables for the terminal, and the files of the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pacing import LayerTimes
+from terminal import Terminal
+from training import Run, Task
+
+import zerobubble as zb
+from zerobubble.costs import NS_PER_MS
+from zerobubble.export import MemoryRow, Report, ThroughputRow, perfetto_json, report_html, timeline_svg
+from zerobubble.export.units import show_bytes, show_ms, show_percent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The runs of one demo: the trained one, those it is compared with, and the losses of one device (None if it did not run)."""
+
+    task: Task
+    cores: int
+    pace: LayerTimes | None
+    trained: Run
+    compared: list[Run]
+    one_device: list[float] | None
+    seconds: float
+
+    @property
+    def runs(self) -> list[Run]:
+        """All of them, the trained one last."""
+        return [*self.compared, self.trained]
+
+    @property
+    def loss_difference(self) -> float | None:
+        """The largest absolute difference of a step's loss between the pipeline and one device."""
+        if self.one_device is None:
+            return None
+        return max(abs(a - b) for a, b in zip(self.trained.losses, self.one_device, strict=True))
+
+    @property
+    def same_losses(self) -> bool:
+        """Whether every compared schedule gave, step by step, the losses of the trained one."""
+        return all(a == b for run in self.compared for a, b in zip(run.losses, self.trained.losses, strict=False))
+
+    def tokens_per_second(self, run: Run) -> float:
+        """Bytes of text learnt from in a second."""
+        return self.task.options.tokens_per_step / run.step_seconds
+
+    def passes(self, run: Run) -> int:
+        """How many passes the training of `run` consisted of."""
+        return len(run.losses) * sum(len(row) for row in run.schedule.rows)
+
+
+def show(outcome: Outcome, terminal: Terminal) -> None:
+    """Print the findings."""
+    trained = outcome.trained
+    terminal.section("Loss")
+    terminal.say(
+        f"{trained.losses[0]:.4f} at the first step, {trained.losses[-1]:.4f} at the last, {trained.held_out:.4f} on held-out text"
+    )
+    terminal.say(_loss_sentence(outcome))
+    terminal.section("Bubble: share of rank time that is idle")
+    titles = ("schedule", "tokens/s", "makespan predicted", "measured", "rank span predicted", "measured")
+    terminal.table(titles, [_schedule_row(outcome, run) for run in outcome.runs])
+    terminal.section(f"Peak activation memory with {trained.schedule.name}")
+    rows = [(f"rank {rank}", show_bytes(predicted), show_bytes(measured)) for rank, predicted, measured in _peaks(trained)]
+    terminal.table(("", "predicted", "measured"), rows)
+    if outcome.pace:
+        terminal.section("Paced")
+        terminal.say(_overruns(outcome))
+
+
+def _schedule_row(outcome: Outcome, run: Run) -> tuple[str, ...]:
+    predicted, measured = run.predicted, run.measured
+    shares = (predicted.bubble_makespan, measured.bubble_makespan, predicted.bubble_span, measured.bubble_span)
+    return (run.schedule.name, f"{outcome.tokens_per_second(run):,.0f}", *map(show_percent, shares))
+
+
+def _loss_sentence(outcome: Outcome) -> str:
+    others = f"; {', '.join(run.schedule.name for run in outcome.compared)} gave the same losses" if outcome.compared else ""
+    others = others if outcome.same_losses else "; the compared schedules gave OTHER losses"
+    if outcome.loss_difference is None:
+        return f"not compared with one device{others}"
+    if outcome.loss_difference == 0:
+        return f"identical to one device in all {len(outcome.trained.losses)} steps, bit for bit{others}"
+    return f"differs from one device by at most {outcome.loss_difference:.3g}{others}"
+
+
+def _peaks(run: Run) -> list[tuple[int, int, int]]:
+    """(rank, predicted bytes, measured bytes)."""
+    pairs = zip(run.predicted.ranks, run.measured.ranks, strict=True)
+    return [(predicted.rank, predicted.peak_bytes or 0, measured.peak_bytes or 0) for predicted, measured in pairs]
+
+
+def _overruns(outcome: Outcome) -> str:
+    shares = (f"{run.schedule.name} {show_percent(run.overruns / outcome.passes(run))}" for run in outcome.runs)
+    return "Passes that took longer than their nominal time by themselves: " + ", ".join(shares) + "."
+
+
+def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
+    """What pacing is and what it means, for the terminal and the report."""
+    times = ", ".join(f"{kind} {show_ms(time)}" for kind, time in zip("FBW", (pace.forward, pace.backward, pace.weight), strict=True))
+    return [
+        f"Paced: {ranks} ranks on {cores} cores. Every pass does its real arithmetic, then sleeps to a nominal time: {times} a layer.",
+        "Losses are those of real training. Times, bubbles and tokens/s are those of a machine whose every rank needs these nominal times.",
+    ]
+
+
+def write(outcome: Outcome) -> list[tuple[Path, str]]:
+    """Write the report's files; gives each path with what it is."""
+    trained, folder = outcome.trained, outcome.task.options.out
+    timelines = (trained.predicted, trained.measured)
+    title = f"{trained.schedule.name}, {trained.schedule.num_ranks} ranks, {trained.schedule.num_microbatches} microbatches"
+    files = {
+        "report.html": ("timelines, losses, memory and speed on one page", report_html(_report(outcome))),
+        "timeline.svg": ("one step, simulated and measured", timeline_svg(*timelines, title=title, memory=True)),
+        "trace.json": ("the same with messages and memory, for ui.perfetto.dev", perfetto_json(*timelines)),
+        "metrics.json": ("every figure", json.dumps(_metrics(outcome), indent=2) + "\n"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (_, content) in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return [(folder / name, what) for name, (what, _) in files.items()]
+
+
+def _report(outcome: Outcome) -> Report:
+    trained = outcome.trained
+    losses = {trained.schedule.name: trained.losses} | ({"one device": outcome.one_device} if outcome.one_device else {})
+    return Report(
+        title=f"A GPT of {_millions(outcome)} parameters trained through {trained.schedule.name}",
+        facts=_facts(outcome),
+        timelines=(trained.predicted, trained.measured),
+        memory=[MemoryRow(*row) for row in _peaks(trained)],
+        losses=losses,
+        throughput=[
+            ThroughputRow(run.schedule.name, outcome.tokens_per_second(run), run.predicted.bubble_makespan, run.measured.bubble_makespan)
+            for run in outcome.runs
+        ],
+        notes=_notes(outcome),
+    )
+
+
+def _millions(outcome: Outcome) -> str:
+    return f"{outcome.task.model.num_parameters / 1e6:.3g} million"
+
+
+def _facts(outcome: Outcome) -> list[tuple[str, str]]:
+    options, schedule = outcome.task.options, outcome.trained.schedule
+    return [
+        ("schedule", f"{schedule.name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks"),
+        ("batch", f"{options.microbatches} microbatches of {options.microbatch_size} x {options.context} bytes"),
+        ("model", f"{options.layers} layers, width {options.width}, {_millions(outcome)} parameters"),
+        ("text", "source of Python's standard library"),
+        ("loss on held-out text", f"{outcome.trained.held_out:.4f}"),
+        ("machine", f"{outcome.cores} cores" if outcome.task.device.type == "cpu" else torch.cuda.get_device_name()),
+        ("passes", "paced to nominal times" if outcome.pace else "at full speed"),
+        ("whole demo", f"{outcome.seconds:.0f} s"),
+    ]
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    notes = [f"Loss: {_loss_sentence(outcome)}."]
+    if outcome.pace:
+        notes += [*pace_sentences(outcome.cores, outcome.task.options.ranks, outcome.pace), _overruns(outcome)]
+    basis = "the nominal times" if outcome.pace else "the median pass times of one early step"
+    return [
+        *notes,
+        f"Predicted: the schedule simulated with {basis} and the bytes held in one early step, messages taking no time.",
+        f"Measured: the late step of median length out of {len(outcome.trained.timelines)}.",
+        "Tokens/s is that of the median step without measurement, optimizer included. Ranks do not wait for each other between steps, "
+        "so it can be better than the makespan of one step tells.",
+    ]
+
+
+def _metrics(outcome: Outcome) -> dict[str, Any]:
+    options, trained, pace = outcome.task.options, outcome.trained, outcome.pace
+    return {
+        "schedule": trained.schedule.name,
+        "ranks": trained.schedule.num_ranks,
+        "microbatches": trained.schedule.num_microbatches,
+        "steps": len(trained.losses),
+        "tokens_per_step": options.tokens_per_step,
+        "parameters": outcome.task.model.num_parameters,
+        "seed": options.seed,
+        "device": outcome.task.device.type,
+        "cores": outcome.cores,
+        "torch": torch.__version__,
+        "seconds": outcome.seconds,
+        "nominal_layer_ms": {k: getattr(pace, k) / NS_PER_MS for k in ("forward", "backward", "weight")} if pace else None,
+        "losses": {"pipeline": trained.losses, "one_device": outcome.one_device},
+        "held_out_loss": trained.held_out,
+        "loss_difference": outcome.loss_difference,
+        "same_losses_with_every_schedule": outcome.same_losses,
+        "schedules": [_run_metrics(outcome, run) for run in outcome.runs],
+        "memory": [
+            {"rank": rank, "predicted_bytes": predicted, "measured_bytes": measured} for rank, predicted, measured in _peaks(trained)
+        ],
+    }
+
+
+def _run_metrics(outcome: Outcome, run: Run) -> dict[str, Any]:
+    return {
+        "name": run.schedule.name,
+        "tokens_per_second": outcome.tokens_per_second(run),
+        "step_ms": 1000 * run.step_seconds,
+        "predicted": _timeline_metrics(run.predicted),
+        "measured": _timeline_metrics(run.measured),
+        "overruns": run.overruns,
+        "passes": outcome.passes(run),
+    }
+
+
+def _timeline_metrics(timeline: zb.Timeline) -> dict[str, float]:
+    return {
+        "makespan_ms": timeline.makespan / NS_PER_MS,
+        "span_ms": timeline.span / NS_PER_MS,
+        "bubble_makespan": timeline.bubble_makespan,
+        "bubble_span": timeline.bubble_span,
+    }

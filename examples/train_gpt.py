@@ -1,0 +1,109 @@
+"""Train a small GPT through a zero-bubble pipeline, next to the same model on one device, and report on it.
+
+    python examples/train_gpt.py                                   starts its own ranks
+    torchrun --nproc-per-node 4 examples/train_gpt.py              runs on those of torchrun
+
+How a pipeline is used is in `training.py`, the model is in `gpt.py`. `--help` lists the options.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import options
+import torch
+import torch.distributed as dist
+from gpt import GPTConfig
+from launch import is_rank, launch
+from options import Options
+from outcome import Outcome, pace_sentences, show, write
+from pacing import LayerTimes
+from terminal import Terminal
+from text import standard_library
+from training import Run, Task, nominal_times, train, train_one_device
+
+
+def main() -> int:
+    """Start the ranks, or be one of them."""
+    chosen = options.parse(sys.argv[1:])
+    if not is_rank():
+        return launch(str(Path(__file__).resolve()), sys.argv[1:], chosen.ranks)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted rank ends at once and in silence
+    return run_rank(chosen)
+
+
+def run_rank(chosen: Options) -> int:
+    """The whole demo as one rank sees it."""
+    begin = time.perf_counter()
+    device = pick_device()
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))
+    rank = dist.get_rank()
+    terminal = Terminal(speaks=rank == 0)
+    model = GPTConfig(chosen.layers, chosen.width, chosen.heads, chosen.context, chosen.seed)
+    terminal.section(f"A GPT of {model.num_parameters / 1e6:.3g} million parameters on {chosen.ranks} ranks ({device.type})")
+    task = Task(chosen, model, standard_library(), device)
+
+    pace = find_pace(task, terminal)
+    terminal.section(f"Training with {chosen.schedule}")
+    trained = run_schedule(task, chosen.schedule, chosen.steps, pace, terminal)
+    if chosen.compare:
+        terminal.section(f"The same first {chosen.compare_steps} steps with other schedules")
+    compared = [run_schedule(task, name, chosen.compare_steps, pace, terminal) for name in chosen.compare]
+    if rank == 0:
+        one_device = run_one_device(task, terminal) if chosen.one_device else None
+        outcome = Outcome(task, num_cores(), pace, trained, compared, one_device, time.perf_counter() - begin)
+        show(outcome, terminal)
+        terminal.section("Written")
+        terminal.list(write(outcome))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def find_pace(task: Task, terminal: Terminal) -> LayerTimes | None:
+    """Nominal pass times where ranks outnumber the cores or `--pace` asks for them, else None: every pass at full speed."""
+    asked, ranks = task.options.pace, task.options.ranks
+    crowded = task.device.type == "cpu" and num_cores() < ranks
+    if not (crowded if asked is None else asked):
+        return None
+    pace = nominal_times(task)
+    for sentence in pace_sentences(num_cores(), ranks, pace):
+        terminal.say(sentence)
+    return pace
+
+
+def run_schedule(task: Task, name: str, steps: int, pace: LayerTimes | None, terminal: Terminal) -> Run:
+    """Train with one schedule, showing progress."""
+    with terminal.progress(name, steps, task.options.tokens_per_step) as told:
+        return train(task, name, steps, pace, told)
+
+
+def run_one_device(task: Task, terminal: Terminal) -> list[float]:
+    """Train on this rank alone, showing progress; the other ranks wait without using the machine."""
+    terminal.section("The same training on one device, at full speed")
+    with terminal.progress("one device", task.options.steps, task.options.tokens_per_step) as told:
+        return train_one_device(task, task.options.steps, told)
+
+
+def pick_device() -> torch.device:
+    """This rank's GPU where there is one for every rank of the machine, else the CPU."""
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""From a measured timeline back to costs: what each stage's passes took, and what they held."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import median_low
+
+from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.errors import InputError
+from zerobubble.ir import Kind
+from zerobubble.rules import BACKWARD
+from zerobubble.timeline import Timeline
+
+Samples = dict[tuple[Kind, int], list[int]]
+"""Measurements of each kind of pass, by (kind, stage)."""
+
+
+def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
+    """The costs that `timeline` was measured under: per stage the median time of F, B and W, and the median bytes held after F and B.
+
+    A stage that ran only BW gets its time as `backward` and 0 as `weight`, and counts as holding until W what it held until BW.
+    A timeline without memory gives `UNIT_BYTES` everywhere. Messages are taken to last `comm_ms`.
+
+    Raises `InputError` for a stage without F or without a backward pass, and for memory that was not recorded pass by pass.
+    """
+    times = _times(timeline)
+    num_stages = _num_stages(times)
+    changes = _memory_changes(timeline)
+    forward = tuple(median_low(times[Kind.F, stage]) for stage in range(num_stages))
+    backward = tuple(median_low(times[_backward_kind(times, stage), stage]) for stage in range(num_stages))
+    weight = tuple(median_low(times.get((Kind.W, stage), [0])) for stage in range(num_stages))
+    after_f = tuple(_held_after_f(changes, stage) for stage in range(num_stages))
+    after_b = tuple(held + _change_at_b(changes, stage) for stage, held in enumerate(after_f))
+    return Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), after_f, after_b)
+
+
+def _times(timeline: Timeline) -> Samples:
+    return _collect((span.op.kind, span.op.stage, span.duration) for _, span in timeline.spans())
+
+
+def _memory_changes(timeline: Timeline) -> Samples:
+    """How many bytes each pass added to what its rank held; empty for a timeline without memory."""
+    found = []
+    for rank, steps in enumerate(timeline.memory):
+        row = timeline.rows[rank]
+        if len(steps) != len(row):
+            raise InputError(
+                f"rank {rank} ran {len(row)} passes but has {len(steps)} memory steps; costs are fitted to one step after each pass"
+            )
+        before = [0, *(held for _, held in steps)]
+        found += [(span.op.kind, span.op.stage, held - was) for span, (_, held), was in zip(row, steps, before, strict=False)]
+    return _collect(found)
+
+
+def _collect(measurements: Iterable[tuple[Kind, int, int]]) -> Samples:
+    samples: Samples = defaultdict(list)
+    for kind, stage, value in measurements:
+        samples[kind, stage].append(value)
+    return dict(samples)
+
+
+def _num_stages(times: Samples) -> int:
+    """The number of stages, each with the passes it needs."""
+    if not times:
+        raise InputError("a timeline without passes tells no costs; measure a training step")
+    num_stages = 1 + max(stage for _, stage in times)
+    for stage in range(num_stages):
+        if (Kind.F, stage) not in times:
+            raise InputError(f"stage {stage} of the timeline has no forward pass; costs need a whole training step")
+        if not any((kind, stage) in times for kind in BACKWARD):
+            raise InputError(f"stage {stage} of the timeline has no backward pass; costs need a whole training step")
+    return num_stages
+
+
+def _backward_kind(times: Samples, stage: int) -> Kind:
+    return Kind.B if (Kind.B, stage) in times else Kind.BW
+
+
+def _held_after_f(changes: Samples, stage: int) -> int:
+    return max(0, median_low(changes[Kind.F, stage])) if changes else UNIT_BYTES
+
+
+def _change_at_b(changes: Samples, stage: int) -> int:
+    return max(-_held_after_f(changes, stage), median_low(changes[Kind.B, stage])) if (Kind.B, stage) in changes else 0

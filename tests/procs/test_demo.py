@@ -1,0 +1,156 @@
+"""The demo: its losses are those of one device bit for bit, and the files of its report agree with each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.procs.ranks import Ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = str(EXAMPLES / "train_gpt.py")
+MODEL = ["--layers", "4", "--width", "20", "--heads", "2", "--context", "16"]
+SMALL = [*MODEL, "--microbatches", "4", "--steps", "2", "--compare", "1f1b", "--compare-steps", "2"]
+STEPS = 50
+
+
+def small_task() -> Any:
+    """The demo's model and text at half the width and context."""
+    sys.path.insert(0, str(EXAMPLES))
+    import options
+    import torch
+    from gpt import GPTConfig
+    from text import standard_library
+    from training import Task
+
+    chosen = options.parse(["--width", "160", "--context", "64"])
+    return Task(chosen, GPTConfig(chosen.layers, chosen.width, chosen.heads, chosen.context), standard_library(), torch.device("cpu"))
+
+
+def pipeline_losses(group: Any, name: str) -> list[float]:
+    task = small_task()
+    from training import train
+
+    losses: list[float] = train(task, name, STEPS, None, lambda step, loss: None).losses
+    return losses
+
+
+def one_device_losses(group: Any) -> list[float]:
+    task = small_task()
+    from training import train_one_device
+
+    losses: list[float] = train_one_device(task, STEPS, lambda step, loss: None)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected(world: Ranks) -> list[float]:
+    [losses] = world.run(one_device_losses, ranks=1)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["zb-v", "zb-h1"])
+def test_float32_losses_are_those_of_one_device(world: Ranks, expected: list[float], name: str) -> None:
+    assert expected[-1] < 0.8 * expected[0]
+    for losses in world.run(pipeline_losses, name, ranks=4):
+        assert losses == expected
+
+
+def quiet_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+
+def demo(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, SCRIPT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=quiet_environment(), check=False)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    out = tmp_path_factory.mktemp("demo")
+    return out, demo("--ranks", "2", "--pace", "--out", str(out), *SMALL)
+
+
+def test_it_runs_without_noise(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, finished = report
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert "identical to one device in all 2 steps, bit for bit; 1f1b gave the same losses" in finished.stdout
+    assert "Paced:" in finished.stdout
+    for name in ("report.html", "timeline.svg", "trace.json", "metrics.json"):
+        assert str(out / name) in finished.stdout.replace("\n", "")
+
+
+def test_its_files_agree(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, _ = report
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["losses"]["pipeline"] == metrics["losses"]["one_device"]
+    assert metrics["loss_difference"] == 0
+    assert metrics["same_losses_with_every_schedule"]
+
+    page = (out / "report.html").read_text()
+    [found] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    data = json.loads(found)
+    assert [run["values"] for run in data["losses"]] == [metrics["losses"]["pipeline"], metrics["losses"]["one_device"]]
+    trained = metrics["schedules"][-1]
+    assert trained["name"] == "zb-v"
+    makespans = [trained[source]["makespan_ms"] for source in ("predicted", "measured")]
+    assert [timeline["makespan"] / 1e6 for timeline in data["timelines"]] == makespans
+
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    for process, makespan in enumerate(makespans, 1):
+        passes = [event for event in events if event["ph"] == "X" and event["pid"] == process]
+        assert len(passes) == 4 * 4 * 3
+        assert max(event["ts"] + event["dur"] for event in passes) / 1000 == pytest.approx(makespan)
+        counters = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == process]
+        assert max(counters) == max(row["predicted_bytes" if process == 1 else "measured_bytes"] for row in metrics["memory"])
+    picture = (out / "timeline.svg").read_text()
+    assert all(f"{100 * trained[source]['bubble_makespan']:.1f} %" in picture for source in ("predicted", "measured"))
+
+
+def test_memory_of_each_rank_is_as_predicted(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    for row in json.loads((report[0] / "metrics.json").read_text())["memory"]:
+        assert row["measured_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.05)
+
+
+def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    finished = demo("--out", str(tmp_path), "--no-pace", "--no-one-device", *SMALL, launcher=launcher)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads((tmp_path / "metrics.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_it_ends_every_rank(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ["--ranks", "2", "--out", str(tmp_path), *SMALL, "--steps", "100000"]
+    running = subprocess.Popen([sys.executable, SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    while "Training" not in running.stdout.readline():
+        assert running.poll() is None
+    running.send_signal(number)
+    _, noise = running.communicate(timeout=30)  # ends only when every rank has closed its output
+    assert running.returncode == 128 + number
+    assert noise == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--schedule", "zb-x"], "there is no schedule 'zb-x'"),
+        (["--layers", "6"], "--layers must be a multiple of the 8 stages of zb-v on 4 ranks, got 6"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--heads", "3"], "--width must be a multiple of --heads, got 320 and 3"),
+    ],
+)
+def test_bad_options_are_told_in_a_sentence(arguments: list[str], words: str) -> None:
+    finished = demo(*arguments)
+    assert finished.returncode == 2
+    assert words in finished.stderr

@@ -1,0 +1,120 @@
+"""Random problems, and the rules told a second time: a plain, slow reading of the papers that the package is held against."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from zerobubble import Costs, Kind, Op, Placement, Schedule
+
+F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
+
+
+def needs(op: Op, present: set[Op], stages: int) -> list[Op]:
+    """The passes that must be over before `op`, among those `present`."""
+    kind, s, j = op
+    if kind is F:
+        before = [Op(F, s - 1, j)]
+    elif kind is W:
+        before = [Op(B, s, j)]
+    else:
+        before = [Op(F, s, j), Op(B, s + 1, j), Op(BW, s + 1, j)]
+    return [need for need in before if need in present and 0 <= need.stage < stages]
+
+
+def slow_ends(schedule: Schedule, costs: Costs) -> dict[Op, int] | None:
+    """When each pass ends, by trying rank after rank until nothing moves; None if the schedule stops or is incomplete."""
+    if not is_complete(schedule):
+        return None
+    present = {op for _, _, op in schedule.ops()}
+    ends: dict[Op, int] = {}
+    free_at, heads, moved = [0] * schedule.num_ranks, [0] * schedule.num_ranks, True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while heads[rank] < len(row) and all(need in ends for need in needs(row[heads[rank]], present, schedule.num_stages)):
+                op = row[heads[rank]]
+                arrivals = [ends[n] + delay(schedule, costs, n, op) for n in needs(op, present, schedule.num_stages)]
+                ends[op] = free_at[rank] = max([free_at[rank], *arrivals]) + costs.time(op.kind, op.stage)
+                heads[rank] += 1
+                moved = True
+    return ends if len(ends) == len(present) else None
+
+
+def delay(schedule: Schedule, costs: Costs, maker: Op, user: Op) -> int:
+    """The time of the message between two passes, 0 on the same rank."""
+    same = schedule.rank_of(maker.stage, maker.microbatch) == schedule.rank_of(user.stage, user.microbatch)
+    return 0 if same else costs.comm[min(maker.stage, user.stage)]
+
+
+def is_complete(schedule: Schedule) -> bool:
+    """Whether every microbatch passes every stage once, on its rank, forward and backward (or forward alone throughout)."""
+    kinds: dict[tuple[int, int], list[Kind]] = {}
+    for rank, _, op in schedule.ops():
+        if not (0 <= op.stage < schedule.num_stages and 0 <= op.microbatch < schedule.num_microbatches):
+            return False
+        if schedule.rank_of(op.stage, op.microbatch) != rank:
+            return False
+        kinds.setdefault((op.stage, op.microbatch), []).append(op.kind)
+    sets = [sorted(found) for found in kinds.values()]
+    whole = len(sets) == schedule.num_stages * schedule.num_microbatches
+    return whole and (all(s == [F] for s in sets) or all(s in ([B, F, W], [BW, F]) for s in sets))
+
+
+@st.composite
+def placements(draw: st.DrawFn, max_ranks: int = 4) -> Placement:
+    """Stages on ranks in any order, every rank used, on one route or two."""
+    ranks = draw(st.integers(1, max_ranks))
+    extra = draw(st.lists(st.integers(0, ranks - 1), max_size=3))
+    route = draw(st.permutations([*range(ranks), *extra]))
+    if draw(st.booleans()):
+        return Placement.custom(route)
+    return Placement.custom(route, draw(st.permutations(route)))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, max_ranks: int = 4) -> Schedule:
+    """A legal schedule: passes of split or fused stages, picked at random among those whose needs are met."""
+    placement = draw(placements(max_ranks))
+    stages, microbatches = placement.num_stages, draw(st.integers(1, 4))
+    routes = draw(st.lists(st.integers(0, 1), min_size=microbatches, max_size=microbatches)) if len(placement.routes) == 2 else []
+    split = draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
+    left = {Op(kind, s, j) for s in range(stages) for j in range(microbatches) for kind in ((F, B, W) if split[s] else (F, BW))}
+    empty = Schedule("random", placement, microbatches, ((),) * placement.num_ranks, tuple(routes))
+    return fill(empty, left, random.Random(draw(st.integers(0, 1 << 32))))
+
+
+def fill(empty: Schedule, ops: set[Op], dice: random.Random) -> Schedule:
+    """The rows that random list scheduling gives."""
+    rows: list[list[Op]] = [[] for _ in empty.rows]
+    done: set[Op] = set()
+    while done < ops:
+        ready = sorted(op for op in ops - done if all(need in done for need in needs(op, ops, empty.num_stages)))
+        op = dice.choice(ready)
+        rows[empty.rank_of(op.stage, op.microbatch)].append(op)
+        done.add(op)
+    return replace(empty, rows=tuple(map(tuple, rows)))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Schedule, Costs]:
+    """A legal schedule with uneven costs, zeros among them."""
+    schedule = draw(schedules())
+    return schedule, draw(costs(schedule.num_stages))
+
+
+@st.composite
+def costs(draw: st.DrawFn, stages: int) -> Costs:
+    """Small whole times, so that ties are frequent."""
+
+    def column(length: int) -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.integers(0, 5), min_size=length, max_size=length)))
+
+    return Costs(column(stages), column(stages), column(stages), column(stages - 1), column(stages), column(stages))
+
+
+def edited(schedule: Schedule, rank: int, row: list[Op] | tuple[Op, ...]) -> Schedule:
+    """The schedule with another row on `rank`."""
+    return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))

@@ -1,0 +1,46 @@
+"""Costs: exact inside, milliseconds outside, and every wrong value named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zerobubble import Costs, InputError, Kind, Limits
+from zerobubble.rules import Stuff
+
+
+def test_uniform_costs_share_a_rank_among_its_stages() -> None:
+    costs = Costs.uniform(4, (1.5, 2.0, 0.5), 0.25, stages_per_rank=2, held=0.5)
+    assert [costs.time(kind, 3) for kind in Kind] == [750_000, 1_000_000, 250_000, 1_250_000]
+    assert costs.comm == (250_000,) * 3
+    assert (costs.held(Stuff.SAVED, 0), costs.held(Stuff.WORK, 0), costs.held(Stuff.GRADIENT, 0)) == (1_000_000, 500_000, 0)
+    assert [costs.memory_after(kind, 0) for kind in Kind] == [1_000_000, 500_000, 0, 0]
+
+
+def test_costs_in_ms_stage_by_stage() -> None:
+    costs = Costs.from_ms([1, 2], [3, 4], [0.5, 0], comm=[0.125], held_after_f=[7, 8], held_after_b=[0, 1])
+    assert costs == Costs((10**6, 2 * 10**6), (3 * 10**6, 4 * 10**6), (500_000, 0), (125_000,), (7, 8), (0, 1))
+    assert Costs.from_ms([1, 2, 3], [1, 1, 1], [1, 1, 1], comm=1).comm == (10**6, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Costs.uniform(2, (1, float("nan"), 1)), "the cost of B must be a finite number >= 0, got nan"),
+        (lambda: Costs.uniform(2, comm=-1), "the cost of comm must be a finite number >= 0, got -1"),
+        (lambda: Costs.uniform(0), "costs need at least one stage"),
+        (lambda: Costs.from_ms([], [], []), "costs need at least one stage"),
+        (lambda: Costs.from_ms([1, 2], [1], [1, 1]), "costs for 2 stages need 2 values of backward, got 1"),
+        (lambda: Costs.from_ms([1, float("inf")], [1, 1], [1, 1]), "forward of stage 1 must be a finite number, got inf"),
+        (lambda: Costs.from_ms([1, 2], [1, 1], [1, 1], comm=[1, 2]), "costs for 2 stages need 1 values of comm, got 2"),
+        (lambda: Costs.from_ms([1], [1], [1], held_after_f=[]), "costs for 1 stages need 1 values of held_after_f, got 0"),
+        (lambda: Costs((1,), (-1,), (1,), (), (1,), (1,)), "backward of stage 0 must not be negative, got -1"),
+        (lambda: Costs((1.5,), (1,), (1,), (), (1,), (1,)), "forward of stage 0 must be a whole number of ns or bytes, got 1.5"),
+        (lambda: Limits((5, 0)), "the memory limit of rank 1 must be positive, got 0"),
+    ],
+)
+def test_wrong_costs_are_named(build: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        build()
+    assert str(caught.value).startswith(message)

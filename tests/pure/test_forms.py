@@ -1,0 +1,70 @@
+"""JSON forms: whatever they are fed, they give a value or an `InputError`."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.problems import problems
+from zerobubble import Costs, InputError, Program, Schedule, Timeline, lower, make, simulate
+
+SAMPLE = make("zb-v", 2, 2)
+FORMS: dict[type[Any], dict[str, Any]] = {
+    Schedule: SAMPLE.to_dict(),
+    Costs: Costs.uniform(4).to_dict(),
+    Timeline: simulate(SAMPLE, Costs.uniform(4)).to_dict(),
+    Program: lower(SAMPLE).to_dict(),
+}
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.just(10**30),
+    st.sampled_from([float("inf"), float("nan"), 0.5]),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 2), max_size=2),
+    st.just({}),
+)
+
+
+def places(form: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to every part of a JSON value."""
+    items = form.items() if isinstance(form, dict) else enumerate(form) if isinstance(form, list) else ()
+    return [path] * bool(path) + [place for key, part in items for place in places(part, (*path, key))]
+
+
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_a_broken_part_is_refused_or_harmless(kind: type[Any], data: st.DataObject) -> None:
+    form = copy.deepcopy(FORMS[kind])
+    *path, last = data.draw(st.sampled_from(places(form)))
+    holder = form
+    for key in path:
+        holder = holder[key]
+    holder[last] = data.draw(JUNK)
+    try:
+        value = kind.from_dict(form)
+    except InputError:
+        return
+    assert kind.from_dict(value.to_dict()) == value
+
+
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
+def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
+    optional = {"format", "microbatch_routes", "memory", "source"}
+    for key in FORMS[kind].keys() - optional:
+        form = {k: v for k, v in FORMS[kind].items() if k != key}
+        with pytest.raises(InputError, match=f"lacks the key '{key}'"):
+            kind.from_dict(form)
+
+
+@given(problems())
+def test_every_value_survives_json(problem: tuple[Schedule, Costs]) -> None:
+    schedule, costs = problem
+    for value in (schedule, costs, simulate(schedule, costs), lower(schedule)):
+        assert type(value).from_dict(json.loads(json.dumps(value.to_dict()))) == value

@@ -1,0 +1,125 @@
+"""Passes, placements and schedules as values and as text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.problems import edited, schedules
+from zerobubble import InputError, Kind, Op, ParseError, Placement, Schedule, make
+
+GOLDEN = """\
+zerobubble schedule 1
+name zb-h1
+placement linear: 0 1
+microbatches 2
+rank 0: 0F0 0F1 0B0 0W0 0B1 0W1
+rank 1: 1F0 1B0 1F1 1B1 1W0 1W1
+"""
+
+
+def test_text_form_is_stable() -> None:
+    assert make("zb-h1", 2, 2).to_text() == GOLDEN
+
+
+@given(schedules())
+def test_schedules_survive_text_and_json(schedule: Schedule) -> None:
+    assert Schedule.from_text(schedule.to_text()) == schedule
+    assert Schedule.from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
+
+
+def test_comments_and_blank_lines_are_skipped() -> None:
+    text = GOLDEN.replace("microbatches 2", "\n# two of them\nmicrobatches 2  # no more")
+    assert Schedule.from_text(text) == make("zb-h1", 2, 2)
+
+
+def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
+    schedule = edited(Schedule("", Placement.linear(2), 1, ((), ())), 0, [Op(Kind.F, 0, 0)])
+    assert Schedule.from_text(schedule.to_text()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("zerobubble schedule 1", "zerobubble schedule 9", "line 1: a schedule file starts with 'zerobubble schedule 1'"),
+        ("0W1", "0X1", "line 5: '0X1' is not a pass; write <stage><kind><microbatch> with kind F, B, W or BW, such as 0F3"),
+        ("0W1", "0W" + "1" * 5000, "line 5: '0W1111"),
+        ("0W1", "0W-1", "line 5: '0W-1' is not a pass"),
+        ("0W1", "0W٣", "line 5: '0W٣' is not a pass"),
+        ("rank 1:", "rank 2:", "line 6: expected 'rank 1: ...', the ranks in order"),
+        ("microbatches 2\n", "", "the header line 'microbatches' is missing"),
+        ("microbatches 2", "microbatches two", "the header line 'microbatches' holds 'two', which is not a count"),
+        ("microbatches 2", "microbatches 2 3", "the header line 'microbatches' holds one number, got '2 3'"),
+        ("microbatches 2", "microbatches 0", "a schedule needs at least 1 microbatch, got 0"),
+        ("microbatches 2", "microbatches 2\nroutes 0", "2 microbatches need as many routes, got 1"),
+        ("microbatches 2", "microbatches 2\nroutes 0 1", "microbatch routes must be in 0 to 0, got (0, 1)"),
+        ("microbatches 2", "microbatches 2\nmicrobatches 3", "line 5: 'microbatches 3' is neither a row nor a header"),
+        ("linear: 0 1", "linear: 0 5", "a placement over 2 ranks names ranks [5]"),
+        ("linear: 0 1", "linear: 0 0", "ranks [1] hold no stage; use fewer ranks or more stages"),
+        ("linear: 0 1", "linear: 0 1 | 1", "every route must hold the same stages, got routes of [1, 2] stages"),
+    ],
+)
+def test_malformed_text_is_told_by_line_or_key(old: str, new: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Schedule.from_text(GOLDEN.replace(old, new))
+    assert str(caught.value).startswith(message)
+
+
+def test_malformed_json_is_told_by_key() -> None:
+    with pytest.raises(ParseError, match="the schedule lacks the key 'rows'"):
+        Schedule.from_dict({"placement": {"name": "linear", "routes": [[0]]}})
+    with pytest.raises(ParseError, match="a schedule in JSON form is an object, got list"):
+        Schedule.from_dict([])
+    with pytest.raises(ParseError, match="expected the format 'zerobubble schedule 1', got 'zerobubble costs 1'"):
+        Schedule.from_dict({"format": "zerobubble costs 1"})
+
+
+@pytest.mark.parametrize("name", ["two\nlines", " blank", "a # b", "tab\t"])
+def test_names_fit_on_one_line(name: str) -> None:
+    with pytest.raises(InputError, match="name is one line of printable text"):
+        Schedule(name, Placement.linear(1), 1, ((),))
+    with pytest.raises(InputError, match="name is one line of printable text"):
+        Placement(name, 1, ((0,),))
+
+
+def test_placements() -> None:
+    assert Placement.linear(3).routes == ((0, 1, 2),)
+    assert Placement.looped(3, 2).routes == ((0, 1, 2, 0, 1, 2),)
+    assert Placement.vee(3).routes == ((0, 1, 2, 2, 1, 0),)
+    assert Placement.vee(3).stages(1) == ((0, 1), (0, 4))
+    both = Placement.custom([0, 1], [1, 0])
+    assert (both.num_ranks, both.num_stages, both.stages_per_rank) == (2, 2, 2)
+    assert both.stages(0) == ((0, 0), (1, 1))
+
+
+@pytest.mark.parametrize("build", [lambda: Placement.linear(0), lambda: Placement.looped(2, 0), lambda: Placement.custom([])])
+def test_empty_placements_are_refused(build: object) -> None:
+    with pytest.raises(InputError, match="at least"):
+        build()
+
+
+def test_the_forward_part_of_a_schedule() -> None:
+    forward = make("zb-h1", 2, 2).forward_only()
+    assert forward.is_forward_only
+    assert forward.rows == ((Op(Kind.F, 0, 0), Op(Kind.F, 0, 1)), (Op(Kind.F, 1, 0), Op(Kind.F, 1, 1)))
+
+
+@given(st.text(alphabet="0123 FBW:|#-rankplcemito\n"))
+def test_junk_text_is_refused_and_nothing_else(junk: str) -> None:
+    with pytest.raises(InputError):
+        Schedule.from_text(junk)
+
+
+@given(st.data())
+def test_broken_text_is_a_schedule_or_refused(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(GOLDEN)))
+    length = data.draw(st.integers(0, 4))
+    text = GOLDEN[:at] + data.draw(st.text(max_size=4)) + GOLDEN[at + length :]
+    try:
+        schedule = Schedule.from_text(text)
+    except InputError:
+        return
+    assert Schedule.from_text(schedule.to_text()) == schedule

@@ -1,0 +1,339 @@
+"""Lowering: programs that are sound under every message model, and the fault for each way to break one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.pure.problems import edited, schedules
+from tests.pure.shapes import EVERY, SMALL
+from zerobubble import (
+    Fault,
+    InputError,
+    Op,
+    ParseError,
+    Placement,
+    Program,
+    ProgramError,
+    Schedule,
+    ScheduleError,
+    lower,
+    make,
+    program_faults,
+)
+from zerobubble.program import Action, Compute, Free, Recv, Send
+from zerobubble.rules import uses
+
+GOLDEN = """\
+zerobubble program 1
+name 1f1b
+placement linear: 0 1
+microbatches 2
+rank 0
+  recv g1.0 from 1
+  recv g1.1 from 1
+  run 0F0
+  send a0.0 to 1
+  run 0F1
+  send a0.1 to 1
+  run 0BW0
+  free s0.0
+  free g1.0
+  free a0.0
+  run 0BW1
+  free s0.1
+  free g1.1
+  free a0.1
+rank 1
+  recv a0.0 from 0
+  recv a0.1 from 0
+  run 1F0
+  free a0.0
+  run 1BW0
+  send g1.0 to 0
+  free s1.0
+  run 1F1
+  free a0.1
+  run 1BW1
+  send g1.1 to 0
+  free s1.1
+  free g1.0
+  free g1.1
+"""
+
+
+def test_text_form_is_stable() -> None:
+    program = lower(make("1f1b", 2, 2))
+    assert program.to_text() == GOLDEN
+    assert Program.from_text(GOLDEN) == program
+
+
+@given(schedules(), st.integers(0, 3))
+def test_programs_of_random_schedules_are_sound(schedule: Schedule, prefetch: int) -> None:
+    for score in (schedule, schedule.forward_only()):
+        program = lower(score, prefetch)
+        assert program_faults(program) == ()
+        assert program.to_schedule() == score
+        assert Program.from_text(program.to_text()) == program
+
+
+@pytest.mark.parametrize(("name", "stages_per_rank"), EVERY)
+def test_programs_of_published_schedules_are_sound(name: str, stages_per_rank: int) -> None:
+    for ranks, microbatches in SMALL:
+        for prefetch in (0, 1, 3):
+            assert program_faults(lower(make(name, ranks, microbatches, stages_per_rank), prefetch)) == ()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_receives_are_posted_no_earlier_than_prefetch_allows(prefetch: int) -> None:
+    """GPipe never needs a receive hoisted, so at most one message waited for and `prefetch` more are posted on a channel."""
+    program = lower(make("gpipe", 4, 12), prefetch)
+    for _, _, channel, _ in program.channels():
+        posted, most = set(), 0
+        for action in program.rows[channel.destination]:
+            if isinstance(action, Recv) and (action.peer, action.value.stuff) == (channel.source, channel.stuff):
+                posted.add(action.value)
+            elif isinstance(action, Compute):
+                posted -= set(uses(action.op, 4))
+            most = max(most, len(posted))
+        assert most == prefetch + 1
+
+
+def test_both_ends_of_every_channel_keep_one_order() -> None:
+    ends: dict[object, tuple[list[object], list[object]]] = {}
+    for _, _, channel, action in lower(make("zb-v", 4, 8)).channels():
+        ends.setdefault(channel, ([], []))[isinstance(action, Recv)].append(action.value)
+    assert all(sent == received for sent, received in ends.values())
+
+
+@given(schedules(), st.integers(0, 2))
+def test_what_was_sent_is_freed_with_the_first_answer(schedule: Schedule, prefetch: int) -> None:
+    """An answer is a message its receiver sent after using it: no wait for the transport is left then."""
+    program = lower(schedule, prefetch)
+    users = [
+        {value: p for p, a in enumerate(row) if isinstance(a, Compute) for value in uses(a.op, program.num_stages)} for row in program.rows
+    ]
+    sends = [(rank, position, action) for rank, position, _, action in program.channels() if isinstance(action, Send)]
+    for rank, _, send in sends:
+        row, used = program.rows[rank], users[send.peer][send.value]
+        answers = [users[rank][back.value] for peer, at, back in sends if (peer, back.peer) == (send.peer, rank) and at > used]
+        passes = [position for position, action in enumerate(row) if isinstance(action, Compute)]
+        assert max(p for p in passes if p < row.index(Free(send.value))) == min(answers, default=passes[-1])
+
+
+def test_an_illegal_schedule_is_refused() -> None:
+    schedule = make("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match=r"schedule '1f1b' cannot run: 1 fault, root causes first\n  - stage 0, microbatch 1"):
+        lower(edited(schedule, 0, schedule.rows[0][:-1]))
+
+
+def test_a_negative_prefetch_is_refused() -> None:
+    with pytest.raises(InputError, match="prefetch counts the receives posted ahead and must be >= 0, got -1"):
+        lower(make("1f1b", 2, 2), prefetch=-1)
+
+
+# Both ranks send before they post: fine where sends do not wait, a stop where they do.
+CROSSING = """\
+zerobubble program 1
+name crossing
+placement custom: 0 1 | 1 0
+microbatches 2
+routes 0 1
+rank 0
+  run 0F0
+  send a0.0 to 1
+  recv a0.1 from 1
+  run 1F1
+  free a0.1
+  free a0.0
+rank 1
+  run 0F1
+  send a0.1 to 0
+  recv a0.0 from 0
+  run 1F0
+  free a0.0
+  free a0.1
+"""
+
+
+def test_receives_posted_too_late_stop_a_rendezvous() -> None:
+    assert [str(fault) for fault in program_faults(Program.from_text(CROSSING))] == [
+        "under rendezvous messages rank 0 stops at position 1, send a0.0 to 1: rank 1 does not reach its receive; move that earlier",
+        "under rendezvous messages rank 1 stops at position 1, send a0.1 to 0: rank 0 does not reach its receive; move that earlier",
+    ]
+
+
+def test_lowering_hoists_the_receives_of_crossing_sends() -> None:
+    schedule = replace(Program.from_text(CROSSING).to_schedule(), placement=Placement.custom([0, 1], [1, 0]))
+    assert program_faults(lower(schedule, prefetch=0)) == ()
+
+
+def test_a_send_behind_its_answer_stops_everywhere() -> None:
+    row = [action for action in lower(make("1f1b", 2, 1)).rows[0] if not isinstance(action, Send)]
+    send = next(action for action in lower(make("1f1b", 2, 1)).rows[0] if isinstance(action, Send))
+    program = rewritten(lower(make("1f1b", 2, 1)), 0, [*row[:3], send, *row[3:]])
+    assert [str(fault) for fault in program_faults(program)][:2] == [
+        "under eager messages rank 0 stops at position 2, run 0BW0: g1.0 is not sent; move that earlier",
+        "under eager messages rank 1 stops at position 1, run 1F0: a0.0 is not sent; move that earlier",
+    ]
+
+
+def rewritten(program: Program, rank: int, row: list[Action] | tuple[Action, ...]) -> Program:
+    return replace(program, rows=(*program.rows[:rank], tuple(row), *program.rows[rank + 1 :]))
+
+
+@st.composite
+def spots(draw: st.DrawFn, kind: type[Action]) -> tuple[Program, int, int]:
+    """A program with the place of one of its actions of `kind`."""
+    program = lower(draw(schedules()), draw(st.integers(0, 2)))
+    found = [(r, p) for r, row in enumerate(program.rows) for p, action in enumerate(row) if isinstance(action, kind)]
+    assume(found)
+    return (program, *draw(st.sampled_from(found)))
+
+
+def without(spot: tuple[Program, int, int]) -> Program:
+    program, rank, position = spot
+    row = program.rows[rank]
+    return rewritten(program, rank, row[:position] + row[position + 1 :])
+
+
+def named(faults: tuple[Fault, ...]) -> list[tuple[str, int | None, str | None]]:
+    return [(fault.code, fault.rank, fault.op) for fault in faults]
+
+
+@given(spots(Recv))
+def test_a_dropped_receive(spot: tuple[Program, int, int]) -> None:
+    program, rank, position = spot
+    value = program.rows[rank][position].value
+    faults = program_faults(without(spot))
+    assert named(faults)[0] == ("message", rank, str(value))
+    assert f"{value} is sent once and received never: once each is needed" in faults[0].message
+    assert {(fault.code, fault.rank) for fault in faults[1:]} == {("not-there", rank)}
+
+
+@given(spots(Send))
+def test_a_dropped_send(spot: tuple[Program, int, int]) -> None:
+    program, rank, position = spot
+    value = program.rows[rank][position].value
+    (fault,) = program_faults(without(spot))
+    assert (fault.code, fault.rank, fault.op) == ("message", rank, str(value))
+    assert f"{value} is sent never and received once: once each is needed" in fault.message
+
+
+@given(spots(Free))
+def test_a_dropped_free_leaks(spot: tuple[Program, int, int]) -> None:
+    program, rank, position = spot
+    value = program.rows[rank][position].value
+    (fault,) = program_faults(without(spot))
+    assert str(fault) == f"rank {rank} never frees {value}: free it after its last use"
+    assert (fault.code, fault.rank, fault.op) == ("leak", rank, str(value))
+
+
+@given(spots(Free), st.data())
+def test_a_value_freed_twice(spot: tuple[Program, int, int], data: st.DataObject) -> None:
+    program, rank, position = spot
+    row = program.rows[rank]
+    again = data.draw(st.integers(position + 1, len(row)))
+    (fault,) = program_faults(rewritten(program, rank, (*row[:again], row[position], *row[again:])))
+    assert (fault.code, fault.rank, fault.position, fault.op) == ("double-free", rank, again, str(row[position]))
+
+
+@given(spots(Free))
+def test_a_value_freed_before_its_last_use(spot: tuple[Program, int, int]) -> None:
+    program, rank, position = spot
+    row = program.rows[rank]
+    free = row[position]
+    used = [
+        p for p, action in enumerate(row[:position]) if isinstance(action, Compute) and free.value in uses(action.op, program.num_stages)
+    ]
+    assume(used)
+    early = (*row[: used[0]], free, *row[used[0] : position], *row[position + 1 :])
+    (fault,) = program_faults(rewritten(program, rank, early))
+    assert (fault.code, fault.rank, fault.position) == ("use-after-free", rank, used[0] + 1)
+    assert fault.op == str(row[used[0]])
+
+
+@given(spots(Recv))
+def test_a_receive_behind_its_use(spot: tuple[Program, int, int]) -> None:
+    program, rank, position = spot
+    receive = program.rows[rank][position]
+    row = list(without(spot).rows[rank])
+    used = next(p for p, a in enumerate(row) if isinstance(a, Compute) and receive.value in uses(a.op, program.num_stages))
+    faults = program_faults(rewritten(program, rank, [*row[: used + 1], receive, *row[used + 1 :]]))
+    assert ("not-there", rank, str(row[used])) in named(faults)
+
+
+@given(schedules(), st.data())
+def test_two_messages_of_a_channel_swapped_at_the_sender(schedule: Schedule, data: st.DataObject) -> None:
+    program = lower(schedule)
+    sends: dict[object, list[tuple[int, int]]] = {}
+    for rank, position, channel, action in program.channels():
+        if isinstance(action, Send):
+            sends.setdefault(channel, []).append((rank, position))
+    pairs = [pair for spots in sends.values() for pair in pairwise(spots)]
+    assume(pairs)
+    (rank, early), (_, late) = data.draw(st.sampled_from(pairs))
+    row = list(program.rows[rank])
+    row[early], row[late] = row[late], row[early]
+    faults = program_faults(rewritten(program, rank, row))
+    assert faults[0].code == "channel-order"
+    assert "at the sender and" in faults[0].message
+    assert faults[0].message.endswith("post the receives in the order of the sends")
+    assert ("not-there", rank, str(row[early])) in named(faults)
+
+
+@given(spots(Compute))
+def test_a_dropped_pass_is_a_fault_of_the_schedule(spot: tuple[Program, int, int]) -> None:
+    program, rank, position = spot
+    broken = without(spot)
+    assume(not broken.is_forward_only)
+    (fault,) = program_faults(broken)
+    assert (fault.code, fault.rank, fault.op) == ("missing", rank, str(program.rows[rank][position].op))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("zerobubble program 1", "zerobubble schedule 1", "line 1: a program file starts with 'zerobubble program 1'"),
+        ("run 0F1", "run 0X1", "line 10: '0X1' is not a pass"),
+        ("send a0.1 to 1", "send a0.1 at 1", "line 11: 'send a0.1 at 1' is not an action; write 'run 0F0', "),
+        ("send a0.1 to 1", "send a0,1 to 1", "line 11: 'a0,1' is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3"),
+        ("send a0.1 to 1", "send a0.1 to -1", "line 11: '-1' is not a rank"),
+        ("send a0.1 to 1", "pass a0.1 to 1", "line 11: 'pass a0.1 to 1' is neither a row nor a header"),
+        ("rank 1\n", "rank 2\n", "line 20: 'rank 2' is neither a row nor a header"),
+        ("rank 1\n", "", "a placement over 1 ranks names ranks [1]"),
+        ("placement linear: 0 1\n", "", "the header line 'placement' is missing"),
+    ],
+)
+def test_malformed_text_is_told_by_line_or_key(old: str, new: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Program.from_text(GOLDEN.replace(old, new))
+    assert str(caught.value).startswith(message)
+
+
+@given(st.data())
+def test_broken_text_is_a_program_or_refused(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(GOLDEN)))
+    text = GOLDEN[:at] + data.draw(st.text(max_size=4)) + GOLDEN[at + data.draw(st.integers(0, 4)) :]
+    try:
+        program = Program.from_text(text)
+    except InputError:
+        return
+    assert Program.from_text(program.to_text()) == program
+    program_faults(program)
+
+
+def test_a_program_error_lists_its_faults() -> None:
+    faults = program_faults(rewritten(lower(make("1f1b", 1, 1)), 0, [Compute(Op.parse("0F0")), Compute(Op.parse("0BW0"))]))
+    assert str(ProgramError(faults, "1f1b")) == (
+        "program '1f1b' cannot run: 1 fault, root causes first\n  - rank 0 never frees s0.0: free it after its last use"
+    )
+
+
+def test_json_holds_the_text() -> None:
+    with pytest.raises(ParseError, match="'text' is the text form of a program, got int"):
+        Program.from_dict({"text": 3})

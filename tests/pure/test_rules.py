@@ -1,0 +1,52 @@
+"""The rules table, held against the dependencies as the papers write them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from tests.pure.problems import needs, schedules
+from zerobubble import Kind, Op, Schedule
+from zerobubble.graph import resolve
+from zerobubble.rules import BACKWARD, MOVES, MOVING, RULES, Stuff, Value, makers, makes, uses
+from zerobubble.verify import COMPLETE
+
+
+def test_what_passes_use_and_make_in_the_middle() -> None:
+    assert list(map(str, uses(Op(Kind.F, 1, 5), 3))) == ["a0.5"]
+    assert list(map(str, uses(Op(Kind.B, 1, 5), 3))) == list(map(str, uses(Op(Kind.BW, 1, 5), 3))) == ["s1.5", "g2.5"]
+    assert list(map(str, uses(Op(Kind.W, 1, 5), 3))) == ["w1.5"]
+    assert [[str(value) for value in makes(Op(kind, 1, 5), 3)] for kind in Kind] == [["a1.5", "s1.5"], ["g1.5", "w1.5"], [], ["g1.5"]]
+
+
+def test_the_ends_of_the_pipeline_need_and_make_less() -> None:
+    assert uses(Op(Kind.F, 0, 0), 2) == []
+    assert uses(Op(Kind.B, 1, 0), 2) == [Value(Stuff.SAVED, 1, 0)]
+    assert makes(Op(Kind.F, 1, 0), 2) == [Value(Stuff.SAVED, 1, 0)]
+    assert makes(Op(Kind.B, 0, 0), 2) == [Value(Stuff.WORK, 0, 0)]
+    assert makes(Op(Kind.F, 0, 0), 2, forward_only=True) == [Value(Stuff.ACTIVATION, 0, 0)]
+    assert makes(Op(Kind.F, 1, 0), 2, forward_only=True) == []
+
+
+def test_makers_are_the_passes_that_make() -> None:
+    for kind in Kind:
+        op = Op(kind, 2, 1)
+        assert all(op in makers(value) for value in makes(op, 5))
+        assert all(value in makes(maker, 5) for value in uses(op, 5) for maker in makers(value))
+
+
+def test_complete_ways_to_process_a_microbatch() -> None:
+    assert {frozenset({Kind.F, Kind.BW}), frozenset({Kind.F, Kind.B, Kind.W})} == COMPLETE
+
+
+def test_what_the_kinds_are_called() -> None:
+    assert {Kind.B, Kind.BW} == BACKWARD
+    assert {kind: stuff for kind, rule in RULES.items() for stuff in rule.makes if stuff in MOVES} == MOVING
+
+
+@given(schedules())
+def test_the_graph_holds_the_dependencies_of_the_papers(schedule: Schedule) -> None:
+    graph = resolve(schedule)
+    present = set(graph.ops)
+    for number, op in enumerate(graph.ops):
+        assert {graph.ops[need] for need in graph.needs[number]} == set(needs(op, present, schedule.num_stages))
+        assert schedule.rows[graph.rank[number]][graph.position(number)] == op
