@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--microbatches", type=int, default=8, help="slices of a batch")
     run.add_argument("--microbatch-size", type=int, default=1, help="sequences in a microbatch")
     run.add_argument("--steps", type=int, default=60, help="batches to train on")
-    run.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
+    run.add_argument("--lr", type=float, default=5e-4, help="learning rate of AdamW")
     run.add_argument("--seed", type=int, default=0, help="fixes the first weights and the batches")
     tell = parser.add_argument_group("what is told beside it")
     tell.add_argument("--compare", default="1f1b,zb-h1,zb-h2", help="schedules whose speed is measured too, with commas between")

@@ -6,12 +6,15 @@ arithmetic and then sleeps until the time it would take on an accelerator this m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerobubble.costs import Costs
+from zerobubble.ir import Kind
+from zerobubble.timeline import Timeline
 
-SLACK = 1.6
-"""Nominal times are this many times what passes took while all ranks were busy, so that few take longer."""
+SLACK = 1.7
+"""How much longer a nominal pass is than one that gets its fair share of a core, so that few take longer."""
 SHORTEST_NS = 1_000_000
 """No nominal pass of a layer is shorter, for sleeping is not exact."""
 
@@ -31,13 +34,20 @@ class LayerTimes:
         return Costs(forward, backward, weight, none[1:], none, none)
 
 
-def layer_times(measured: Costs, layers: int) -> LayerTimes:
-    """Nominal times from `measured` ones: those of the slowest stage, per layer, with slack.
+def layer_times(measured: Sequence[Timeline], layers_per_stage: int, ranks_per_core: float) -> LayerTimes:
+    """Nominal times from passes at full speed: what they take undisturbed, times the ranks that share a core, with slack.
 
     Where backward was measured in one piece, B and W get half of it each.
     """
-    slowest = [max(times) for times in (measured.forward, measured.backward, measured.weight)]
-    if slowest[2] == 0:
-        slowest[1:] = [slowest[1] // 2] * 2
-    share = layers // measured.num_stages
-    return LayerTimes(*(max(SHORTEST_NS, round(SLACK * time / share)) for time in slowest))
+    forward, backward, weight, fused = (_undisturbed(measured, kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
+    stretch = SLACK * max(1.0, ranks_per_core) / layers_per_stage
+    return LayerTimes(*(max(SHORTEST_NS, round(stretch * time)) for time in (forward, backward or fused // 2, weight or fused // 2)))
+
+
+def _undisturbed(measured: Sequence[Timeline], kind: Kind) -> int:
+    """The quickest pass of `kind` of the slowest stage, in ns; 0 where there is none."""
+    quickest: dict[int, int] = {}
+    for op, duration in ((span.op, span.duration) for timeline in measured for _, span in timeline.spans()):
+        if op.kind is kind:
+            quickest[op.stage] = min(duration, quickest.get(op.stage, duration))
+    return max(quickest.values(), default=0)

@@ -72,7 +72,7 @@ def find_pace(task: Task, terminal: Terminal) -> LayerTimes | None:
     crowded = task.device.type == "cpu" and num_cores() < ranks
     if not (crowded if asked is None else asked):
         return None
-    pace = nominal_times(task)
+    pace = nominal_times(task, num_cores())
     for sentence in pace_sentences(num_cores(), ranks, pace):
         terminal.say(sentence)
     return pace

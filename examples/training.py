@@ -56,7 +56,7 @@ class Task:
 
     def optimizer(self, parameters: object) -> torch.optim.Optimizer:
         """AdamW over `parameters`."""
-        return torch.optim.AdamW(parameters, lr=self.options.lr)  # type: ignore[arg-type]
+        return torch.optim.AdamW(parameters, lr=self.options.lr, betas=(0.9, 0.95))  # type: ignore[arg-type]
 
     def pipeline(self, schedule: zb.Schedule, pace: LayerTimes | None) -> zb.Pipeline:
         """A fresh model in a pipeline."""
@@ -87,15 +87,15 @@ class Run:
         return sorted(self.timelines, key=lambda timeline: timeline.makespan)[len(self.timelines) // 2]
 
 
-def nominal_times(task: Task) -> LayerTimes:
-    """Nominal pass times for this machine, from the quickest of a few steps with every rank busy; the same on every rank."""
-    timelines = []
-    with task.pipeline(_schedule(task, task.options.schedule), None) as pipe:
+def nominal_times(task: Task, cores: int) -> LayerTimes:
+    """Nominal pass times for this machine, from a few steps at full speed with every rank busy; the same on every rank."""
+    schedule = _schedule(task, task.options.schedule)
+    measured = []
+    with task.pipeline(schedule, None) as pipe:
         for step in range(WARM_UP):
             pipe.step(*task.batch(step))
-            timelines.append(pipe.timeline())
-    quickest = min(timelines, key=lambda timeline: timeline.work)
-    return layer_times(fit_costs(quickest), task.model.layers)
+            measured.append(pipe.timeline())
+    return layer_times(measured, task.model.layers // schedule.num_stages, task.options.ranks / cores)
 
 
 def train(task: Task, name: str, steps: int, pace: LayerTimes | None, told: Told) -> Run:

@@ -45,9 +45,10 @@ class Transport:
         self._lanes: list[Any] = []
 
     def open(self, device: torch.device) -> None:
-        """Open the lanes for tensors on `device`."""
+        """Open the lanes for tensors on `device`; every rank has them when it returns, so none can close them too early."""
         self.device = device
         self._lanes = [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
+        self._all_gather(torch.zeros(1))
 
     def _prefix(self, store: Any, prefix: str) -> Any:
         return dist.distributed_c10d.PrefixStore(prefix, store)
