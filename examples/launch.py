@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,7 +30,9 @@ def launch(script: str, arguments: list[str], ranks: int) -> int:
     try:
         run(parse_args(["--standalone", f"--nproc-per-node={ranks}", script, *arguments]))
     except ChildFailedError as error:
-        return max(1, *(failure.exitcode for failure in error.failures.values()))
+        rank, failure = error.get_first_failure()
+        print(f"The demo stopped: rank {rank} ended with exit code {failure.exitcode}.", file=sys.stderr)
+        return max(1, failure.exitcode)
     except SignalException as stop:
         return 128 + int(stop.sigval)
     return 0

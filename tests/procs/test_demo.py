@@ -141,6 +141,14 @@ def test_interrupting_it_ends_every_rank(tmp_path: Path, number: signal.Signals)
     assert noise == ""
 
 
+def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    finished = demo("--ranks", "2", "--out", str(tmp_path / "file" / "below"), *SMALL)
+    assert finished.returncode == 1
+    assert "The demo stopped: rank 0 ended with exit code 1." in finished.stderr
+    assert "NotADirectoryError" in finished.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
