@@ -68,7 +68,7 @@ def messages(name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
     rank = dist.get_rank()
     program = zb.lower(zb.make(name, dist.get_world_size(), microbatches))
     transport = Transport(None, 60.0)
-    transport.open(torch.device("cpu"))
+    transport.open(torch.device("cpu"), [])
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         arriving: dict[Any, Any] = {}

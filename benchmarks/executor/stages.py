@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
@@ -11,8 +12,28 @@ from torch import Tensor, nn
 from zerobubble.runtime.split import pending_work
 
 
+def _overshoot() -> float:
+    """How much longer this machine sleeps than asked, in seconds."""
+    took = []
+    for _ in range(50):
+        begin = time.perf_counter()
+        time.sleep(0.01)
+        took.append(time.perf_counter() - begin - 0.01)
+    return statistics.median(took)
+
+
+_LATE = _overshoot()
+
+
+def sleep_until(end: float) -> None:
+    """Sleep until the `perf_counter` reads `end`, on average: the machine's overshoot is taken off."""
+    left = end - time.perf_counter() - _LATE
+    if left > 0:
+        time.sleep(left)
+
+
 class _SleepInB(torch.autograd.Function):
-    """Identity whose backward sleeps: the input-gradient pass."""
+    """Identity whose backward takes `seconds`: the input-gradient pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -21,7 +42,7 @@ class _SleepInB(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
+        sleep_until(time.perf_counter() + ctx.seconds)
         return dy, None
 
 
@@ -38,7 +59,7 @@ class _SleepInW(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         def gradient() -> Tensor:
-            time.sleep(ctx.seconds)
+            sleep_until(time.perf_counter() + ctx.seconds)
             return dy
 
         if ctx.work is None:
@@ -48,7 +69,7 @@ class _SleepInW(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """F, B and W sleep for the given seconds; the numbers are real (y = x + w) and tiny."""
+    """F, B and W take the given seconds, asleep; the numbers are real (y = x + w) and tiny."""
 
     def __init__(self, seconds: tuple[float, float, float]) -> None:
         super().__init__()
@@ -57,8 +78,9 @@ class SleepingStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         forward, backward, weight = self.seconds
-        time.sleep(forward)
+        end = time.perf_counter() + forward
         y: Tensor = _SleepInB.apply(x, backward) + _SleepInW.apply(self.weight, weight)
+        sleep_until(end)
         return y
 
 

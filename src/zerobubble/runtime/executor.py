@@ -60,11 +60,11 @@ class Executor:
         self._pace = pace
         self._mailbox = Mailbox(program, transport)
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
-        self._sent = {action.value for action in self.row if isinstance(action, Send)}
         self._values: dict[Value, Tensors] = {}
         self._batch: Batch | None = None
         self._one = torch.ones((), device=transport.device)
-        self._calls = [self._compile(action) for action in self.row]
+        compiled = [self._compile(action) for action in self.row]
+        self._calls = [(position, call) for position, call in enumerate(compiled) if call is not None]
 
     def run(self, batch: Batch) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
@@ -73,10 +73,10 @@ class Executor:
         self._held = []
         self._clock.start()
         self._mailbox.begin(batch.known, batch.announcing)
-        self.at = 0
-        for call in self._calls:
+        for position, call in self._calls:
+            self.at = position
             call()
-            self.at += 1
+        self.at = len(self.row)
 
     @property
     def spans(self) -> list[tuple[Op, int, int]]:
@@ -96,7 +96,7 @@ class Executor:
         for stage in self._stages.values():
             stage.clear()
 
-    def _compile(self, action: Action) -> Call:
+    def _compile(self, action: Action) -> Call | None:
         if isinstance(action, Compute):
             compilers = {Kind.F: self._compile_forward, Kind.B: self._compile_backward, Kind.BW: self._compile_backward}
             return compilers.get(action.op.kind, self._compile_weight)(action.op)
@@ -104,6 +104,8 @@ class Executor:
             return partial(self._mailbox.post, action.value, action.peer)
         if isinstance(action, Send):
             return partial(self._post_out, action.value, action.peer)
+        if action.value.stuff not in MOVES or action.value in self._received:
+            return None  # it ended with the pass that used it
         return partial(self._free, action.value)
 
     def _compile_forward(self, op: Op) -> Call:
@@ -174,7 +176,5 @@ class Executor:
         self._mailbox.send(value, peer, self._values[value])
 
     def _free(self, value: Value) -> None:
-        if value in self._sent:
-            self._mailbox.release(value)
-        if value.stuff in MOVES:
-            self._values.pop(value, None)
+        self._mailbox.release(value)
+        del self._values[value]

@@ -11,17 +11,20 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
 from zerobubble.program import Program, Recv, Send
 from zerobubble.rules import Stuff, Value, uses
+from zerobubble.runtime.rings import Rings
 from zerobubble.runtime.stage import Tensors
-from zerobubble.runtime.transport import Transport, wait
-from zerobubble.runtime.wire import NOTE_LENGTH, Shapes, read_note, shapes_of, write_note
+from zerobubble.runtime.transport import Transport, lost_with, wait
+from zerobubble.runtime.wire import NOTE_LENGTH, Shapes, look_like, read_note, shapes_of, write_note
 
 
 class Mailbox:
     """The messages of one rank's row. Call `begin` before each step."""
 
     def __init__(self, program: Program, transport: Transport) -> None:
+        self._transport = transport
         self._device = transport.device
         self._num_stages = program.num_stages
+        self._rings = Rings(program, transport) if transport.wires else None
         self._peer: dict[Value, int] = {}
         self._send: dict[tuple[int, Stuff], Any] = {}
         self._receive: dict[tuple[int, Stuff], Any] = {}
@@ -33,6 +36,7 @@ class Mailbox:
                 self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
         self._known: dict[Value, Shapes] = {}
         self._announcing = False
+        self._reads_late = False
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
         self._arriving: dict[Value, tuple[Tensors, list[Any]]] = {}
         self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
@@ -41,10 +45,13 @@ class Mailbox:
         """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
         self._known = known
         self._announcing = announcing
+        self._reads_late = announcing or self._rings is not None
+        if self._rings is not None and not announcing:
+            self._rings.begin(known, self._shapes)
 
     def post(self, value: Value, peer: int) -> None:
-        """Post the receive of `value`; while shapes are being learnt it is read when first needed instead."""
-        if self._announcing:
+        """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
+        if self._reads_late:
             self._unread[peer, value.stuff].append(value)
         else:
             self._start(value, peer)
@@ -63,29 +70,29 @@ class Mailbox:
 
     def send(self, value: Value, peer: int, tensors: Tensors) -> None:
         """Start sending `tensors` as `value`. Raises `InputError` when an activation has not the shape it had for these inputs."""
+        if value.stuff is Stuff.ACTIVATION and (self._announcing or not look_like(tensors, self._known[value])):
+            self._learn(value, shapes_of(tensors))
+        if self._rings is not None and not self._announcing:
+            with lost_with(peer, f"sending {_describe(value)}"):
+                self._rings.out(peer, value.stuff).put(tensors, self._shapes(value))
+            return
+        outgoing = [t.detach().contiguous() for t in tensors]
+        if self._announcing and value.stuff is Stuff.ACTIVATION:
+            outgoing.insert(0, write_note(self._known[value], self._device))
         start = self._send[peer, value.stuff]
-        outgoing = tuple(t.detach().contiguous() for t in tensors)
-        works = []
-        if value.stuff is Stuff.ACTIVATION:
-            shapes = shapes_of(tensors)
-            if self._announcing:
-                self._known[value] = shapes
-                note = write_note(shapes, self._device)
-                works.append(start(note))
-                outgoing = (*outgoing, note)
-                works += [start(t) for t in outgoing[:-1]]
-                self._leaving[value] = (outgoing, works, peer)
-                return
-            if shapes != self._known[value]:
-                raise InputError(_changed(value, self._known[value], shapes))
-        works += [start(t) for t in outgoing]
-        self._leaving[value] = (outgoing, works, peer)
+        self._leaving[value] = (tuple(outgoing), [start(t) for t in outgoing], peer)
+
+    def _learn(self, value: Value, shapes: Shapes) -> None:
+        if not self._announcing:
+            raise InputError(_changed(value, self._known[value], shapes))
+        self._known[value] = shapes
 
     def release(self, value: Value) -> None:
         """Wait until a sent value has left, then let it go."""
-        _, works, peer = self._leaving.pop(value)
-        for work in works:
-            wait(work, peer, f"sending {_describe(value)}")
+        if value in self._leaving:
+            _, works, peer = self._leaving.pop(value)
+            for work in works:
+                wait(work, peer, f"sending {_describe(value)}")
 
     def clear(self) -> None:
         """Let go of everything in flight."""
@@ -98,6 +105,10 @@ class Mailbox:
         unread = self._unread[peer, value.stuff]
         while value not in self._arriving:
             following = unread.popleft()
+            if self._rings is not None and not self._announcing:
+                with lost_with(peer, f"waiting for {_describe(following)}"):
+                    self._arriving[following] = (self._rings.into(peer, value.stuff).take(self._shapes(following)), [])
+                continue
             if value.stuff is Stuff.ACTIVATION:
                 note = torch.empty(NOTE_LENGTH, dtype=torch.int64, device=self._device)
                 wait(self._receive[peer, value.stuff](note), peer, f"waiting for {_describe(following)}")

@@ -73,7 +73,7 @@ class Pipeline:
         except ZeroBubbleError as error:
             fault = str(error)
         self._agree(fault)
-        self._transport.open(self.device)
+        self._transport.open(self.device, sorted({channel for _, _, channel, _ in programs[0].channels()}))
         self._board = NoticeBoard(self._transport.store, ranks)
         route = self.schedule.placement.routes[0]
         self._is_first, self._is_last = self.rank == route[0], self.rank == route[-1]

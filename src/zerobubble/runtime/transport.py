@@ -8,16 +8,22 @@ so closing them wakes exactly the ranks of this pipeline.
 from __future__ import annotations
 
 import pickle
+import platform
 import uuid
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerobubble.program import Channel
 from zerobubble.rules import Stuff
+from zerobubble.runtime.shared import Doors, PeerGoneError, Wire, is_supported
 
 _CONTROL_TAG = 16
 
@@ -38,17 +44,35 @@ class Transport:
         self.size = dist.get_world_size(group)
         self.device = torch.device("cpu")
         self._timeout = timedelta(seconds=timeout)
+        self.wires: dict[Channel, Wire] = {}
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
+        self._name = name[0]
         self.store: Any = self._prefix(dist.distributed_c10d._get_default_store(), f"zerobubble/{name[0]}")
-        self._control: Any = self._backend("control", "cpu")
+        self._controls: list[Any] = [self._backend("control", "cpu")]
         self._lanes: list[Any] = []
+        # A backend still open when the interpreter ends would abort the process.
+        self._end = weakref.finalize(self, _let_go, self._controls, self._lanes, self.wires)
 
-    def open(self, device: torch.device) -> None:
-        """Open the lanes for tensors on `device`; every rank has them when it returns, so none can close them too early."""
+    def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
+        """Open the lanes for tensors on `device`, and where all ranks share a machine and compute on CPUs, the wires of `channels`.
+
+        Every rank has them when it returns, so none can close them too early.
+        """
         self.device = device
-        self._lanes = [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
+        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
+        places = self.gather_objects((platform.node(), _boot(), device.type == "cpu" and is_supported()))
+        if len(set(places)) == 1 and places[0][2] and channels:
+            self._connect(channels)
         self._all_gather(torch.zeros(1))
+
+    def _connect(self, channels: Sequence[Channel]) -> None:
+        doors = Doors(self._name, self.rank, self._timeout.total_seconds())
+        doors.listen(channels)
+        self._all_gather(torch.zeros(1))
+        self.wires.update(doors.connect(channels))
+        self._all_gather(torch.zeros(1))
+        doors.remove()
 
     def _prefix(self, store: Any, prefix: str) -> Any:
         return dist.distributed_c10d.PrefixStore(prefix, store)
@@ -79,12 +103,12 @@ class Transport:
     def tell(self, values: Sequence[float], peer: int, topic: int) -> tuple[Any, Tensor]:
         """Start sending a few numbers to `peer`; keep the result until the step is over."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        return self._control.send([tensor], peer, _CONTROL_TAG + topic), tensor
+        return self._controls[0].send([tensor], peer, _CONTROL_TAG + topic), tensor
 
     def listen(self, count: int, peer: int, topic: int) -> tuple[Any, Tensor]:
         """Post the receive of `count` numbers from `peer`: (work, the tensor they will be in)."""
         tensor = torch.empty(count, dtype=torch.float64)
-        return self._control.recv([tensor], peer, _CONTROL_TAG + topic), tensor
+        return self._controls[0].recv([tensor], peer, _CONTROL_TAG + topic), tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everyone's `value`, in rank order, on every rank."""
@@ -97,13 +121,20 @@ class Transport:
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._control.allgather([gathered], [tensor]).wait()
+        self._controls[0].allgather([gathered], [tensor]).wait()
         return gathered
 
     def close(self) -> None:
         """Drop every connection; a peer still waiting on one gets an error at once."""
-        self._lanes.clear()
-        self._control = None
+        self._end()
+
+
+def _let_go(controls: list[Any], lanes: list[Any], wires: dict[Channel, Wire]) -> None:
+    for wire in wires.values():
+        wire.close()
+    wires.clear()
+    lanes.clear()
+    controls.clear()
 
 
 def wait(work: Any, peer: int, what: str) -> None:
@@ -112,3 +143,18 @@ def wait(work: Any, peer: int, what: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise LostContactError(peer, what, str(error).splitlines()[0]) from error
+
+
+@contextmanager
+def lost_with(peer: int, what: str) -> Iterator[None]:
+    """Turn the failure of a shared-memory channel into `LostContactError`."""
+    try:
+        yield
+    except PeerGoneError as error:
+        raise LostContactError(peer, what, str(error)) from error
+
+
+def _boot() -> str:
+    """Which running machine this is: containers may share a host name."""
+    identity = Path("/proc/sys/kernel/random/boot_id")
+    return identity.read_text() if identity.exists() else ""

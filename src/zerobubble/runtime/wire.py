@@ -50,6 +50,16 @@ def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     return tuple(TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
+def look_like(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
+    """Whether these tensors have these shapes."""
+    if len(tensors) != len(shapes):
+        return False
+    for tensor, (size, dtype, differentiable) in zip(tensors, shapes, strict=True):
+        if tensor.shape != size or tensor.dtype != dtype or tensor.requires_grad != differentiable:
+            return False
+    return True
+
+
 def write_note(shapes: Shapes, device: torch.device) -> Tensor:
     """The note that announces a message: int64, `NOTE_LENGTH` long."""
     numbers = [len(shapes)]

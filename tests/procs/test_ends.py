@@ -1,0 +1,28 @@
+"""How a program may end without asking the pipeline first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FORGETFUL = """
+import torch, torch.distributed as dist, zerobubble as zb
+dist.init_process_group("gloo")
+build = lambda stage, num_stages: torch.nn.Linear(4, 4)
+pipe = zb.Pipeline(build, "zb-h1", 4, torch.nn.functional.mse_loss)
+for _ in range(3):
+    pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
+print("done", flush=True)
+"""
+
+
+def test_a_program_that_never_closes_its_pipeline_ends_cleanly(tmp_path: Path) -> None:
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "forgetful.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+    assert "terminate called" not in done.stderr
