@@ -72,13 +72,14 @@ def _rank(rank: int, ranks: int, port: int, queue: Any, job: Any, args: tuple[An
 
 
 def seconds(step: Any, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Wall time of one step, from a barrier to the last rank's end."""
+    """Wall time of one step, from rank 0's call (it feeds the pipeline) to the last rank's return; ranks share the clock."""
     dist.barrier()
     begin = time.perf_counter()
     step(inputs, targets)
-    took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return took.item()
+    mine = torch.tensor([begin, time.perf_counter()], dtype=torch.float64)
+    marks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(marks, mine)
+    return (max(mark[1] for mark in marks) - marks[0][0]).item()
 
 
 def measure(steps: dict[str, Any], microbatches: int, repeats: int) -> dict[str, float]:

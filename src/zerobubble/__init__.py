@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError, ParseError, PipelineError, ProgramError, ScheduleError, ZeroBubbleError
+from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.lower import lower
 from zerobubble.program import Program
 from zerobubble.schedules import SCHEDULES, make
-from zerobubble.simulate import peak_memory, simulate
+from zerobubble.simulate import memory_faults, peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
 from zerobubble.verify_program import program_faults
@@ -41,8 +42,10 @@ __all__ = [
     "ScheduleError",
     "Timeline",
     "ZeroBubbleError",
+    "fit_costs",
     "lower",
     "make",
+    "memory_faults",
     "peak_memory",
     "program_faults",
     "schedule_faults",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from zerobubble.costs import Costs
-from zerobubble.errors import InputError
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import Fault, InputError
 from zerobubble.graph import Graph
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.timeline import Cause, Span, Timeline, Why
@@ -60,6 +60,23 @@ def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ..
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times."""
     return tuple(max(_held(row, costs), default=0) for row in schedule.rows)
+
+
+def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fault, ...]:
+    """One fault for each rank that holds more than `limits` allow, saying how much is missing.
+
+    Raises `InputError` when the limits are for another number of ranks.
+    """
+    if len(limits.memory) != schedule.num_ranks:
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")
+    faults = []
+    for rank, (peak, limit) in enumerate(zip(peak_memory(schedule, costs), limits.memory, strict=True)):
+        if peak > limit:
+            message = (
+                f"rank {rank} holds up to {peak} bytes, {peak - limit} more than its limit of {limit}: choose a schedule that holds less"
+            )
+            faults.append(Fault("memory", message, rank))
+    return tuple(faults)
 
 
 def _held(row: Sequence[Op], costs: Costs) -> list[int]:

@@ -128,6 +128,7 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it."""
+        self._refuse_if_closed()
         return trace.gather(self.schedule.name, self._train.spans, self._train.memory, self._transport)
 
     def close(self) -> None:
@@ -154,8 +155,7 @@ class Pipeline:
             raise InputError("; ".join(faults))
 
     def _run(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Tensor | None:
-        if self._closed is not None:
-            raise PipelineError(f"{self._closed}; make a new Pipeline to go on")
+        self._refuse_if_closed()
         executor.at = -1
         try:
             batch = self._open(executor, inputs, targets, outputs)
@@ -163,6 +163,10 @@ class Pipeline:
             return self._losses.close()
         except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
             self._fail(executor, error)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed is not None:
+            raise PipelineError(f"{self._closed}; make a new Pipeline to go on")
 
     def _open(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Batch:
         count = self.schedule.num_microbatches
