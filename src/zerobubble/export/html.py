@@ -155,7 +155,7 @@ def _throughput(report: Report) -> str:
         return ""
     speeds = {row.schedule: row.tokens_per_second for row in report.throughput}
     top, base = max(speeds.values()) or 1.0, speeds.get(REFERENCE, 0.0)
-    titles = ("schedule", "tokens/s", "", f"against {REFERENCE}", "predicted bubble", "measured bubble")
+    titles = ("schedule", "tokens/s", "", f"against {REFERENCE}", "makespan bubble predicted", "measured")
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     own = {timeline.name for timeline in report.timelines}
     rows = "".join(_throughput_row(row, top, base, row.schedule in own) for row in report.throughput)
