@@ -160,9 +160,8 @@ class Executor:
         return self._mailbox.take(source) if source in self._received else self._values[source]
 
     def _inputs(self, source: Value) -> Tensors:
-        if source in self._received:
-            return self._mailbox.take(source)
-        return tuple(t.detach().requires_grad_(t.requires_grad) for t in self._values[source])
+        tensors = self._take(source)
+        return tensors if source in self._received else tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
     def _done(self, op: Op, begin: Mark) -> None:
         if self._pace is not None:

@@ -21,7 +21,6 @@ class Mailbox:
     """The messages of one rank's row. Call `begin` before each step."""
 
     def __init__(self, program: Program, transport: Transport) -> None:
-        self._transport = transport
         self._device = transport.device
         self._num_stages = program.num_stages
         self._rings = Rings(program, transport) if transport.wires else None
@@ -36,7 +35,7 @@ class Mailbox:
                 self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
         self._known: dict[Value, Shapes] = {}
         self._announcing = False
-        self._reads_late = False
+        self._shared: Rings | None = None
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
         self._arriving: dict[Value, tuple[Tensors, list[Any]]] = {}
         self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
@@ -45,13 +44,13 @@ class Mailbox:
         """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
         self._known = known
         self._announcing = announcing
-        self._reads_late = announcing or self._rings is not None
-        if self._rings is not None and not announcing:
-            self._rings.begin(known, self._shapes)
+        self._shared = None if announcing else self._rings
+        if self._shared is not None:
+            self._shared.begin(known, self._shapes)
 
     def post(self, value: Value, peer: int) -> None:
         """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
-        if self._reads_late:
+        if self._announcing or self._shared is not None:
             self._unread[peer, value.stuff].append(value)
         else:
             self._start(value, peer)
@@ -70,22 +69,20 @@ class Mailbox:
 
     def send(self, value: Value, peer: int, tensors: Tensors) -> None:
         """Start sending `tensors` as `value`. Raises `InputError` when an activation has not the shape it had for these inputs."""
-        if value.stuff is Stuff.ACTIVATION and (self._announcing or not look_like(tensors, self._known[value])):
-            self._learn(value, shapes_of(tensors))
-        if self._rings is not None and not self._announcing:
+        if value.stuff is Stuff.ACTIVATION:
+            if self._announcing:
+                self._known[value] = shapes_of(tensors)
+            elif not look_like(tensors, self._known[value]):
+                raise InputError(_changed(value, self._known[value], shapes_of(tensors)))
+        if self._shared is not None:
             with lost_with(peer, f"sending {_describe(value)}"):
-                self._rings.out(peer, value.stuff).put(tensors, self._shapes(value))
+                self._shared.out(peer, value.stuff).put(tensors, self._shapes(value))
             return
         outgoing = [t.detach().contiguous() for t in tensors]
         if self._announcing and value.stuff is Stuff.ACTIVATION:
             outgoing.insert(0, write_note(self._known[value], self._device))
         start = self._send[peer, value.stuff]
         self._leaving[value] = (tuple(outgoing), [start(t) for t in outgoing], peer)
-
-    def _learn(self, value: Value, shapes: Shapes) -> None:
-        if not self._announcing:
-            raise InputError(_changed(value, self._known[value], shapes))
-        self._known[value] = shapes
 
     def release(self, value: Value) -> None:
         """Wait until a sent value has left, then let it go."""
@@ -105,9 +102,9 @@ class Mailbox:
         unread = self._unread[peer, value.stuff]
         while value not in self._arriving:
             following = unread.popleft()
-            if self._rings is not None and not self._announcing:
+            if self._shared is not None:
                 with lost_with(peer, f"waiting for {_describe(following)}"):
-                    self._arriving[following] = (self._rings.into(peer, value.stuff).take(self._shapes(following)), [])
+                    self._arriving[following] = (self._shared.into(peer, value.stuff).take(self._shapes(following)), [])
                 continue
             if value.stuff is Stuff.ACTIVATION:
                 note = torch.empty(NOTE_LENGTH, dtype=torch.int64, device=self._device)

@@ -69,6 +69,8 @@ class Pipeline:
             self.schedule = _schedule(schedule, ranks, num_microbatches)
             self.modules = _modules(build_or_modules, self.schedule, self.rank)
             self.device = _device(self.modules)
+            if pace is not None and self.device.type != "cpu":
+                raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
@@ -78,8 +80,6 @@ class Pipeline:
         route = self.schedule.placement.routes[0]
         self._is_first, self._is_last = self.rank == route[0], self.rank == route[-1]
         self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
-        if pace is not None and self.device.type != "cpu":
-            raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
         self.pace = Pace(pace) if pace is not None else None
         self._train = Executor(programs[0], self._stages, self._transport, self.pace)
         self._infer = Executor(programs[1], self._stages, self._transport, None)
