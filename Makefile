@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo test lint gallery bench clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -31,9 +31,13 @@ lint: $(READY) ## check style, types and the import floors
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
+gallery: $(READY) ## draw every schedule again: docs/gallery and the README's picture
+	$(RUN)/python docs/gallery/generate.py
+
 bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/executor/run.py
 	$(RUN)/python benchmarks/split/run.py
+	$(RUN)/python benchmarks/scale/run.py
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) demo-report build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

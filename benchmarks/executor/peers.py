@@ -81,7 +81,7 @@ def messages(name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
             elif isinstance(action, Send):
                 leaving.append(transport.sender(action.value.stuff, action.peer)(payload))
             elif isinstance(action, Compute):
-                for value in uses(action.op, program.num_stages):
+                for value in uses(action.step[0], program.num_stages):
                     if value in arriving:
                         arriving.pop(value)[0].wait()
         for work in leaving:

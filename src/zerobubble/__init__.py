@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError, ParseError, PipelineError, ProgramError, ScheduleError, ZeroBubbleError
+from zerobubble.explain import attribute, critical_path
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.lower import lower
+from zerobubble.picture import picture
 from zerobubble.program import Program
-from zerobubble.schedules import SCHEDULES, make
+from zerobubble.recognise import recognise
+from zerobubble.schedules import SCHEDULES, Recipe, known_schedules, make, schedule
 from zerobubble.simulate import memory_faults, peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
@@ -38,16 +41,23 @@ __all__ = [
     "Placement",
     "Program",
     "ProgramError",
+    "Recipe",
     "Schedule",
     "ScheduleError",
     "Timeline",
     "ZeroBubbleError",
+    "attribute",
+    "critical_path",
     "fit_costs",
+    "known_schedules",
     "lower",
     "make",
     "memory_faults",
     "peak_memory",
+    "picture",
     "program_faults",
+    "recognise",
+    "schedule",
     "schedule_faults",
     "simulate",
 ]

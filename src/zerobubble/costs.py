@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from zerobubble.errors import InputError, reading, whole
-from zerobubble.ir import Kind
+from zerobubble.ir import Kind, Step
 from zerobubble.rules import RULES, Stuff
 
 NS_PER_MS = 1_000_000
@@ -21,7 +21,8 @@ class Costs:
     """Per stage: `forward`, `backward` (B) and `weight` (W) times in ns, bytes held from F until B and from B until W.
 
     `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
-    A fused BW takes backward + weight. Every tuple has one entry per stage, `comm` one less.
+    A fused BW takes backward + weight. `hidden[s]` is the time in ns that an overlapped step saves against its two passes one after
+    the other, where s is the stage of its first pass; empty stands for nothing. Every tuple has one entry per stage, `comm` one less.
     """
 
     forward: tuple[int, ...]
@@ -30,11 +31,13 @@ class Costs:
     comm: tuple[int, ...]
     held_after_f: tuple[int, ...]
     held_after_b: tuple[int, ...]
+    hidden: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
         if stages == 0:
             raise InputError("costs need at least one stage")
+        object.__setattr__(self, "hidden", self.hidden or (0,) * stages)
         for name, values in self._columns().items():
             wanted = stages - 1 if name == "comm" else stages
             if len(values) != wanted:
@@ -62,6 +65,13 @@ class Costs:
             return self.weight[stage]
         return self.backward[stage] + self.weight[stage]
 
+    def step_time(self, step: Step) -> int:
+        """Nanoseconds a step takes; two overlapped passes never less than the longer of them."""
+        if len(step) == 1:
+            return self.time(step[0].kind, step[0].stage)
+        apart = [self.time(op.kind, op.stage) for op in step]
+        return max(*apart, sum(apart) - self.hidden[step[0].stage])
+
     def held(self, stuff: Stuff, stage: int) -> int:
         """Bytes a value occupies on the rank that made it: saved activations and pending weight work."""
         if stuff is Stuff.SAVED:
@@ -81,20 +91,24 @@ class Costs:
         *,
         stages_per_rank: int = 1,
         held: float = 1.0,
+        overlap: float | None = None,
     ) -> Costs:
         """Equal stages. `times` are F, B, W in ms of a whole rank and microbatch; a stage takes 1/stages_per_rank of them.
 
+        `overlap` is the time of F and the whole backward overlapped, in ms of a whole rank; without it overlapping saves nothing.
         Memory counts `UNIT_BYTES` per stage after F and `held` times that after B, so peaks come out in stage activations.
         Raises `InputError` for times that are negative or not finite, naming them.
         """
-        for name, value in zip(("F", "B", "W", "comm", "held"), (*times, comm, held), strict=True):
+        together = sum(times) if overlap is None else overlap
+        for name, value in zip(("F", "B", "W", "comm", "held", "overlap"), (*times, comm, held, together), strict=True):
             if not isfinite(value) or value < 0:
                 raise InputError(f"the cost of {name} must be a finite number >= 0, got {value}")
         per_stage = [round(t * NS_PER_MS / stages_per_rank) for t in times]
         forward, backward, weight = ((t,) * num_stages for t in per_stage)
         links = (round(comm * NS_PER_MS),) * (num_stages - 1)
         kept = (UNIT_BYTES,) * num_stages
-        return cls(forward, backward, weight, links, kept, (round(held * UNIT_BYTES),) * num_stages)
+        hidden = max(0, sum(per_stage) - round(together * NS_PER_MS / stages_per_rank))
+        return cls(forward, backward, weight, links, kept, (round(held * UNIT_BYTES),) * num_stages, (hidden,) * num_stages)
 
     @classmethod
     def from_ms(
@@ -105,6 +119,7 @@ class Costs:
         comm: float | Sequence[float] = 0.0,
         held_after_f: Sequence[int] | None = None,
         held_after_b: Sequence[int] | None = None,
+        hidden: Sequence[float] = (),
     ) -> Costs:
         """Costs stage by stage, times in ms, memory in bytes (default: one `UNIT_BYTES` each). One `comm` serves every link.
 
@@ -112,14 +127,14 @@ class Costs:
         """
         stages = len(forward)
         links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else list(comm)
-        columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links}
+        columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links, "hidden": hidden}
         for name, values in columns.items():
             for index, value in enumerate(values):
                 if not isfinite(value):
                     raise InputError(f"{name} of stage {index} must be a finite number, got {value}")
         unit = (UNIT_BYTES,) * stages
-        f, b, w, c = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
-        return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit))
+        f, b, w, c, h = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
+        return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns and bytes; `from_dict` reads it back."""
@@ -129,7 +144,7 @@ class Costs:
     def from_dict(cls, data: dict[str, Any]) -> Costs:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
         with reading("costs", data):
-            return cls(*(tuple(map(whole, data[column.name])) for column in fields(cls)))
+            return cls(*(tuple(map(whole, ({"hidden": ()} | data)[column.name])) for column in fields(cls)))
 
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

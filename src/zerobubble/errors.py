@@ -10,9 +10,10 @@ ZeroBubbleError
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -49,6 +50,12 @@ def whole(number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool):
         raise ParseError(f"{number!r} is not a whole number")
     return number
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'zb-v'? ` where a known word resembles `word`, nothing otherwise."""
+    found = get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return f"did you mean {found[0]!r}? " if found else ""
 
 
 @dataclass(frozen=True, slots=True)

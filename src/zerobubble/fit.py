@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from statistics import median_low
 
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
 from zerobubble.rules import BACKWARD
-from zerobubble.timeline import Timeline
+from zerobubble.timeline import Span, Timeline
 
 Samples = dict[tuple[Kind, int], list[int]]
 """Measurements of each kind of pass, by (kind, stage)."""
@@ -20,7 +22,8 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
     """The costs that `timeline` was measured under: per stage the median time of F, B and W, and the median bytes held after F and B.
 
     A stage that ran only BW gets its time as `backward` and 0 as `weight`, and counts as holding until W what it held until BW.
-    A timeline without memory gives `UNIT_BYTES` everywhere. Messages are taken to last `comm_ms`.
+    A timeline without memory gives `UNIT_BYTES` everywhere. Messages are taken to last `comm_ms`. Overlapped passes tell what
+    overlapping hides and are left out of the rest.
 
     Raises `InputError` for a stage without F or without a backward pass, and for memory that was not recorded pass by pass.
     """
@@ -32,11 +35,34 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
     weight = tuple(median_low(times.get((Kind.W, stage), [0])) for stage in range(num_stages))
     after_f = tuple(_held_after_f(changes, stage) for stage in range(num_stages))
     after_b = tuple(held + _change_at_b(changes, stage) for stage, held in enumerate(after_f))
-    return Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), after_f, after_b)
+    apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), after_f, after_b)
+    return replace(apart, hidden=tuple(_hidden(timeline, apart)))
 
 
 def _times(timeline: Timeline) -> Samples:
-    return _collect((span.op.kind, span.op.stage, span.duration) for _, span in timeline.spans())
+    alone = (span for row in timeline.rows for span in _alone(row))
+    return _collect((span.op.kind, span.op.stage, span.duration) for span in alone)
+
+
+def _pairs(row: Sequence[Span]) -> list[tuple[Span, Span]]:
+    """The spans of overlapped steps."""
+    return [(first, second) for first, second in pairwise(row) if second.start < first.end]
+
+
+def _alone(row: Sequence[Span]) -> list[Span]:
+    overlapped = {span.op for pair in _pairs(row) for span in pair}
+    return [span for span in row if span.op not in overlapped]
+
+
+def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
+    """Per stage, what the overlapped steps that begin with a pass of it take less than their passes apart."""
+    saved: dict[int, list[int]] = defaultdict(list)
+    for row in timeline.rows:
+        for first, second in _pairs(row):
+            both = apart.step_time((first.op,)) + apart.step_time((second.op,))
+            saved[first.op.stage].append(both - (max(first.end, second.end) - first.start))
+    for stage in range(apart.num_stages):
+        yield max(0, median_low(saved.get(stage, [0])))
 
 
 def _memory_changes(timeline: Timeline) -> Samples:
@@ -48,8 +74,9 @@ def _memory_changes(timeline: Timeline) -> Samples:
             raise InputError(
                 f"rank {rank} ran {len(row)} passes but has {len(steps)} memory steps; costs are fitted to one step after each pass"
             )
-        before = [0, *(held for _, held in steps)]
-        found += [(span.op.kind, span.op.stage, held - was) for span, (_, held), was in zip(row, steps, before, strict=False)]
+        before, alone = [0, *(held for _, held in steps)], set(_alone(row))
+        changes = zip(row, steps, before, strict=False)
+        found += [(span.op.kind, span.op.stage, held - was) for span, (_, held), was in changes if span in alone]
     return _collect(found)
 
 

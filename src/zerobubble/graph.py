@@ -1,12 +1,14 @@
 """A schedule with its dependencies resolved to numbers, once, for everything that walks it.
 
-Passes are numbered row after row; `needs[i]` are the numbers of the passes that make what pass `i` uses, as the rules say.
+Passes are numbered row after row; `needs[i]` are the numbers of the passes that make what pass `i` uses, as the rules say. The two
+passes of an overlapped step wait together: `joint_needs` gives the first what both need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.rules import RULES, Stuff, used_stages
@@ -16,12 +18,16 @@ Needs = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`ops` row after row, `rank[i]` where pass i runs, `first[r]` the number of row r's first pass (one entry past the end)."""
+    """`ops` row after row, `rank[i]` where pass i runs, `first[r]` the number of row r's first pass (one entry past the end).
+
+    `pairs` are the passes that run overlapped with the pass after them.
+    """
 
     ops: list[Op]
     rank: list[int]
     first: list[int]
     needs: list[tuple[int, ...]]
+    pairs: frozenset[int] = frozenset()
 
     def position(self, number: int) -> int:
         """Where in its row a pass stands."""
@@ -47,7 +53,19 @@ def resolve(schedule: Schedule) -> Graph:
     for kind, stage, microbatch in ops:
         values = used[kind][stage]
         needs.append(tuple([maker[value + microbatch] for value in values if value + microbatch in maker]))
-    return Graph(ops, rank, first, needs)
+    together = schedule.overlaps
+    pairs = frozenset(i for i, both in enumerate(pairwise(ops)) if both in together) if together else frozenset()
+    return Graph(ops, rank, first, needs, pairs)
+
+
+def joint_needs(graph: Graph, needs: Needs) -> Needs:
+    """`needs` where the first pass of an overlapped step also waits for what the second one needs."""
+    if not graph.pairs:
+        return needs
+    joint = list(needs)
+    for number in graph.pairs:
+        joint[number] = tuple(need for need in (*needs[number], *needs[number + 1]) if need != number)
+    return joint
 
 
 def _value_numbers(stages: int, microbatches: int) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[list[int]]]]:

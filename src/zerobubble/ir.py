@@ -46,12 +46,25 @@ class Op(NamedTuple):
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 
+Step = tuple[Op, ...]
+"""What a rank runs at a time: one pass, or two overlapped. Text form: `2BW5`, `0F8&7BW0`."""
+
+
+def parse_step(text: str) -> Step:
+    """Read a pass or two passes with `&` between; raises `ParseError` for anything else."""
+    step = tuple(map(Op.parse, str(text).split("&")))
+    if len(step) > 2:
+        raise ParseError(f"{text!r} overlaps {len(step)} passes; a step is one pass or two, such as 0F8&7BW0")
+    return step
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Which rank holds which stage.
 
     `routes[k][s]` is the rank that runs stage `s` for microbatches of route `k`. One route is the usual case; bidirectional
-    schedules (Chimera, DualPipe) have two, each a full copy of the model. `name` is `linear`, `looped`, `vee` or `custom`.
+    schedules (Chimera, DualPipe) have two, each a full copy of the model. `name` is `linear`, `looped`, `vee`, `wave`,
+    `bidirectional` or `custom`.
     """
 
     name: str
@@ -101,6 +114,18 @@ class Placement:
         """Stages r and 2p-1-r on rank r: down and back, so the loss is on the first rank."""
         there = tuple(range(num_ranks))
         return cls("vee", num_ranks, (there + there[::-1],))
+
+    @classmethod
+    def wave(cls, num_ranks: int, waves: int) -> Placement:
+        """Down and back `waves` times, two stages of each rank a wave; one wave is the vee."""
+        there = tuple(range(num_ranks))
+        return cls("wave", num_ranks, ((there + there[::-1]) * waves,))
+
+    @classmethod
+    def bidirectional(cls, num_ranks: int) -> Placement:
+        """Two copies of the model: stage s on rank s for route 0, on rank p-1-s for route 1."""
+        there = tuple(range(num_ranks))
+        return cls("bidirectional", num_ranks, (there, there[::-1]))
 
     @classmethod
     def custom(cls, *routes: Iterable[int]) -> Placement:
@@ -188,7 +213,9 @@ def collect_head(head: dict[str, str], number: int, line: str) -> None:
 class Schedule:
     """The order of passes on every rank: `rows[rank]` is what that rank runs, first to last.
 
-    `microbatch_routes[j]` names the route microbatch `j` takes through the placement; empty means route 0 for all.
+    `microbatch_routes[j]` names the route microbatch `j` takes through the placement; empty means route 0 for all. `overlaps` are
+    the pairs of passes, next to each other in a row, that run as one step: both start when what both use is there, and what they
+    make leaves when both are done.
     Legality is not checked here (a faulty schedule must be a value to be explained): see `verify.schedule_faults`.
     """
 
@@ -197,9 +224,16 @@ class Schedule:
     num_microbatches: int
     rows: tuple[tuple[Op, ...], ...]
     microbatch_routes: tuple[int, ...] = field(default=())
+    overlaps: frozenset[tuple[Op, Op]] = field(default=frozenset())
 
     def __post_init__(self) -> None:
         self.head.check(len(self.rows))
+        if self.overlaps:
+            together = [step for row in self.steps for step in row if len(step) > 1]
+            apart = self.overlaps.difference(together)
+            if apart:
+                first, second = min(apart)
+                raise InputError(f"an overlapped step is two passes next to each other in a row, which {first} and {second} are not")
 
     @property
     def head(self) -> Head:
@@ -213,6 +247,26 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    @cached_property
+    def steps(self) -> tuple[tuple[Step, ...], ...]:
+        """The rows cut into steps."""
+        return tuple(tuple(_cut(row, self.overlaps) if self.overlaps else zip(row)) for row in self.rows)
+
+    @classmethod
+    def of_steps(
+        cls,
+        name: str,
+        placement: Placement,
+        num_microbatches: int,
+        rows: Iterable[Iterable[Step]],
+        microbatch_routes: tuple[int, ...] = (),
+    ) -> Schedule:
+        """The schedule with these steps in its rows."""
+        cut = [list(row) for row in rows]
+        passes = tuple(tuple(op for step in row for op in step) for row in cut)
+        pairs = frozenset((step[0], step[1]) for row in cut for step in row if len(step) > 1)
+        return cls(name, placement, num_microbatches, passes, microbatch_routes, pairs)
 
     @property
     def is_forward_only(self) -> bool:
@@ -230,9 +284,17 @@ class Schedule:
         return frozenset(op.stage for row in self.rows for op in row if op.kind is Kind.W)
 
     def forward_only(self) -> Schedule:
-        """The F passes alone, in the same order: what evaluation runs."""
-        rows = tuple(tuple(op for op in row if op.kind is Kind.F) for row in self.rows)
-        return Schedule(f"{self.name} (forward only)", self.placement, self.num_microbatches, rows, self.microbatch_routes)
+        """What evaluation runs: the F passes alone in the same order; with several routes all microbatches on route 0, stage by stage."""
+        name, route = f"{self.name} (forward only)", self.placement.routes[0]
+        if len(self.placement.routes) == 1:
+            rows = tuple(tuple(op for op in row if op.kind is Kind.F) for row in self.rows)
+        else:
+            every = [
+                [Op(Kind.F, s, j) for s, home in enumerate(route) if home == r for j in range(self.num_microbatches)]
+                for r in range(self.num_ranks)
+            ]
+            rows = tuple(map(tuple, every))
+        return Schedule(name, self.placement, self.num_microbatches, rows)
 
     def ops(self) -> Iterator[tuple[int, int, Op]]:
         """Every pass as (rank, position, op)."""
@@ -242,21 +304,21 @@ class Schedule:
 
     def to_text(self) -> str:
         """The text form: a header, then one line per rank. `Schedule.from_text` reads it back."""
-        rows = [f"rank {rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.rows)]
+        rows = [f"rank {rank}: {' '.join(map(_step_text, row))}".rstrip() for rank, row in enumerate(self.steps)]
         return "\n".join(["zerobubble schedule 1", *self.head.lines(), *rows]) + "\n"
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
         """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit."""
         head: dict[str, str] = {}
-        rows: list[tuple[Op, ...]] = []
+        rows: list[tuple[Step, ...]] = []
         for number, line in content_lines(text, "schedule"):
             if line.startswith("rank "):
                 rows.append(_parse_row(number, line[5:], len(rows)))
             else:
                 collect_head(head, number, line)
         name, placement, microbatches, routes = Head.parse(head, len(rows))
-        return cls(name, placement, microbatches, tuple(rows), routes)
+        return cls.of_steps(name, placement, microbatches, rows, routes)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; `from_dict` reads it back."""
@@ -266,7 +328,7 @@ class Schedule:
             "placement": {"name": self.placement.name, "routes": [list(route) for route in self.placement.routes]},
             "microbatches": self.num_microbatches,
             "microbatch_routes": list(self.microbatch_routes),
-            "rows": [[str(op) for op in row] for row in self.rows],
+            "rows": [list(map(_step_text, row)) for row in self.steps],
         }
 
     @classmethod
@@ -274,17 +336,30 @@ class Schedule:
         """Read the JSON form; raises `ParseError` when a part is missing, malformed or does not fit the others."""
         with reading("schedule", data):
             routes = tuple(tuple(map(whole, route)) for route in data["placement"]["routes"])
-            rows = tuple(tuple(map(Op.parse, row)) for row in data["rows"])
+            rows = tuple(tuple(map(parse_step, row)) for row in data["rows"])
             placement = Placement(str(data["placement"]["name"]), len(rows), routes)
             taken = tuple(map(whole, data.get("microbatch_routes", ())))
-            return cls(str(data["name"]), placement, whole(data["microbatches"]), rows, taken)
+            return cls.of_steps(str(data["name"]), placement, whole(data["microbatches"]), rows, taken)
 
 
-def _parse_row(number: int, rest: str, expected: int) -> tuple[Op, ...]:
+def _cut(row: tuple[Op, ...], pairs: frozenset[tuple[Op, Op]]) -> Iterator[Step]:
+    """The steps of a row; of two pairs that share a pass the first one counts."""
+    at = 0
+    while at < len(row):
+        length = 2 if row[at : at + 2] in pairs else 1
+        yield row[at : at + length]
+        at += length
+
+
+def _step_text(step: Step) -> str:
+    return "&".join(map(str, step))
+
+
+def _parse_row(number: int, rest: str, expected: int) -> tuple[Step, ...]:
     label, colon, cells = rest.partition(":")
     if not colon or label.strip() != str(expected):
         raise ParseError(f"line {number}: expected 'rank {expected}: ...', the ranks in order")
     try:
-        return tuple(map(Op.parse, cells.split()))
+        return tuple(map(parse_step, cells.split()))
     except ParseError as error:
         raise ParseError(f"line {number}: {error}") from None

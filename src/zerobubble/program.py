@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zerobubble.errors import ParseError, reading
-from zerobubble.ir import Head, Kind, Op, Placement, Schedule, collect_head, content_lines
+from zerobubble.ir import Head, Kind, Placement, Schedule, Step, collect_head, content_lines, parse_step
 from zerobubble.rules import Stuff, Value
 
 
 class Compute(NamedTuple):
-    """Run a pass once all it uses has arrived."""
+    """Run a step, one pass or two overlapped, once all it uses has arrived."""
 
-    op: Op
+    step: Step
 
     def __str__(self) -> str:
-        return f"run {self.op}"
+        return f"run {'&'.join(map(str, self.step))}"
 
 
 class Send(NamedTuple):
@@ -105,7 +105,7 @@ class Program:
     @property
     def is_forward_only(self) -> bool:
         """True when it holds no backward pass, so forwards save nothing."""
-        return all(action.op.kind is Kind.F for row in self.rows for action in row if isinstance(action, Compute))
+        return all(op.kind is Kind.F for row in self.rows for action in row if isinstance(action, Compute) for op in action.step)
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
         """Every message action as (rank, position, channel, action)."""
@@ -115,9 +115,9 @@ class Program:
                     yield rank, position, channel_of(rank, action), action
 
     def to_schedule(self) -> Schedule:
-        """The passes alone, in their order."""
-        rows = tuple(tuple(action.op for action in row if isinstance(action, Compute)) for row in self.rows)
-        return Schedule(self.name, self.placement, self.num_microbatches, rows, self.microbatch_routes)
+        """The steps alone, in their order."""
+        rows = [[action.step for action in row if isinstance(action, Compute)] for row in self.rows]
+        return Schedule.of_steps(*self.head[:3], rows, self.microbatch_routes)
 
     def to_text(self) -> str:
         """The text form, one action a line. `Program.from_text` reads it back."""
@@ -162,8 +162,8 @@ _VALUE = re.compile(r"([agsw])([0-9]{1,9})\.([0-9]{1,9})")
 def _parse_action(number: int, line: str) -> Action:
     try:
         match line.split():
-            case ["run", op]:
-                return Compute(Op.parse(op))
+            case ["run", step]:
+                return Compute(parse_step(step))
             case ["send", value, "to", peer]:
                 return Send(_parse_value(value), _parse_rank(peer))
             case ["recv", value, "from", peer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from zerobubble.bulk import in_bulk
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError
 from zerobubble.graph import Graph
@@ -13,10 +14,12 @@ from zerobubble.timeline import Cause, Span, Timeline, Why
 from zerobubble.verify import checked
 
 
+@in_bulk()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of `schedule` under `costs`, each span with its `why`, each rank with its memory over time.
 
-    A message takes `costs.comm` after its maker ended and never keeps a rank busy. Raises `ScheduleError` with every fault when
+    A message takes `costs.comm` after its maker ended and never keeps a rank busy. The two passes of an overlapped step have the
+    same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
     the schedule cannot run, `InputError` when the costs are for another number of stages.
     """
     if costs.num_stages != schedule.num_stages:
@@ -29,20 +32,32 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 def _play(graph: Graph, order: list[int], costs: Costs) -> list[Span]:
     """The span of every pass, by number."""
-    ops, rank, end = graph.ops, graph.rank, [0] * len(order)
-    spans = [Span(ops[0], 0, 0)] * len(ops)
+    ops, rank, needs, end = graph.ops, graph.rank, graph.needs, [0] * len(order)
+    spans: list[Span] = [_UNPLAYED] * len(ops)
     times = {kind: [costs.time(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
-    starts = set(graph.first)
+    starts, pairs, comm = set(graph.first), graph.pairs, costs.comm
     for number in order:
-        op = ops[number]
+        if spans[number] is not _UNPLAYED:
+            continue
+        kind, stage, _ = op = ops[number]
         begin, cause, last = (0, Cause.NOTHING, -1) if number in starts else (end[number - 1], Cause.ROW, number - 1)
-        for need in graph.needs[number]:
-            arrival = end[need] + (costs.comm[min(op[1], ops[need][1])] if rank[need] != rank[number] else 0)
-            if arrival > begin:
-                begin, cause, last = arrival, Cause.MESSAGE, need
-        end[number] = begin + times[op[0]][op[1]]
-        spans[number] = Span(op, begin, end[number], Why(cause, ops[last] if last >= 0 else None))
+        together = (number, number + 1) if number in pairs else (number,)
+        for user in together:
+            for need in needs[user]:
+                arrival = end[need]
+                if rank[need] != rank[number]:
+                    arrival += comm[min(ops[user][1], ops[need][1])]
+                if arrival > begin:
+                    begin, cause, last = arrival, Cause.MESSAGE, need
+        duration = times[kind][stage] if len(together) == 1 else costs.step_time((op, ops[number + 1]))
+        why = Why(cause, ops[last] if last >= 0 else None)
+        for user in together:
+            end[user] = begin + duration
+            spans[user] = Span(ops[user], begin, begin + duration, why)
     return spans
+
+
+_UNPLAYED = Span(Op(Kind.F, 0, 0), 0, 0)
 
 
 def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:

@@ -51,8 +51,8 @@ class Span(NamedTuple):
 class RankFigures:
     """One rank's account, times in ns: `makespan = lead + work + gaps + tail` and `span = work + gaps`.
 
-    `lead` is the idle time before its first pass, `gaps` between passes, `tail` after its last; `peak_bytes` is the most
-    activation memory it held, None when the timeline carries no memory.
+    `work` is the time it is busy (overlapped passes count once), `lead` the idle time before its first pass, `gaps` between passes,
+    `tail` after its last; `peak_bytes` is the most activation memory it held, None when the timeline carries no memory.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class Timeline:
 
     @cached_property
     def end(self) -> int:
-        return max((row[-1].end for row in self.rows if row), default=0)
+        return max((span.end for row in self.rows for span in row[-2:]), default=0)
 
     @property
     def makespan(self) -> int:
@@ -107,12 +107,12 @@ class Timeline:
 
     def _figures(self, rank: int) -> RankFigures:
         row = self.rows[rank]
-        work = sum(span.duration for span in row)
+        work = _busy(row)
         peak = max((held for _, held in self.memory[rank]), default=0) if self.memory else None
         if not row:
             return RankFigures(rank, 0, self.makespan, 0, 0, peak)
-        gaps = row[-1].end - row[0].start - work
-        return RankFigures(rank, work, row[0].start - self.start, gaps, self.end - row[-1].end, peak)
+        end = max(row[-1].end, row[-2:][0].end)
+        return RankFigures(rank, work, row[0].start - self.start, end - row[0].start - work, self.end - end, peak)
 
     @property
     def span(self) -> int:
@@ -160,6 +160,15 @@ class Timeline:
             rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
             return cls(str(data["name"]), rows, memory, str(data.get("source", "measured")))
+
+
+def _busy(row: tuple[Span, ...]) -> int:
+    """The time in which at least one span runs; spans are in order of their starts."""
+    busy, end = 0, row[0].start if row else 0
+    for span in row:
+        busy += max(0, span.end - max(span.start, end))
+        end = max(end, span.end)
+    return busy
 
 
 def _span_to_list(span: Span) -> list[Any]:

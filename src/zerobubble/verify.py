@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from itertools import combinations
 
+from zerobubble.bulk import in_bulk
 from zerobubble.errors import Fault, ScheduleError
-from zerobubble.graph import Graph, Needs, circles, resolve, walk
+from zerobubble.graph import Graph, Needs, circles, joint_needs, resolve, walk
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.rules import RULES, Stuff
 
@@ -15,7 +18,7 @@ def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
 
     Checked: enough passes for the microbatches; each pass in range, on the rank that holds its stage and present once; each stage
     and microbatch with F and either BW or both B and W (or only F throughout, for inference); no pass before what it uses on its
-    own rank; no circle of waiting between ranks.
+    own rank, nor overlapped with it; no circle of waiting between ranks.
     """
     return _judge(schedule)[0]
 
@@ -28,14 +31,33 @@ def checked(schedule: Schedule) -> tuple[Graph, list[int]]:
     return graph, order
 
 
-def _judge(schedule: Schedule) -> tuple[tuple[Fault, ...], Graph, list[int]]:
+Judgement = tuple[tuple[Fault, ...], Graph, list[int]]
+_last: tuple[weakref.ref[Schedule], Judgement] | None = None
+
+
+def _judge(schedule: Schedule) -> Judgement:
+    """The judgement of `schedule`; the last one is kept, because the same value is checked, timed and lowered in turn."""
+    global _last
+    if _last is None or _last[0]() is not schedule:
+        _last = weakref.ref(schedule, _forget), _examine(schedule)
+    return _last[1]
+
+
+def _forget(_: object) -> None:
+    global _last
+    _last = None
+
+
+@in_bulk()
+def _examine(schedule: Schedule) -> Judgement:
     placed = _count_faults(schedule) or _placement_faults(schedule)
     if any(fault.code in ("count", "stage-range", "microbatch-range") for fault in placed):
         return tuple(placed), Graph([], [], [], []), []
     graph = resolve(schedule)
     late = _late_needs(graph)
     faults = placed + _missing_faults(schedule) + [_late(graph, number, need) for number, need in late]
-    needs = _without(graph.needs, late)
+    faults += [fault for number in sorted(graph.pairs) for fault in _overlap_faults(graph, number)]
+    needs = joint_needs(graph, _without(graph.needs, late))
     heads = graph.first[:-1]
     order = walk(graph, needs, heads)
     faults += [_circle(graph, ring) for ring in circles(graph, needs, heads)]
@@ -154,6 +176,18 @@ def _late(graph: Graph, number: int, need: int) -> Fault:
     maker = graph.ops[need]
     rest = f" before {maker} at position {graph.position(need)}, whose result it uses: move {maker} earlier"
     return _fault("order", graph.rank[number], graph.position(number), graph.ops[number], rest)
+
+
+def _overlap_faults(graph: Graph, number: int) -> Iterator[Fault]:
+    """What keeps the pass `number` and the one after it from running as one step."""
+    first, second = graph.ops[number : number + 2]
+    reasons = []
+    if number in graph.needs[number + 1]:
+        reasons.append(f"which uses its result: run {second} after it")
+    if second.kind is Kind.F and first.kind is not Kind.F:
+        reasons.append(f"which takes memory first: write {second}&{first}")
+    for reason in reasons:
+        yield _fault("overlap", graph.rank[number], graph.position(number), first, f" overlapped with {second}, {reason}")
 
 
 def _circle(graph: Graph, ring: list[tuple[int, int]]) -> Fault:

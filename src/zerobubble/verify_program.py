@@ -71,14 +71,18 @@ def _buffer_faults(program: Program, rank: int) -> list[Fault]:
         if isinstance(action, Recv):
             here.add(action.value)
             continue
-        needed = uses(action.op, program.num_stages) if isinstance(action, Compute) else [action.value]
+        needed = _needed(action, program.num_stages) if isinstance(action, Compute) else [action.value]
         faults += [_absent(rank, position, action, value, value in freed) for value in needed if value not in here]
         if isinstance(action, Compute):
-            here.update(makes(action.op, program.num_stages, forward_only))
+            here.update(value for op in action.step for value in makes(op, program.num_stages, forward_only))
         elif isinstance(action, Free):
             here.discard(action.value)
             freed.add(action.value)
     return faults + [_leak(rank, value) for value in sorted(here)]
+
+
+def _needed(action: Compute, num_stages: int) -> list[Value]:
+    return [value for op in action.step for value in uses(op, num_stages)]
 
 
 def _absent(rank: int, position: int, action: Action, value: Value, freed: bool) -> Fault:
@@ -144,7 +148,7 @@ class _Player:
     def blocker(self, action: Action) -> Value | None:
         """The value `action` waits for: one still to be sent to its rank, or one whose receive is not posted yet."""
         if isinstance(action, Compute):
-            needed = uses(action.op, self._num_stages)
+            needed = _needed(action, self._num_stages)
             return next((value for value in needed if value in self._messages and value not in self._sent), None)
         waits = self._rendezvous and isinstance(action, Send) and action.value not in self._posted
         return action.value if waits else None

@@ -68,6 +68,32 @@ def test_the_page_draws_every_pass_and_answers_pointer_and_keys(tmp_path: Path) 
     assert dom.count('class="run"') == 2
 
 
+# Points at the upper and at the lower half of the row where two passes ran overlapped.
+POINTER = """<script>
+setTimeout(() => {
+  const root = document.documentElement, canvas = document.getElementById("timeline"), tip = document.getElementById("tip");
+  const view = JSON.parse(document.getElementById("data").textContent).timelines[0], at = canvas.getBoundingClientRect();
+  const cell = view.rows[0].find((c) => c[9] === 2), x = at.left + 58 + ((cell[3] + cell[4]) / 2 / view.makespan) * (at.width - 62);
+  for (const [name, y] of [["upper", 30], ["lower", 49]]) {
+    canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: at.top + y, bubbles: true }));
+    root.dataset[name] = tip.textContent;
+  }
+}, 50);
+</script></body>"""
+
+
+def test_each_of_two_overlapped_passes_answers_on_its_half(tmp_path: Path) -> None:
+    schedule = make("dualpipe-v", 2, 4)
+    plan = simulate(schedule, Costs.uniform(schedule.num_stages))
+    first, second = next(step for step in schedule.steps[0] if len(step) > 1)
+    dom = dump(report_html(Report("Overlapped", timelines=[plan])).replace("<head>", FRAMES).replace("</body>", POINTER), tmp_path)
+    assert "data-error=" not in dom
+    for half, op, beside in (("upper", first, second), ("lower", second, first)):
+        assert f"pass{op} on rank 0" in attribute(dom, half)
+        assert f"overlapped with{beside}" in attribute(dom, half)
+        assert "idle before0.000 ms" in attribute(dom, half)
+
+
 def test_all_boxes_of_a_large_run_are_drawn(tmp_path: Path) -> None:
     schedule = make("interleaved-1f1b", 8, 64)
     plan = simulate(schedule, Costs.uniform(schedule.num_stages, stages_per_rank=2))

@@ -104,6 +104,16 @@ def test_an_exception_in_backward_names_the_backward_pass(world: Ranks) -> None:
         assert text == "rank 2 failed at 'run 5B2': ValueError: boom in backward"
 
 
+def test_a_failure_in_an_overlapped_step_of_a_bidirectional_schedule_reaches_every_rank(world: Ranks) -> None:
+    outcomes = world.run(train_with, "dualpipe", 1, Bomb(boom, 3), 60.0, ranks=4)
+    assert len({text for _, text, _, _ in outcomes}) == 1
+    for took, text, rank, op in outcomes:
+        assert took < 10
+        assert rank in (1, 2)  # the ranks that hold a copy of the stage
+        assert "&" in str(op)
+        assert text == f"rank {rank} failed at '{op}': ValueError: boom"
+
+
 def train_twice(group: Any) -> float:
     """A failed step, then a fresh pipeline in the same processes."""
     train_with(group, "zb-v", 2, Bomb(boom, 1), 60.0)

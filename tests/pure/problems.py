@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -33,14 +35,23 @@ def slow_ends(schedule: Schedule, costs: Costs) -> dict[Op, int] | None:
     free_at, heads, moved = [0] * schedule.num_ranks, [0] * schedule.num_ranks, True
     while moved:
         moved = False
-        for rank, row in enumerate(schedule.rows):
-            while heads[rank] < len(row) and all(need in ends for need in needs(row[heads[rank]], present, schedule.num_stages)):
-                op = row[heads[rank]]
-                arrivals = [ends[n] + delay(schedule, costs, n, op) for n in needs(op, present, schedule.num_stages)]
-                ends[op] = free_at[rank] = max([free_at[rank], *arrivals]) + costs.time(op.kind, op.stage)
+        for rank, row in enumerate(schedule.steps):
+            while heads[rank] < len(row):
+                edges = [(need, op) for op in row[heads[rank]] for need in needs(op, present, schedule.num_stages)]
+                if not all(need in ends for need, _ in edges):
+                    break
+                begin = max([free_at[rank], *(ends[need] + delay(schedule, costs, need, op) for need, op in edges)])
+                free_at[rank] = begin + step_time(row[heads[rank]], costs)
+                ends |= dict.fromkeys(row[heads[rank]], free_at[rank])
                 heads[rank] += 1
                 moved = True
     return ends if len(ends) == len(present) else None
+
+
+def step_time(step: tuple[Op, ...], costs: Costs) -> int:
+    """How long a step takes: overlapped, its passes hide each other for a while, but not more than the shorter one."""
+    times = [costs.time(op.kind, op.stage) for op in step]
+    return sum(times) - (min(costs.hidden[step[0].stage], *times) if len(step) > 1 else 0)
 
 
 def delay(schedule: Schedule, costs: Costs, maker: Op, user: Op) -> int:
@@ -83,19 +94,23 @@ def schedules(draw: st.DrawFn, max_ranks: int = 4) -> Schedule:
     split = draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
     left = {Op(kind, s, j) for s in range(stages) for j in range(microbatches) for kind in ((F, B, W) if split[s] else (F, BW))}
     empty = Schedule("random", placement, microbatches, ((),) * placement.num_ranks, tuple(routes))
-    return fill(empty, left, random.Random(draw(st.integers(0, 1 << 32))))
+    return fill(empty, left, random.Random(draw(st.integers(0, 1 << 32))), draw(st.sampled_from((0.0, 0.5))))
 
 
-def fill(empty: Schedule, ops: set[Op], dice: random.Random) -> Schedule:
-    """The rows that random list scheduling gives."""
-    rows: list[list[Op]] = [[] for _ in empty.rows]
+def fill(empty: Schedule, ops: set[Op], dice: random.Random, together: float = 0.0) -> Schedule:
+    """The rows that random list scheduling gives, with some steps of two passes where `together` is the chance to try."""
+    rows: list[list[tuple[Op, ...]]] = [[] for _ in empty.rows]
     done: set[Op] = set()
     while done < ops:
         ready = sorted(op for op in ops - done if all(need in done for need in needs(op, ops, empty.num_stages)))
-        op = dice.choice(ready)
-        rows[empty.rank_of(op.stage, op.microbatch)].append(op)
-        done.add(op)
-    return replace(empty, rows=tuple(map(tuple, rows)))
+        step: tuple[Op, ...] = (dice.choice(ready),)
+        rank = empty.rank_of(step[0].stage, step[0].microbatch)
+        beside = [op for op in ready if op != step[0] and op.kind is not F and empty.rank_of(op.stage, op.microbatch) == rank]
+        if beside and dice.random() < together:
+            step += (dice.choice(beside),)
+        rows[rank].append(step)
+        done.update(step)
+    return Schedule.of_steps(*empty.head[:3], rows, empty.microbatch_routes)
 
 
 @st.composite
@@ -112,9 +127,15 @@ def costs(draw: st.DrawFn, stages: int) -> Costs:
     def column(length: int) -> tuple[int, ...]:
         return tuple(draw(st.lists(st.integers(0, 5), min_size=length, max_size=length)))
 
-    return Costs(column(stages), column(stages), column(stages), column(stages - 1), column(stages), column(stages))
+    return Costs(column(stages), column(stages), column(stages), column(stages - 1), column(stages), column(stages), column(stages))
 
 
 def edited(schedule: Schedule, rank: int, row: list[Op] | tuple[Op, ...]) -> Schedule:
     """The schedule with another row on `rank`."""
-    return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))
+    return with_rows(schedule, [*schedule.rows[:rank], row, *schedule.rows[rank + 1 :]])
+
+
+def with_rows(schedule: Schedule, rows: Sequence[Sequence[Op]]) -> Schedule:
+    """The schedule with other rows; passes that no longer stand next to each other are no longer overlapped."""
+    side_by_side = {pair for row in rows for pair in pairwise(row)}
+    return replace(schedule, rows=tuple(map(tuple, rows)), overlaps=schedule.overlaps & side_by_side)

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from tests.pure.shapes import shape
 from zerobubble.costs import Costs
 from zerobubble.errors import ParseError, ZeroBubbleError
 from zerobubble.export.json_form import dumps, loads
 from zerobubble.export.schedule_file import load_schedule
+from zerobubble.export.torch_comms import to_torch_comms_csv
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.lower import lower
 from zerobubble.schedules import SCHEDULES, make
@@ -16,7 +18,7 @@ from zerobubble.simulate import simulate
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_value_survives_json(name: str) -> None:
-    schedule = make(name, 3, 5)
+    schedule = make(name, *shape(name, 3, 5))
     costs = Costs.uniform(schedule.num_stages, (3, 2, 1), 0.5)
     for value in (schedule, costs, simulate(schedule, costs), lower(schedule)):
         assert loads(dumps(value)) == value
@@ -24,9 +26,15 @@ def test_every_value_survives_json(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_file_is_recognised_in_each_form(name: str) -> None:
-    schedule = make(name, 3, 5)
-    for text in (schedule.to_text(), dumps(schedule), to_torch_csv(schedule), "\ufeff" + schedule.to_text()):
+    schedule = make(name, *shape(name, 3, 5))
+    for text in (schedule.to_text(), dumps(schedule), "\ufeff" + schedule.to_text()):
         assert load_schedule(text, name) == schedule
+
+
+def test_a_csv_is_recognised() -> None:
+    schedule = make("zb-v", 3, 5)
+    for text in (to_torch_csv(schedule), ",," + to_torch_csv(schedule), to_torch_comms_csv(schedule), to_torch_comms_csv(schedule, 3)):
+        assert load_schedule(text, "zb-v") == schedule
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import json
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from tests.pure.shapes import shape
 from zerobubble.costs import Costs
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.lower import lower
@@ -15,7 +17,7 @@ from zerobubble.simulate import simulate
 
 
 def traced(name: str, copies: int = 1) -> tuple[Any, list[dict[str, Any]]]:
-    schedule = make(name, 4, 6)
+    schedule = make(name, *shape(name, 4, 6))
     timeline = simulate(schedule, Costs.uniform(schedule.num_stages, (3.0, 3.0, 2.0), 0.25))
     return schedule, json.loads(perfetto_json(*[timeline] * copies))["traceEvents"]
 
@@ -45,6 +47,22 @@ def test_a_slice_per_pass_and_a_memory_counter_per_rank(name: str) -> None:
     assert Counter(event["name"] for event in slices) == Counter(str(op) for _, _, op in schedule.ops())
     assert {event["args"]["kind"] for event in slices} == {op.kind.value for _, _, op in schedule.ops()}
     assert {event["name"] for event in events if event["ph"] == "C"} == {f"memory of rank {rank}" for rank in range(4)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_two_slices_of_a_thread_cross_and_overlapped_passes_have_one_of_their_own(name: str) -> None:
+    schedule, events = traced(name)
+    threads: dict[int, list[tuple[float, float]]] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for slices in threads.values():
+        assert all(end <= start for (_, end), (start, _) in pairwise(slices))
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names.keys() == threads.keys()
+    ranks = [f"rank {rank}" for rank in range(4)]
+    beside = [f"rank {rank}, overlapped" for rank in range(4) if any(len(step) > 1 for step in schedule.steps[rank])]
+    assert sorted(names.values()) == sorted(ranks + beside)
+    assert [names[thread] for thread in sorted(names)] == sorted(names.values()), "the second thread of a rank stands below its first"
 
 
 def test_times_are_in_microseconds() -> None:

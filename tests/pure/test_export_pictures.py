@@ -1,15 +1,16 @@
 """Pictures of timelines: SVG and the palette."""
 
-from itertools import combinations, pairwise
+from itertools import combinations
 from math import dist
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.pure.shapes import shape
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.palette import COLOURS, ink, luminance, shade
-from zerobubble.export.svg import LEFT, timeline_svg
+from zerobubble.export.svg import LEFT, ROW, timeline_svg
 from zerobubble.export.units import show_bytes, show_ms, ticks
 from zerobubble.schedules import SCHEDULES, make
 from zerobubble.simulate import simulate
@@ -19,7 +20,7 @@ NS = {"s": "http://www.w3.org/2000/svg"}
 
 
 def played(name: str, ranks: int = 4, microbatches: int = 6, times: tuple[float, float, float] = (3, 3, 2)) -> Timeline:
-    schedule = make(name, ranks, microbatches)
+    schedule = make(name, *shape(name, ranks, microbatches))
     return simulate(schedule, Costs.uniform(schedule.num_stages, times, 0.2, held=0.5))
 
 
@@ -33,15 +34,31 @@ def test_one_box_per_pass_inside_the_axis_and_none_on_another(name: str) -> None
     picture = timeline_svg(*timelines, width=1000, memory=True)
     drawn = boxes(picture)
     assert len(drawn) == sum(1 for timeline in timelines for _ in timeline.spans())
-    rows: dict[str, list[tuple[float, float]]] = {}
-    for box in drawn:
-        x, width = float(box.get("x", "")), float(box.get("width", ""))
-        assert x >= LEFT
-        assert x + width <= 1000
-        rows.setdefault(box.get("y", ""), []).append((x, x + width))
-    assert len(rows) == sum(timeline.num_ranks for timeline in timelines)
-    for row in rows.values():
-        assert all(end <= start + 0.02 for (_, end), (start, _) in pairwise(row))
+    corners = [edges(box) for box in drawn]
+    assert all(LEFT <= left < right <= 1000 for left, right, _, _ in corners)
+    assert len({top for _, _, top, bottom in corners if bottom == top + ROW}) == sum(timeline.num_ranks for timeline in timelines)
+    for (left, right, top, bottom), (other_left, other_right, other_top, other_bottom) in combinations(corners, 2):
+        apart = right <= other_left + 0.02 or other_right <= left + 0.02
+        assert apart or bottom < other_top or other_bottom < top
+
+
+def edges(box: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Left, right, top and bottom."""
+    x, y, width, height = (float(box.get(name, "")) for name in ("x", "y", "width", "height"))
+    return x, x + width, y, y + height
+
+
+def test_two_overlapped_passes_share_the_height_of_one() -> None:
+    schedule = make("dualpipe-v", 2, 4)
+    timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
+    drawn = dict(zip((span.op for _, span in timeline.spans()), map(edges, boxes(timeline_svg(timeline))), strict=True))
+    assert schedule.overlaps
+    for first, second in schedule.overlaps:
+        (left, right, top, middle), (*sides, below, bottom) = drawn.pop(first), drawn.pop(second)
+        assert [left, right] == sides
+        assert 0 < below - middle <= 2
+        assert bottom - top == ROW
+    assert {bottom - top for _, _, top, bottom in drawn.values()} == {ROW}
 
 
 def test_timelines_share_one_axis() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.pure.shapes import IN_TORCH_CSV, grid
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.ir import Op, Placement, Schedule
@@ -9,20 +10,28 @@ from zerobubble.schedules import SCHEDULES, make
 from zerobubble.verify import schedule_faults
 
 GRID = [(1, 1), (2, 2), (3, 7), (4, 8), (8, 5)]
+CASES = [(name, p, m) for name in IN_TORCH_CSV for p, m in grid(name, SCHEDULES[name].stages_per_rank, GRID)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), GRID)
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
 def test_what_was_written_is_read_back(name: str, ranks: int, microbatches: int) -> None:
     schedule = make(name, ranks, microbatches)
     back = from_torch_csv(to_torch_csv(schedule), name)
-    assert (back.rows, back.num_microbatches, back.placement.routes) == (
-        schedule.rows,
+    assert (back.steps, back.num_microbatches, back.placement.routes) == (
+        schedule.steps,
         schedule.num_microbatches,
         schedule.placement.routes,
     )
-    if ranks > 1:
+    if ranks > 1 and schedule.placement.name != "wave":
         assert back == schedule
+
+
+def test_an_overlapped_step_is_one_cell() -> None:
+    text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0I1,0W1,0B2\n"
+    schedule = from_torch_csv(text)
+    assert [str(op) for op in schedule.steps[0][2]] == ["0F2", "0BW0"]
+    assert to_torch_csv(schedule) == text
+    assert from_torch_csv(text.replace("(0F2;0B0)", "( 0F2 ; 0B0 )")) == schedule
 
 
 def test_the_letters_are_pytorchs() -> None:
@@ -34,6 +43,11 @@ def test_the_letters_are_pytorchs() -> None:
 def test_three_loops_are_recognised() -> None:
     schedule = make("interleaved-1f1b", 2, 4, 3)
     assert from_torch_csv(to_torch_csv(schedule)).placement == Placement.looped(2, 3)
+
+
+def test_two_waves_are_recognised() -> None:
+    schedule = make("hanayo", 2, 4, 4)
+    assert from_torch_csv(to_torch_csv(schedule), schedule.name) == schedule
 
 
 def test_any_other_placement_is_custom() -> None:
@@ -53,8 +67,15 @@ def test_idle_cells_blank_ends_and_windows_line_ends_are_skipped() -> None:
         ("0F0,0B", "line 1, cell 2", "'0B' is not a pass"),
         ("0F0,0BW0", "line 1, cell 2", "'0BW0' is not a pass"),
         ("0F0,0F٣", "line 1, cell 2", "is not a pass"),
-        ("0F0,(0F1;0B0)OVERLAP_F_B", "line 1, cell 2", "overlapped, which is not supported yet"),
-        ("0F0,0SEND_F0", "line 1, cell 2", "compute_only"),
+        ("0F0,(0F1)OVERLAP_F_B", "line 1, cell 2", "overlaps 1 pass; an overlapped step has two"),
+        ("0F0,(0F1;0B0;0W0)OVERLAP_F_B", "line 1, cell 2", "overlaps 3 passes"),
+        ("0F0,(0F1;0B0)", "line 1, cell 2", "such as (0F8;7B0)OVERLAP_F_B"),
+        ("0F0,(0F1;x)OVERLAP_F_B", "line 1, cell 2", "'(0F1;x)OVERLAP_F_B' is not a pass"),
+        ("0F0,()OVERLAP_F_B", "line 1, cell 2", "is not a pass"),
+        ("0F0,(0F1,0B0)OVERLAP_F_B", "line 1, cell 2", "'(0F1' is not a pass"),
+        ("0F0,0SEND_F", "line 1, cell 2", "'0SEND_F' is not a pass"),
+        ("0F0,0UNSHARD0", "line 1, cell 2", "'0UNSHARD0' is not a pass"),
+        ("0SEND_F0\n1RECV_F0", "line 1", "no pass"),
         ("0F0,0B0\n\n1F0,1B0", "line 2", "no pass"),
         ("0F0,0F2", "microbatch 1", "microbatch 2"),
         ("0F0\n2F0", "stage 1", "stage 2"),

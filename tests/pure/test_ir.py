@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
-from zerobubble import InputError, Kind, Op, ParseError, Placement, Schedule, make
+from zerobubble import InputError, Kind, Op, ParseError, Placement, Schedule, make, schedule_faults
+from zerobubble.ir import parse_step
 
 GOLDEN = """\
 zerobubble schedule 1
@@ -123,3 +125,31 @@ def test_broken_text_is_a_schedule_or_refused(data: st.DataObject) -> None:
     except InputError:
         return
     assert Schedule.from_text(schedule.to_text()) == schedule
+
+
+def test_an_overlapped_step_has_a_text_and_a_json_form() -> None:
+    text = "zerobubble schedule 1\nname x\nplacement linear: 0\nmicrobatches 2\nrank 0: 0F0 0F1&0BW0 0BW1\n"
+    schedule = Schedule.from_text(text)
+    assert schedule.rows == (tuple(map(Op.parse, ("0F0", "0F1", "0BW0", "0BW1"))),)
+    assert schedule.steps[0][1] == (Op(Kind.F, 0, 1), Op(Kind.BW, 0, 0))
+    assert schedule.overlaps == {schedule.steps[0][1]}
+    assert schedule.to_text() == text
+    assert Schedule.from_dict(schedule.to_dict()) == schedule
+
+
+def test_three_passes_cannot_overlap() -> None:
+    with pytest.raises(ParseError, match="'0F0&0F1&0BW0' overlaps 3 passes; a step is one pass or two, such as 0F8&7BW0"):
+        parse_step("0F0&0F1&0BW0")
+
+
+def test_overlapped_passes_stand_next_to_each_other() -> None:
+    schedule = make("gpipe", 1, 2)
+    with pytest.raises(InputError, match="an overlapped step is two passes next to each other in a row, which 0F0 and 0BW0 are not"):
+        replace(schedule, overlaps=frozenset({(Op(Kind.F, 0, 0), Op(Kind.BW, 0, 0))}))
+
+
+def test_evaluation_of_a_bidirectional_schedule_takes_the_first_route() -> None:
+    schedule = make("chimera", 2, 2).forward_only()
+    assert [[str(op) for op in row] for row in schedule.rows] == [["0F0", "0F1"], ["1F0", "1F1"]]
+    assert schedule.microbatch_routes == ()
+    assert schedule_faults(schedule) == ()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import zerobubble
+from tests.pure.shapes import grid
 from zerobubble import (
     SCHEDULES,
     Costs,
@@ -28,6 +29,7 @@ from zerobubble import (
     schedule_faults,
     simulate,
 )
+from zerobubble.blocks import known_block, repeat
 from zerobubble.rules import RULES, made_stuff, used_stages
 
 ROOT = Path(zerobubble.__file__).parent
@@ -65,8 +67,9 @@ def test_importing_takes_less_than_a_third_of_a_second() -> None:
 def mirrored(schedule: Schedule) -> Schedule:
     """The same schedule with the stages numbered from the loss to the batch."""
     last = schedule.num_stages - 1
-    rows = tuple(tuple(Op(op.kind, last - op.stage, op.microbatch) for op in row) for row in schedule.rows)
-    return replace(schedule, placement=Placement.custom(schedule.placement.routes[0][::-1]), rows=rows)
+    rows = [[tuple(Op(op.kind, last - op.stage, op.microbatch) for op in step) for step in row] for row in schedule.steps]
+    placement = Placement.custom(*(route[::-1] for route in schedule.placement.routes))
+    return Schedule.of_steps(schedule.name, placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
 
 
 @contextmanager
@@ -87,7 +90,7 @@ def mirrored_rules() -> Iterator[None]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_everything_follows_the_rules_table(name: str) -> None:
     """A reader with a dependency of its own would see a fault, stop, or find other times where the table alone is mirrored."""
-    schedule = make(name, 3, 6)
+    schedule = make(name, *grid(name, SCHEDULES[name].stages_per_rank, [(3, 6), (4, 8)])[0])
     costs = Costs.uniform(schedule.num_stages, comm=0.5)
     ends = [[span.end for span in row] for row in simulate(schedule, costs).rows]
     with mirrored_rules():
@@ -140,6 +143,8 @@ VALUES = [
     simulate(SAMPLE, Costs.uniform(2)),
     simulate(SAMPLE, Costs.uniform(2)).rows[0][0],
     lower(SAMPLE).rows[0][0],
+    known_block("v-half", 2),
+    repeat(known_block("v-half", 2), 2),
 ]
 
 
@@ -166,7 +171,7 @@ def test_times_and_bytes_are_whole_numbers() -> None:
 
 
 def test_every_schedule_file_is_in_the_table() -> None:
-    files = {file.stem for file in (ROOT / "schedules").glob("*.py")} - {"__init__"}
+    files = {file.stem for file in (ROOT / "schedules").glob("*.py")} - {"__init__", "orders", "own", "recipe"}
     assert files == {recipe.build.__module__.rpartition(".")[2] for recipe in SCHEDULES.values()}
 
 

@@ -63,10 +63,14 @@ def test_golden_makespans_with_communication(ranks: int, microbatches: int, comm
 
 
 def decoded(name: str) -> list[list[Op]]:
-    """A printed sequence as passes: capitals of one stage, or F b w of a rank's first and f B' W' of its second."""
+    """A printed sequence as passes: capitals of one stage, or F b w of a rank's first and f B' W' of its second.
+
+    B is BW where backward is whole.
+    """
     schedule = make(name, 4, 8)
-    second = {"f": Kind.F, "B'": Kind.B, "W'": Kind.W}
-    first = {"F": Kind.F, "b": Kind.B, "w": Kind.W, "B": Kind.B if SCHEDULES[name].splits else Kind.BW, "W": Kind.W}
+    back = Kind.B if SCHEDULES[name].splits else Kind.BW
+    second = {"f": Kind.F, "B'": back, "W'": Kind.W}
+    first = {"F": Kind.F, "b": Kind.B, "w": Kind.W, "B": back, "W": Kind.W}
     rows = []
     for rank, line in enumerate(FIGURES[name]):
         cells = [re.fullmatch(r"(\D+)(\d+)", cell).groups() for cell in line.split()]

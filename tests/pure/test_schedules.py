@@ -1,17 +1,33 @@
-"""The table of published schedules: every one is legal at every shape, and one more is one more line."""
+"""The table of published schedules: every one is legal at every shape it allows, says what it is, and takes its options."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.pure.shapes import EVERY, SHAPES
-from zerobubble import SCHEDULES, Costs, InputError, Kind, Schedule, make, schedule_faults, simulate
-from zerobubble.schedules import Recipe
+from tests.pure.shapes import EVERY, grid, stage_counts
+from zerobubble import (
+    SCHEDULES,
+    Costs,
+    InputError,
+    Kind,
+    Placement,
+    Recipe,
+    Schedule,
+    ScheduleError,
+    make,
+    picture,
+    schedule_faults,
+    simulate,
+)
+
+RECIPES = pytest.mark.parametrize("recipe", SCHEDULES.values(), ids=lambda recipe: recipe.name)
 
 
 @pytest.mark.parametrize(("name", "stages_per_rank"), EVERY)
 def test_published_schedules_are_legal_at_every_shape(name: str, stages_per_rank: int) -> None:
-    for ranks, microbatches in SHAPES:
+    for ranks, microbatches in grid(name, stages_per_rank):
         schedule = make(name, ranks, microbatches, stages_per_rank)
         assert schedule_faults(schedule) == (), (ranks, microbatches)
         assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, ranks, microbatches)
@@ -19,38 +35,186 @@ def test_published_schedules_are_legal_at_every_shape(name: str, stages_per_rank
         assert schedule_faults(schedule.forward_only()) == (), (ranks, microbatches)
 
 
-@pytest.mark.parametrize("recipe", SCHEDULES.values(), ids=lambda recipe: recipe.name)
+@RECIPES
+def test_every_schedule_is_tried_at_many_shapes(recipe: Recipe) -> None:
+    """At 200 and more, or at all there are up to 8 ranks and 32 microbatches."""
+    shapes = [(p, m) for p in range(1, 9) for m in range(1, 33)]
+    there_are = sum(recipe.allows(p, m, v) for p, m in shapes for v in stage_counts(recipe.name))
+    tried = sum(len(grid(recipe.name, v)) for v in stage_counts(recipe.name))
+    assert tried >= min(200, there_are) >= 40
+
+
+@RECIPES
+def test_a_shape_is_allowed_exactly_where_it_is_made(recipe: Recipe) -> None:
+    for ranks, microbatches, stages in [(p, m, v) for p in range(6) for m in range(13) for v in range(4)]:
+        if recipe.allows(ranks, microbatches, stages):
+            assert make(recipe.name, ranks, microbatches, stages).num_microbatches == microbatches
+        else:
+            with pytest.raises(InputError) as caught:
+                make(recipe.name, ranks, microbatches, stages)
+            assert str(caught.value) == recipe.refusal(ranks, microbatches, stages)
+            assert re.fullmatch(rf"{recipe.name} (needs|holds) .*, got \d+", str(caught.value))
+
+
+@RECIPES
 def test_a_recipe_tells_what_its_schedules_hold(recipe: Recipe) -> None:
-    kinds = {op.kind for _, _, op in make(recipe.name, 3, 5).ops()}
-    assert kinds == ({Kind.F, Kind.B, Kind.W} if recipe.splits else {Kind.F, Kind.BW})
+    ranks, microbatches = grid(recipe.name, recipe.stages_per_rank)[-1]
+    schedule = make(recipe.name, ranks, microbatches)
+    kinds = {op.kind for _, _, op in schedule.ops()}
+    assert (recipe.splits, recipe.trains) == (Kind.W in kinds, kinds != {Kind.F})
+    assert recipe.torch_csv == (len(schedule.placement.routes) == 1)
+
+
+@RECIPES
+def test_a_docstring_has_every_part(recipe: Recipe) -> None:
+    """First line, rule, bullets, what it is good for, source, picture: in this order."""
     assert recipe.summary.endswith(".")
-    assert recipe.torch_csv == (len(make(recipe.name, 3, 5).placement.routes) == 1)
+    assert len(recipe.summary) <= 130
+    assert any(text.startswith("bubble (") for text in recipe.formulas)
+    assert any(text.startswith("peak memory") for text in recipe.formulas)
+    assert recipe.good_for.endswith(".")
+    assert re.search(r"arXiv \d{4}\.\d{5}|repository", recipe.source)
+    parts = (
+        recipe.summary,
+        "\n\n    - bubble (",
+        "\n    - peak memory",
+        "\n\n    Good for: ",
+        "\n\n    Source: ",
+        "\n    >>> print(picture(",
+    )
+    text = recipe.build.__doc__ or ""
+    places = [text.find(part) for part in parts]
+    assert min(places) >= 0, parts[places.index(-1)]
+    assert places == sorted(places)
+    rule = text[: places[1]].removeprefix(recipe.summary).strip()
+    assert len(rule) > 20
+    stages = (1, 2, 3, 4) if recipe.any_stages else (recipe.stages_per_rank,)
+    everywhere = all(recipe.allows(p, m, v) for p in (1, 2, 3) for m in (1, 2, 3) for v in stages)
+    assert (recipe.condition == "") == everywhere
 
 
-def test_a_schedule_is_added_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backwards_last(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-        """Mine."""
+HEAD = "zerobubble schedule 1\nmicrobatches 2\n"
+
+
+def test_the_picture_of_a_schedule() -> None:
+    assert picture(make("1f1b", 2, 3)).splitlines() == ["F0 F1 .  .  BW0   F2 BW1   .  BW2", ".  F0 BW0   F1 BW1   F2 BW2   .  ."]
+    assert picture(make("zb-v", 1, 1)) == "F0 f0 b0 w0 B0 W0"
+    assert picture(make("gpipe", 1, 11)).startswith("F0  F1  F2 ")
+    both = Schedule.from_text(f"{HEAD}routes 0 1\nplacement x: 0 1 | 1 0\nrank 0: 0F0 1F1\nrank 1: 0F1 1F0\n")
+    assert picture(both).splitlines() == ["F0 f1", "f1 F0"]
+    together = Schedule.from_text(f"{HEAD}placement x: 0\nrank 0: 0F0 0F1&0BW0 0BW1\n")
+    assert picture(together) == "F0 F1&BW0   BW1"
+
+
+def test_a_schedule_that_cannot_run_has_no_picture() -> None:
+    with pytest.raises(ScheduleError, match="0BW1 at position 1 before 0F1"):
+        picture(Schedule.from_text(f"{HEAD}placement x: 0\nrank 0: 0F0 0BW1 0F1 0BW0\n"))
+
+
+@RECIPES
+def test_a_picture_shows_every_unit_of_time(recipe: Recipe) -> None:
+    """Dots are idle units and the rest is work, up to the makespan."""
+    schedule = recipe.sample
+    timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
+    for figures, line in zip(timeline.ranks, picture(schedule).splitlines(), strict=True):
+        assert line.count(".") * 1_000_000 == timeline.makespan - figures.work
+        assert len(re.findall(r"[A-Za-z]+\d", line)) == len(schedule.rows[figures.rank])
+
+
+def mine(ranks: int, microbatches: int, stages_per_rank: int = 1, late: float = 0.5, *, tag: str = "") -> Schedule:
+    """Mine,
+    all of it.
+
+    A rule.
+
+    - bubble (makespan): none
+      to speak of
+    - peak memory: some
+
+    Good for: tests
+    of docstrings.
+
+    Source: here.
+    """
+    return make("gpipe", ranks, microbatches)
+
+
+def test_a_recipe_reads_its_docstring() -> None:
+    recipe = Recipe("mine", mine)
+    told = (recipe.summary, recipe.rule, recipe.good_for, recipe.source)
+    assert told == ("Mine, all of it.", "A rule.", "tests of docstrings.", "here.")
+    assert recipe.formulas == ("bubble (makespan): none to speak of", "peak memory: some")
+    bare = Recipe("bare", lambda ranks, microbatches, stages_per_rank: make("gpipe", ranks, microbatches))
+    assert (bare.summary, bare.rule, bare.formulas, bare.good_for, bare.source, bare.options) == ("", "", (), "", "", {})
+
+
+def test_options_are_checked_by_name_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "mine", Recipe("mine", mine))
+    assert SCHEDULES["mine"].options == {"late": 0.5, "tag": ""}
+    assert make("mine", 2, 3, late=1, tag="x").name == "gpipe"
+    wrong = {
+        "mine has no option 'lte': did you mean 'late'? its options are late, tag": {"lte": 1},
+        "the option late of mine is float, got 'soon'": {"late": "soon"},
+        "the option tag of mine is str, got 3": {"tag": 3},
+    }
+    for message, options in wrong.items():
+        with pytest.raises(InputError) as caught:
+            make("mine", 2, 3, **options)
+        assert str(caught.value) == message
+
+
+def test_an_option_of_any_type_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a type cannot be asked, the function is the judge."""
+
+    def build(ranks: int, microbatches: int, stages_per_rank: int = 1, a: tuple[int, ...] = (), b: Unknown = 1, c=2) -> Schedule:  # type: ignore[no-untyped-def] # noqa: F821
+        assert (a, b, c) == ("x", "y", "z")
         return make("gpipe", ranks, microbatches)
 
-    monkeypatch.setitem(SCHEDULES, "mine", Recipe("mine", backwards_last))
-    assert simulate(make("mine", 2, 3), Costs.uniform(2)).makespan == 12_000_000
-    assert (SCHEDULES["mine"].summary, SCHEDULES["mine"].splits) == ("Mine.", False)
-    with pytest.raises(InputError, match="mine"):
-        make("no such", 2, 3)
+    monkeypatch.setitem(SCHEDULES, "mine", Recipe("mine", build))
+    assert make("mine", 2, 3, a="x", b="y", c="z").name == "gpipe"
+
+
+def test_a_recipe_without_a_small_shape_says_so() -> None:
+    never = Recipe("never", mine, needs=lambda ranks, microbatches, stages_per_rank: "needs luck")
+    with pytest.raises(InputError, match="never refuses every shape of up to 32 ranks"):
+        assert never.splits
+    large = Recipe("large", mine, needs=lambda ranks, microbatches, stages_per_rank: "needs 5 ranks" if ranks < 5 else "")
+    assert large.sample.num_ranks == 5
+
+
+def test_a_group_is_an_option_of_interleaved() -> None:
+    rank = make("interleaved-1f1b", 2, 4, group=4).rows[1]
+    assert [str(op) for op in rank[:6]] == ["1F0", "1F1", "1F2", "1F3", "3F0", "3BW0"]
+    assert SCHEDULES["interleaved-1f1b"].options == {"group": None}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "options", "message"),
     [
-        (("zbv", 2, 4), "there is no schedule 'zbv': did you mean 'zb-v'? known are gpipe, 1f1b, "),
-        (("xyz", 2, 4), "there is no schedule 'xyz': known are gpipe, 1f1b, "),
-        (("1f1b", 0, 4), "1f1b needs at least one of ranks, got 0"),
-        (("1f1b", 2, 0), "1f1b needs at least one of microbatches, got 0"),
-        (("interleaved-1f1b", 2, 4, 0), "interleaved-1f1b needs at least one of stages per rank, got 0"),
-        (("zb-v", 2, 4, 3), "zb-v holds 2 stages per rank by construction, got 3"),
+        (("zbv", 2, 4), {}, "there is no schedule 'zbv': did you mean 'zb-v'? known are gpipe, 1f1b, "),
+        (("xyz", 2, 4), {}, "there is no schedule 'xyz': known are gpipe, 1f1b, "),
+        (("1f1b", 0, 4), {}, "1f1b needs at least one of ranks, got 0"),
+        (("1f1b", 2, 0), {}, "1f1b needs at least one of microbatches, got 0"),
+        (("interleaved-1f1b", 2, 4, 0), {}, "interleaved-1f1b needs at least one of stages per rank, got 0"),
+        (("zb-v", 2, 4, 3), {}, "zb-v holds 2 stages per rank by construction, got 3"),
+        (("1f1b", 2, 4), {"group": 2}, "1f1b has no option 'group': it has none"),
+        (("interleaved-1f1b", 2, 4), {"grup": 2}, "interleaved-1f1b has no option 'grup': did you mean 'group'? its options are group"),
+        (("interleaved-1f1b", 2, 4), {"group": "2"}, "the option group of interleaved-1f1b is int | None, got '2'"),
+        (("interleaved-1f1b", 4, 8), {"group": 2}, "interleaved-1f1b of 4 ranks needs groups of at least 3 microbatches, got 2: "),
     ],
 )
-def test_wrong_requests_are_told(arguments: tuple[object, ...], message: str) -> None:
+def test_wrong_requests_are_told(arguments: tuple[object, ...], options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError) as caught:
-        make(*arguments)
+        make(*arguments, **options)
     assert str(caught.value).startswith(message)
+
+
+def test_what_a_function_gives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+        return Schedule("other", Placement.linear(1), 1, ((),))
+
+    monkeypatch.setitem(SCHEDULES, "other", Recipe("other", other))
+    with pytest.raises(InputError, match="the function of other must give a Schedule of 2 ranks and 3 microbatches, gave Schedule"):
+        make("other", 2, 3)
+    with pytest.raises(InputError, match="schedule 'two' needs a function of \\(ranks, microbatches, stages_per_rank\\): too many"):
+        Recipe("two", lambda ranks, microbatches: make("gpipe", ranks, microbatches))

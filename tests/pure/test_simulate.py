@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 import zerobubble as zb
-from tests.pure.problems import delay, needs, problems, slow_ends
+from tests.pure.problems import delay, needs, problems, slow_ends, step_time
 from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, peak_memory, simulate
 from zerobubble.timeline import Cause, Span, Why
 
@@ -27,10 +27,11 @@ def test_spans_keep_the_rows_their_times_and_their_needs(problem: Problem) -> No
     timeline = simulate(schedule, costs)
     spans = {span.op: span for _, span in timeline.spans()}
     assert tuple(tuple(span.op for span in row) for row in timeline.rows) == schedule.rows
-    for row in timeline.rows:
-        assert all(left.end <= right.start for left, right in pairwise(row))
+    for row in schedule.steps:
+        assert all(spans[left[-1]].end <= spans[right[0]].start for left, right in pairwise(row))
+        for step in row:
+            assert {(spans[op].start, spans[op].duration) for op in step} == {(spans[step[0]].start, step_time(step, costs))}
     for op, span in spans.items():
-        assert span.duration == costs.time(op.kind, op.stage)
         for need in needs(op, set(spans), schedule.num_stages):
             assert span.start >= spans[need].end + delay(schedule, costs, need, op)
 
@@ -40,12 +41,14 @@ def test_every_reason_is_true(problem: Problem) -> None:
     schedule, costs = problem
     timeline = simulate(schedule, costs)
     spans = {span.op: span for _, span in timeline.spans()}
-    for row in timeline.rows:
-        for before, span in zip((None, *row), row, strict=False):
-            check_reason(schedule, costs, spans, before, span)
+    for row in schedule.steps:
+        for before, step in zip((None, *row), row, strict=False):
+            check_reason(schedule, costs, spans, spans[before[-1]] if before else None, step)
 
 
-def check_reason(schedule: Schedule, costs: Costs, spans: dict[Op, Span], before: Span | None, span: Span) -> None:
+def check_reason(schedule: Schedule, costs: Costs, spans: dict[Op, Span], before: Span | None, step: tuple[Op, ...]) -> None:
+    span = spans[step[0]]
+    assert all(spans[op].why == span.why for op in step)
     assert span.why is not None
     cause, op = span.why
     if cause is Cause.NOTHING:
@@ -55,9 +58,9 @@ def check_reason(schedule: Schedule, costs: Costs, spans: dict[Op, Span], before
         assert (op, span.start) == (before.op, before.end)
     else:
         assert op is not None
-        assert op in needs(span.op, set(spans), schedule.num_stages)
-        assert schedule.rank_of(op.stage, op.microbatch) != schedule.rank_of(span.op.stage, span.op.microbatch)
-        assert span.start == spans[op].end + delay(schedule, costs, op, span.op)
+        users = [user for user in step if op in needs(user, set(spans), schedule.num_stages)]
+        assert schedule.rank_of(op.stage, op.microbatch) != schedule.rank_of(step[0].stage, step[0].microbatch)
+        assert span.start in [spans[op].end + delay(schedule, costs, op, user) for user in users]
 
 
 @given(problems())

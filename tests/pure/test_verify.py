@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.pure.problems import BW, B, F, edited, needs, problems, schedules, slow_ends
+from tests.pure.problems import BW, B, F, edited, needs, problems, schedules, slow_ends, with_rows
 from zerobubble import Costs, Fault, Op, Schedule, ScheduleError, make, schedule_faults, simulate
 
 ROOTS = ("count", "stage-range", "microbatch-range", "wrong-rank", "duplicate", "missing", "conflict", "order", "deadlock")
@@ -125,7 +125,7 @@ def disturbed(schedule: Schedule, dice: random.Random) -> Schedule:
             row.insert(at, Op(dice.choice((F, B, BW)), op.stage + dice.choice((0, 0, 1, -1)), op.microbatch + dice.choice((0, 0, 1))))
         elif edit == "give":
             dice.choice(rows).append(op)
-    return replace(schedule, rows=tuple(map(tuple, rows)))
+    return with_rows(schedule, rows)
 
 
 def faults_of(text: str, placement: str = "linear: 0 1", microbatches: int = 1) -> list[Fault]:
@@ -155,12 +155,27 @@ def faults_of(text: str, placement: str = "linear: 0 1", microbatches: int = 1) 
          "keep either BW or the pair"),
         ("rank 0: 0F0 0W0 0B0\nrank 1: 1F0 1BW0", "order", "rank 0 runs 0W0 at position 1 before 0B0 at position 2, whose result it uses: "
          "move 0B0 earlier"),
+        ("rank 0: 0F0 0BW0\nrank 1: 1F0&1BW0", "overlap", "rank 1 runs 1F0 at position 0 overlapped with 1BW0, which uses its result: run "
+         "1BW0 after it"),
         ("rank 0:\nrank 1:", "count", "the number of microbatches is 1, but the rows hold only 0 passes: correct it or add the passes"),
     ],
 )  # fmt: skip
 def test_sentences(text: str, code: str, message: str) -> None:
     fault = faults_of(text)[0]
     assert (fault.code, str(fault)) == (code, message)
+
+
+def test_the_forward_of_an_overlapped_step_is_written_first() -> None:
+    (fault,) = faults_of("rank 0: 0F0 0BW0&0F1 0BW1\nrank 1: 1F0 1BW0 1F1 1BW1", microbatches=2)
+    assert str(fault) == "rank 0 runs 0BW0 at position 1 overlapped with 0F1, which takes memory first: write 0F1&0BW0"
+
+
+def test_overlapped_passes_wait_for_each_others_needs() -> None:
+    """Apart, rank 0 would send the activation that the gradient it waits for depends on."""
+    apart, together = "rank 0: 0F0 0F1 0BW0 0BW1\nrank 1: 1F0 1F1 1BW1 1BW0", "rank 0: 0F0 0F1&0BW0 0BW1\nrank 1: 1F0 1F1 1BW1 1BW0"
+    assert faults_of(apart, microbatches=2) == []
+    (fault,) = faults_of(together, microbatches=2)
+    assert fault.message.startswith("deadlock: rank 0 cannot start 0F1 before rank 1 has run 1BW0, rank 1 cannot start 1F1 before rank 0")
 
 
 def test_a_circle_of_waiting_is_told_from_its_first_rank() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from zerobubble.cli.blocks import block
 from zerobubble.cli.check import check
+from zerobubble.cli.compare import compare
 from zerobubble.cli.group import OneSentenceGroup, group
 from zerobubble.cli.list import list_schedules
 from zerobubble.cli.make import make_file
 from zerobubble.cli.show import show
+from zerobubble.cli.table import table
 
 __all__ = ["main"]
 
 main: OneSentenceGroup = group
-for _verb in (list_schedules, show, make_file, check):
+for _verb in (list_schedules, show, make_file, check, compare, table, block):
     main.add_command(_verb)

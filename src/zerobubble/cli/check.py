@@ -1,21 +1,28 @@
-"""`zerobubble check`: whether a schedule file can run, and every reason why not."""
+"""`zerobubble check`: whether a schedule file can run, every reason why not, and which schedule it is."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import click
 
-from zerobubble.cli.files import read_schedule
+from zerobubble.cli.figures import in_microbatches
+from zerobubble.cli.files import parse_schedule, read_text
+from zerobubble.cli.marks import excerpt, source_rows
 from zerobubble.cli.options import json_option
-from zerobubble.costs import UNIT_BYTES, Costs
+from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Schedule
+from zerobubble.recognise import Recognition, recognise
 from zerobubble.simulate import peak_memory
 from zerobubble.verify import schedule_faults
 
 FAULTY = 1
+MOST_SHOWN = 20
+MOST_RECOGNISED = 100_000
+"""Passes up to which building every known schedule for comparison takes seconds."""
 
 
 @click.command("check")
@@ -25,40 +32,52 @@ FAULTY = 1
 def check(ctx: click.Context, file: str, as_json: bool) -> None:
     """Check the schedule in FILE (text, JSON or PyTorch CSV; - is stdin).
 
-    Prints every fault as a sentence, root causes first. The exit code is 0 for a legal schedule, 1 for a faulty one and 2 for a
-    file that cannot be read.
+    Prints every fault as a sentence with its place in the file, root causes first, or else which known schedule it is or comes
+    closest to. The exit code is 0 for a legal schedule, 1 for a faulty one and 2 for a file that cannot be read.
 
     \b
     Examples:
       zerobubble check mine.csv
       zerobubble make zb-h2 --ranks 4 --microbatches 8 | zerobubble check -
     """
-    schedule = read_schedule(file)
+    text = read_text(file)
+    schedule = parse_schedule(file, text)
     faults = schedule_faults(schedule)
-    click.echo(json.dumps(_as_dict(schedule, faults), indent=2) if as_json else _as_text(schedule, faults))
+    known = None if faults or sum(map(len, schedule.rows)) > MOST_RECOGNISED else recognise(schedule)
+    if as_json:
+        click.echo(json.dumps(_as_dict(schedule, faults, known), indent=2))
+    else:
+        click.echo("\n".join(_explained(schedule, faults, text) if faults else _legal(schedule, known)))
     ctx.exit(FAULTY if faults else 0)
 
 
-def _peak_microbatches(schedule: Schedule) -> float:
-    """The most any rank holds, in microbatches of all its stages, when B frees nothing."""
-    peak = max(peak_memory(schedule, Costs.uniform(schedule.num_stages)))
-    return peak / (UNIT_BYTES * schedule.placement.stages_per_rank)
+def _peak(schedule: Schedule) -> float:
+    """The most any rank holds, in microbatches, when B frees nothing."""
+    return in_microbatches(schedule, max(peak_memory(schedule, Costs.uniform(schedule.num_stages))))
 
 
-def _as_text(schedule: Schedule, faults: tuple[Fault, ...]) -> str:
-    if faults:
-        return "\n".join(fault.message for fault in faults)
+def _legal(schedule: Schedule, known: Recognition | None) -> Iterator[str]:
     counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
-    return f"{schedule.name} is legal: {counts}, peak {_peak_microbatches(schedule):g} microbatches in memory"
+    yield f"{schedule.name} is legal: {counts}, peak {_peak(schedule):g} microbatches in memory"
+    yield str(known) if known else f"it is too long (more than {MOST_RECOGNISED:,} passes) to be compared with the known schedules"
 
 
-def _as_dict(schedule: Schedule, faults: tuple[Fault, ...]) -> dict[str, object]:
+def _explained(schedule: Schedule, faults: tuple[Fault, ...], text: str) -> Iterator[str]:
+    rows = source_rows(text, schedule)
+    for fault in faults[:MOST_SHOWN]:
+        yield "\n".join(filter(None, (fault.message, excerpt(fault, rows, schedule))))
+    if len(faults) > MOST_SHOWN:
+        yield f"and {len(faults) - MOST_SHOWN} more faults (--json gives all of them)"
+
+
+def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition | None) -> dict[str, object]:
     return {
         "name": schedule.name,
         "legal": not faults,
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
-        "peak_microbatches": None if faults else _peak_microbatches(schedule),
+        "peak_microbatches": None if faults else _peak(schedule),
         "faults": [asdict(fault) for fault in faults],
+        "recognition": None if known is None else {"exact": known.exact, **asdict(known)},
     }

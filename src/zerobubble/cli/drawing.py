@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from rich.text import Text
 
+from zerobubble.export.lanes import together
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
 from zerobubble.export.units import ms, ticks
 from zerobubble.rules import RULES
@@ -15,35 +18,61 @@ EDGE, DARK = "▏", "#1b1f24"
 TICK_WIDTH = 9
 
 
-def draw(timeline: Timeline, width: int, coloured: bool) -> Text:
-    """`timeline` in `width` columns. In colour a box starts with a thin line and shows its microbatch; without colour it starts
-    with the kind's letter, in lower case on a rank's later stages."""
+class _Scale(NamedTuple):
+    """The columns of a picture: `columns` of them stand for `duration` ns from `start` on."""
+
+    start: int
+    duration: int
+    columns: int
+
+    def column(self, time: int) -> int:
+        return round((time - self.start) * self.columns / max(1, self.duration))
+
+
+def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = None) -> Text:
+    """`timeline` in `width` columns that stand for `duration` ns, its makespan if not given.
+
+    In colour a box starts with a thin line and shows its microbatch; without colour it starts with the kind's letter, in lower case
+    on a rank's later stages. Two passes that ran overlapped share one place.
+    """
     label = len(f"rank {timeline.num_ranks - 1} ")
-    columns = max(10, width - label)
+    scale = _Scale(timeline.start, timeline.makespan if duration is None else duration, max(10, width - label))
     picture = Text(no_wrap=True)
     for rank in range(timeline.num_ranks):
         picture.append(f"rank {rank}".ljust(label))
-        picture.append_text(_row(timeline, rank, columns, coloured))
+        picture.append_text(_row(timeline, rank, scale, coloured))
         picture.append("\n")
-    picture.append(" " * label + _axis(timeline, columns), "dim")
+    picture.append(" " * label + _axis(scale), "dim")
     return picture
 
 
-def _row(timeline: Timeline, rank: int, columns: int, coloured: bool) -> Text:
+def _row(timeline: Timeline, rank: int, scale: _Scale, coloured: bool) -> Text:
     row = Text()
     places, shades = stage_order(timeline)[rank], num_shades(timeline)
-    for span in timeline.rows[rank]:
-        first, last = (_column(timeline, time, columns) for time in (span.start, span.end))
-        if last > first:
+    for spans, first, last in _boxes(timeline.rows[rank], scale, coloured):
+        width = last - max(first, len(row))
+        if width > 0:
             row.append("·" * (first - len(row)), "dim")
-            place = places[span.op.stage]
-            row.append_text(_coloured_box(span, last - first, place, shades) if coloured else Text(_plain_box(span, last - first, place)))
-    row.append("·" * (columns - len(row)), "dim")
+            held = [places[span.op.stage] for span in spans]
+            row.append_text(_coloured_box(spans[0], width, held[0], shades) if coloured else _plain_box(spans, width, held))
+    end = scale.column(timeline.end) if timeline.makespan else scale.columns
+    row.append("·" * (end - len(row)), "dim")
     return row
 
 
-def _column(timeline: Timeline, time: int, columns: int) -> int:
-    return round((time - timeline.start) * columns / max(1, timeline.makespan))
+def _boxes(row: Sequence[Span], scale: _Scale, coloured: bool) -> Iterator[tuple[tuple[Span, ...], int, int]]:
+    """The spans of each box with its first column and the one after its last.
+
+    Two passes that ran overlapped are one box where there is room for both names and no colour to tell, or else share the columns.
+    """
+    for spans in together(row):
+        start, end = spans[0].start, spans[-1].end
+        whole = scale.column(start), scale.column(end)
+        if not coloured and len(_name(spans, [0] * len(spans))) <= whole[1] - whole[0]:
+            yield spans, *whole
+        else:
+            edges = [scale.column(start + (end - start) * k // len(spans)) for k in range(len(spans) + 1)]
+            yield from (((span,), first, last) for span, (first, last) in zip(spans, pairwise(edges), strict=True))
 
 
 def _coloured_box(span: Span, width: int, place: int, shades: int) -> Text:
@@ -55,30 +84,36 @@ def _coloured_box(span: Span, width: int, place: int, shades: int) -> Text:
     return box.append((number if len(number) < width else "").center(width - 1), f"{ink(colour)} on {colour}")
 
 
-def _plain_box(span: Span, width: int, place: int) -> str:
-    letters = span.op.kind.value if place == 0 else span.op.kind.value.lower()
-    name = f"{letters}{span.op.microbatch}"
-    return (name if len(name) <= width else letters[:width]).ljust(width, "─")
+def _plain_box(spans: tuple[Span, ...], width: int, places: Sequence[int]) -> Text:
+    name = _name(spans, places)
+    short = name if len(name) <= width else name.rstrip("0123456789")[:width]
+    return Text(short.ljust(width, "─"))
 
 
-def _axis(timeline: Timeline, columns: int) -> str:
+def _name(spans: tuple[Span, ...], places: Sequence[int]) -> str:
+    """What the passes of a box are called: `F3`, `b0` on a later stage, `F3&bw5` overlapped."""
+    letters = [span.op.kind.value if place == 0 else span.op.kind.value.lower() for span, place in zip(spans, places, strict=True)]
+    return "&".join(f"{letter}{span.op.microbatch}" for letter, span in zip(letters, spans, strict=True))
+
+
+def _axis(scale: _Scale) -> str:
     line = ""
-    for tick in ticks(timeline.makespan, max(2, columns // TICK_WIDTH)):
+    for tick in ticks(scale.duration, max(2, scale.columns // TICK_WIDTH)):
         label = f"{ms(tick):g}"
-        at = _column(timeline, timeline.start + tick, columns)
-        if len(line) <= at and at + len(label) <= columns:
+        at = scale.column(scale.start + tick)
+        if len(line) <= at and at + len(label) <= scale.columns:
             line = line.ljust(at) + label
-    return f"{line} ms" if len(line) + 3 <= columns else line
+    return f"{line} ms" if len(line) + 3 <= scale.columns else line
 
 
-def legend(timeline: Timeline, coloured: bool) -> Text:
+def legend(*timelines: Timeline, coloured: bool) -> Text:
     """What the colours and letters of `draw` stand for, in one line."""
-    return Text("   ").join(_entries(timeline, coloured))
+    return Text("   ").join(_entries(timelines, coloured))
 
 
-def _entries(timeline: Timeline, coloured: bool) -> Iterator[Text]:
-    present = {span.op.kind for _, span in timeline.spans()}
-    shades = num_shades(timeline)
+def _entries(timelines: Sequence[Timeline], coloured: bool) -> Iterator[Text]:
+    present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
+    shades = num_shades(*timelines)
     for kind in (kind for kind in RULES if kind in present):
         entry = Text()
         for place in range(shades if coloured else 0):

@@ -7,16 +7,28 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zerobubble.errors import InputError
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError, ParseError
+from zerobubble.export.json_form import loads
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.ir import Schedule
+from zerobubble.schedules import known_schedules
 
 MOST_PASSES = 2_000_000
 
 
+def is_file(name: str) -> bool:
+    """Whether `name` means a file (or stdin) where the name of a schedule could stand too."""
+    return (name == "-" or bool(Path(name).suffix) or Path(name).exists()) and name not in known_schedules()
+
+
 def read_schedule(file: str) -> Schedule:
     """The schedule in `file` (text, JSON or PyTorch CSV; `-` is stdin). Raises `InputError` naming the file for anything unreadable."""
-    text = _read_text(file)
+    return parse_schedule(file, read_text(file))
+
+
+def parse_schedule(file: str, text: str) -> Schedule:
+    """The schedule in the `text` of `file`. Raises `InputError` naming the file for anything unreadable."""
     try:
         schedule = load_schedule(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
@@ -31,7 +43,19 @@ def require_size(name: str, passes: int) -> None:
         raise InputError(f"{name} would have up to {passes:,} passes; the command line takes at most {MOST_PASSES:,}")
 
 
-def _read_text(file: str) -> str:
+def read_costs(file: str) -> Costs:
+    """The costs in `file`, in the JSON form. Raises `InputError` naming the file for anything else."""
+    try:
+        costs = loads(read_text(file))
+    except ParseError as error:
+        raise InputError(f"cannot read costs from {file}: {error}") from error
+    if not isinstance(costs, Costs):
+        raise InputError(f"cannot read costs from {file}: it holds a {type(costs).__name__.lower()}")
+    return costs
+
+
+def read_text(file: str) -> str:
+    """All of `file`, `-` being stdin. Raises `InputError` when it cannot be read or is not text."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return data.decode()

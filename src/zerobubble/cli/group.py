@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import click
 
-from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError
+from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
 
@@ -48,9 +47,7 @@ class OneSentenceGroup(click.Group):
         name = args[0]
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        near = get_close_matches(name, self.commands, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise click.UsageError(f"there is no command {name!r}: {hint}Known are {', '.join(self.commands)}")
+        raise click.UsageError(f"there is no command {name!r}: {near(name, self.commands)}known are {', '.join(self.commands)}")
 
 
 def _refuse(message: str) -> int:
@@ -71,7 +68,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 @click.version_option(package_name="zerobubble", message="zerobubble %(version)s")
 @click.pass_context
 def group(ctx: click.Context) -> None:
-    """Pipeline-parallel schedules: list, draw, make and check them.
+    """Pipeline-parallel schedules: list, draw, make, check and compare them.
 
     \b
     Examples:
@@ -79,6 +76,8 @@ def group(ctx: click.Context) -> None:
       zerobubble show zb-h1 --ranks 4 --microbatches 8
       zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv -o zbv.csv
       zerobubble check zbv.csv
+      zerobubble compare 1f1b zb-h1 zb-v --ranks 4 --microbatches 8 --comm 0.1
+      zerobubble table --ranks 8 --microbatches 24
 
     Bad input gives one sentence on stderr and exit code 2.
     """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import click
 
 from zerobubble.cli.files import require_size
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.schedules import SCHEDULES, make
+from zerobubble.schedules import find, make
 
 MOST_MS = 1e9
 
@@ -20,6 +23,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON o
 def milliseconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """The value of an option that takes a time in ms."""
     return _number(ctx, param, value)
+
+
+def milliseconds_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """The value of an option that takes a time in ms and may be left out."""
+    return None if value is None else _number(ctx, param, value)
 
 
 def three_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, float, float]:
@@ -42,13 +50,46 @@ def _number(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return number
 
 
-def make_schedule(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The published schedule `name`; raises `InputError` for a missing count or one that is beyond the command line."""
-    if name not in SCHEDULES:
-        return make(name, 1, 1)  # raises, naming the nearest known
+def settings(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:
+    """The values of an option that takes KEY=VALUE and may come again; a VALUE is JSON, or else the text that it is."""
+    if wrong := [word for word in value if not word.partition("=")[0] or "=" not in word]:
+        raise click.BadParameter(f"{wrong[0]!r} is not KEY=VALUE, such as group=8", ctx, param)
+    return {key: _value(text) for key, _, text in (word.partition("=") for word in value)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+set_option = click.option(
+    "--set", "options", multiple=True, callback=settings, metavar="KEY=VALUE", help="An option of the schedule's own; may come again."
+)
+
+
+def make_schedule(
+    name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, options: dict[str, Any] | None = None
+) -> Schedule:
+    """The known schedule `name`; raises `InputError` for a missing count or one that is beyond the command line."""
+    recipe = find(name)
     missing = [option for option, count in (("--ranks P", ranks), ("--microbatches M", microbatches)) if count is None]
     if ranks is None or microbatches is None:
         raise InputError(f"{name} needs {' and '.join(missing)}")
-    stages = SCHEDULES[name].stages_per_rank if stages_per_rank is None else stages_per_rank
+    stages = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
     require_size(name, 3 * ranks * microbatches * stages)
-    return make(name, ranks, microbatches, stages_per_rank)
+    return make(name, ranks, microbatches, stages_per_rank, **(options or {}))
+
+
+times_option = click.option(
+    "--times", callback=three_times, default="1,1,1", metavar="F,B,W", help="Times of F, B and W in ms, per rank and microbatch."
+)
+comm_option = click.option("--comm", callback=milliseconds, default="0", metavar="C", help="Time of a message between ranks in ms.")
+held_option = click.option(
+    "--held", type=click.FloatRange(0, 1000), default=1.0, metavar="X", help="Memory kept from B to W, as a share of what F saved."
+)
+overlap_option = click.option(
+    "--overlap", callback=milliseconds_or_none, metavar="T", help="Time of an F overlapped with a whole backward in ms; F+B+W if not given."
+)
+width_option = click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Columns to draw in, the terminal's if not given.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -11,26 +11,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerobubble.cli.drawing import draw, legend
-from zerobubble.cli.files import read_schedule, write_text
+from zerobubble.cli.figures import equal_costs, in_microbatches
+from zerobubble.cli.files import is_file, read_schedule, write_text
 from zerobubble.cli.options import (
+    comm_option,
+    held_option,
     json_option,
     make_schedule,
     microbatches_option,
-    milliseconds,
+    overlap_option,
     ranks_option,
+    set_option,
     stages_option,
-    three_times,
+    times_option,
+    width_option,
 )
-from zerobubble.costs import UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.export.svg import timeline_svg
 from zerobubble.export.units import ms, show_ms, show_percent
 from zerobubble.ir import Schedule
-from zerobubble.schedules import SCHEDULES
 from zerobubble.simulate import simulate
 from zerobubble.timeline import RankFigures, Timeline
 
-HELD = click.FloatRange(0, 1000)
 TABLE_WIDTH = 72
 
 
@@ -39,27 +41,31 @@ TABLE_WIDTH = 72
 @ranks_option
 @microbatches_option
 @stages_option
-@click.option("--times", callback=three_times, default="1,1,1", metavar="F,B,W", help="Times of F, B and W in ms, per rank and microbatch.")
-@click.option("--comm", callback=milliseconds, default="0", metavar="C", help="Time of a message between ranks in ms.")
-@click.option("--held", type=HELD, default=1.0, metavar="X", help="Memory kept from B to W, as a share of what F saved.")
+@set_option
+@times_option
+@comm_option
+@held_option
+@overlap_option
 @click.option("--svg", metavar="FILE", help="Also write the picture to this file.")
-@click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Columns to draw in, the terminal's if not given.")
+@width_option
 @json_option
 def show(
     name: str,
     ranks: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
+    options: dict[str, Any],
     times: tuple[float, float, float],
     comm: float,
     held: float,
+    overlap: float | None,
     svg: str | None,
     width: int | None,
     as_json: bool,
 ) -> None:
     """Draw the schedule NAME and print its bubble and memory.
 
-    NAME is a published schedule or a file with a schedule of your own (text, JSON or PyTorch CSV). Each of the V stages of a
+    NAME is a known schedule or a file with a schedule of your own (text, JSON or PyTorch CSV). Each of the V stages of a
     rank takes 1/V of the times.
 
     \b
@@ -68,9 +74,8 @@ def show(
       zerobubble show zb-h1 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
       zerobubble show mine.csv --svg mine.svg
     """
-    schedule = _find(name, ranks, microbatches, stages_per_rank)
-    stages = schedule.placement.stages_per_rank
-    timeline = simulate(schedule, Costs.uniform(schedule.num_stages, times, comm, stages_per_rank=stages, held=held))
+    schedule = _find(name, ranks, microbatches, stages_per_rank, options)
+    timeline = simulate(schedule, equal_costs(schedule, times, comm, held, overlap))
     if svg is not None:
         write_text(svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes)))
     if as_json:
@@ -79,9 +84,11 @@ def show(
         _print(schedule, timeline, Console(width=width))
 
 
-def _find(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    if name in SCHEDULES or not (name == "-" or Path(name).suffix or Path(name).exists()):
-        return make_schedule(name, ranks, microbatches, stages_per_rank)
+def _find(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, options: dict[str, Any]) -> Schedule:
+    if not is_file(name):
+        return make_schedule(name, ranks, microbatches, stages_per_rank, options)
+    if options:
+        raise InputError(f"--set {next(iter(options))}=... does not fit the file {name}: leave the option out")
     schedule = read_schedule(name)
     given = {"--ranks": ranks, "--microbatches": microbatches, "--stages-per-rank": stages_per_rank}
     actual = (schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank)
@@ -89,10 +96,6 @@ def _find(name: str, ranks: int | None, microbatches: int | None, stages_per_ran
         if wanted not in (None, has):
             raise InputError(f"{option} {wanted} does not fit {name}, which has {has}: leave the option out")
     return schedule
-
-
-def _in_microbatches(schedule: Schedule, peak_bytes: int | None) -> float:
-    return (peak_bytes or 0) / (UNIT_BYTES * schedule.placement.stages_per_rank)
 
 
 def _as_dict(schedule: Schedule, timeline: Timeline) -> dict[str, object]:
@@ -105,14 +108,14 @@ def _as_dict(schedule: Schedule, timeline: Timeline) -> dict[str, object]:
         "span": ms(timeline.span),
         "bubble_makespan": timeline.bubble_makespan,
         "bubble_span": timeline.bubble_span,
-        "peak_microbatches": _in_microbatches(schedule, timeline.peak_bytes),
+        "peak_microbatches": in_microbatches(schedule, timeline.peak_bytes or 0),
         "ranks": [_rank_as_dict(schedule, figures) for figures in timeline.ranks],
     }
 
 
 def _rank_as_dict(schedule: Schedule, figures: RankFigures) -> dict[str, float]:
     times = {name: ms(getattr(figures, name)) for name in ("work", "lead", "gaps", "tail", "span")}
-    return {"rank": figures.rank, **times, "peak_microbatches": _in_microbatches(schedule, figures.peak_bytes)}
+    return {"rank": figures.rank, **times, "peak_microbatches": in_microbatches(schedule, figures.peak_bytes or 0)}
 
 
 def _print(schedule: Schedule, timeline: Timeline, console: Console) -> None:
@@ -121,7 +124,7 @@ def _print(schedule: Schedule, timeline: Timeline, console: Console) -> None:
     console.print(f"{escape(schedule.name)}: {counts}\n", highlight=False)
     console.print(draw(timeline, console.width, coloured), soft_wrap=True)
     console.print()
-    console.print(legend(timeline, coloured))
+    console.print(legend(timeline, coloured=coloured))
     console.width = max(console.width, TABLE_WIDTH)
     console.print()
     console.print(_table(schedule, timeline))
@@ -137,7 +140,7 @@ def _table(schedule: Schedule, timeline: Timeline) -> Table:
     for figures in timeline.ranks:
         times = (f"{ms(time):,.3f}" for time in (figures.work, figures.lead, figures.gaps, figures.tail, figures.span))
         bubble = 1 - figures.work / timeline.makespan if timeline.makespan else 0.0
-        peak = _in_microbatches(schedule, figures.peak_bytes)
+        peak = in_microbatches(schedule, figures.peak_bytes or 0)
         table.add_row(str(figures.rank), *times, show_percent(bubble), f"{peak:g}")
     return table
 
@@ -145,5 +148,5 @@ def _table(schedule: Schedule, timeline: Timeline) -> Table:
 def _totals(schedule: Schedule, timeline: Timeline) -> str:
     metrics = (("makespan", timeline.makespan, timeline.bubble_makespan), ("longest rank span", timeline.span, timeline.bubble_span))
     lines = [f"{name:<18} {show_ms(time):>12}   bubble {show_percent(bubble)}" for name, time, bubble in metrics]
-    peak = f"{_in_microbatches(schedule, timeline.peak_bytes):g} microbatches"
+    peak = f"{in_microbatches(schedule, timeline.peak_bytes or 0):g} microbatches"
     return "\n".join([*lines, f"{'peak memory':<18} {peak:>12}"])

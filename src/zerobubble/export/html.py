@@ -13,6 +13,7 @@ from itertools import cycle
 from math import isfinite
 from typing import Any
 
+from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import COLOURS, ink, num_shades, shade, stage_order
 from zerobubble.export.report import REFERENCE, MemoryRow, Report, ThroughputRow
 from zerobubble.export.svg import caption
@@ -226,13 +227,13 @@ def _run_data(name: str, losses: Sequence[float], colour: str) -> dict[str, Any]
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """Rows of [kind, stage, microbatch, start, end, shade, why, the pass waited for], times in ns from the first start."""
+    """Rows of [kind, stage, microbatch, start, end, shade, why, the pass waited for, lane, lanes], times in ns from the first start."""
     rows = []
     for row, places in zip(timeline.rows, stage_order(timeline), strict=True):
         cells = []
-        for op, start, end, why in row:
+        for (op, start, end, why), lane in zip(row, lanes(row), strict=True):
             reason, cause = (str(why), str(why.op) if why.op else None) if why else (None, None)
             times = (start - timeline.start, end - timeline.start)
-            cells.append([op.kind, op.stage, op.microbatch, *times, places[op.stage], reason, cause])
+            cells.append([op.kind, op.stage, op.microbatch, *times, places[op.stage], reason, cause, *lane])
         rows.append(cells)
     return {"name": timeline.name, "source": timeline.source, "caption": caption(timeline), "makespan": timeline.makespan, "rows": rows}

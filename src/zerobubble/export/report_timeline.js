@@ -1,7 +1,7 @@
 "use strict";
 // Timelines on one canvas and one time axis: draw what is in view, find the pass under the pointer, move by pointer, wheel and keys.
 
-const KIND = 0, STAGE = 1, MICROBATCH = 2, START = 3, END = 4, SHADE = 5, WHY = 6, CAUSE = 7;
+const KIND = 0, STAGE = 1, MICROBATCH = 2, START = 3, END = 4, SHADE = 5, WHY = 6, CAUSE = 7, LANE = 8, LANES = 9;
 const LEFT = 58, RIGHT = 4, CAPTION = 26, AXIS = 26, BETWEEN = 12;
 
 const nameOf = (cell) => `${cell[STAGE]}${cell[KIND]}${cell[MICROBATCH]}`;
@@ -127,12 +127,21 @@ class TimelineView {
     const x = this.x(cell[START]);
     const full = this.x(cell[END]) - x;
     const width = full > 3 ? full - 0.8 : Math.max(full, 0.5);
+    const [top, height] = this.within(cell, y);
     g.fillStyle = this.data.colours[cell[KIND]][cell[SHADE]];
-    g.fillRect(x, y, width, this.row);
+    g.fillRect(x, top, width, height);
     const label = `${cell[MICROBATCH]}`;
-    if (width < 6.4 * label.length + 3) return;
+    const size = Math.min(11, height - 0.5);
+    if (width < 0.58 * size * label.length + 3 || size < 8) return;
+    g.font = `${size}px ${this.font}`;
     g.fillStyle = this.data.inks[cell[KIND]][cell[SHADE]];
-    g.fillText(label, x + width / 2, y + this.row / 2 + 4);
+    g.fillText(label, x + width / 2, top + height / 2 + 0.36 * size);
+  }
+
+  // Top and height of a box in its row at `y`: two passes that ran overlapped share it.
+  within(cell, y) {
+    const pitch = (this.row + 1) / cell[LANES];
+    return [y + cell[LANE] * pitch, pitch - 1];
   }
 
   hatch(g) {
@@ -164,7 +173,8 @@ class TimelineView {
       const found = index.get(name);
       if (!found) return;
       const x = this.x(found.cell[START]);
-      g.strokeRect(x - 1, this.y(n, found.rank) - 1, Math.max(2, this.x(found.cell[END]) - x + 1), this.row + 2);
+      const [top, height] = this.within(found.cell, this.y(n, found.rank));
+      g.strokeRect(x - 1, top - 1, Math.max(2, this.x(found.cell[END]) - x + 1), height + 2);
     });
     this.drawCause(g);
     g.restore();
@@ -174,8 +184,10 @@ class TimelineView {
     const { timeline, rank, cell } = this.selected;
     const cause = cell[CAUSE] && this.index[timeline].get(cell[CAUSE]);
     if (!cause || cause.rank === rank) return;
-    const [x0, y0] = [this.x(cause.cell[END]) - 1, this.y(timeline, cause.rank) + this.row / 2];
-    const [x1, y1] = [this.x(cell[START]), this.y(timeline, rank) + (cause.rank < rank ? 0 : this.row)];
+    const [from, fromHeight] = this.within(cause.cell, this.y(timeline, cause.rank));
+    const [to, toHeight] = this.within(cell, this.y(timeline, rank));
+    const [x0, y0] = [this.x(cause.cell[END]) - 1, from + fromHeight / 2];
+    const [x1, y1] = [this.x(cell[START]), to + (cause.rank < rank ? 0 : toHeight)];
     g.lineWidth = 1.5;
     g.beginPath();
     g.moveTo(x0, y0);
@@ -196,9 +208,11 @@ class TimelineView {
     for (let n = this.tops.length - 1; n >= 0; n--) {
       if (y < this.tops[n]) continue;
       const rank = Math.floor((y - this.tops[n]) / (this.row + 3));
-      const row = this.data.timelines[n].rows[rank];
-      const cell = row && row[firstEndingAfter(row, this.time(x))];
-      return cell && cell[START] <= this.time(x) ? { timeline: n, rank, cell } : null;
+      const row = this.data.timelines[n].rows[rank] || [];
+      const place = firstEndingAfter(row, this.time(x));
+      const lower = y > this.y(n, rank) + this.row / 2;
+      const cell = row.slice(place, place + 2).find((c) => c[START] <= this.time(x) && (c[LANES] === 1 || (c[LANE] === 1) === lower));
+      return cell ? { timeline: n, rank, cell } : null;
     }
     return null;
   }
@@ -227,9 +241,12 @@ class TimelineView {
     swatch.style.background = this.data.colours[cell[KIND]][cell[SHADE]];
     title.prepend(swatch);
     const row = this.data.timelines[timeline].rows[rank];
-    const before = row[row.indexOf(cell) - 1];
+    const place = row.indexOf(cell);
+    const before = row[place - 1 - cell[LANE]];
+    const beside = cell[LANES] > 1 && row[place + (cell[LANE] ? -1 : 1)];
     const facts = [
       ["pass", `${nameOf(cell)} on rank ${rank}`],
+      ...(beside ? [["overlapped with", nameOf(beside)]] : []),
       ["start", showMs(cell[START])],
       ["end", showMs(cell[END])],
       ["duration", showMs(cell[END] - cell[START])],

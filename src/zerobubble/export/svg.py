@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from zerobubble.errors import InputError
+from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
 from zerobubble.export.units import ms, show_bytes, show_ms, show_percent, ticks
 from zerobubble.ir import Kind
@@ -18,22 +20,40 @@ from zerobubble.timeline import Span, Timeline
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS = 62, 18, 22, 4, 30, 16, 44
 PEAK_LABEL = 58
-DIGIT = 6.3
 NARROWEST = 640
 
-_STYLE = """
+STYLE = """
 svg{color-scheme:light dark;font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;font-size:12px;font-variant-numeric:tabular-nums}
-.paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
+.paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.tiny{font-size:9px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
 .idle{fill:#eef1f4}.hatch{stroke:#c9d0d8;stroke-width:1}.grid{stroke:#1b1f24;stroke-opacity:.13;stroke-width:1}
 .held{fill:#8b95a1;fill-opacity:.38;stroke:#59636e;stroke-width:.8}.end{text-anchor:end}.middle{text-anchor:middle}
 @media (prefers-color-scheme:dark){.paper{fill:#14181d}.ink{fill:#e6eaef}.soft{fill:#9aa5b1}.idle{fill:#1f252c}
 .hatch{stroke:#343c46}.grid{stroke:#e6eaef}.held{fill:#9aa5b1;stroke:#9aa5b1}}
 """
 
-_HATCH = (
+HATCH = (
     '<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="6" height="6" class="idle"/><path d="M0 0V6" class="hatch"/></pattern>'
 )
+
+
+class _Shape(NamedTuple):
+    """A box in its row: where it starts and how high it is, the class of its text, how wide a digit is and how far below the middle."""
+
+    top: float
+    height: float
+    text: str
+    digit: float
+    drop: float
+
+
+_HALF = (ROW - 1) / 2
+_SHAPES = {
+    (0, 1): _Shape(0, ROW, "small", 6.3, 4),
+    (0, 2): _Shape(0, _HALF, "tiny", 5.2, 3.2),
+    (1, 2): _Shape(ROW - _HALF, _HALF, "tiny", 5.2, 3.2),
+}
+"""By lane and number of lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +82,9 @@ class _Frame:
 def timeline_svg(*timelines: Timeline, title: str = "", width: int = 1100, memory: bool = False) -> str:
     """An SVG document of `timelines`, one below the other, `width` pixels wide.
 
-    Passes are boxes with the microbatch's number where it fits and a tooltip with times and reason; idle time is hatched; a
-    rank's later stages are lighter. `memory` adds a strip below each rank with the bytes it holds. Raises `InputError` for no
-    timeline, a width below 640, or memory asked of timelines that carry none.
+    Passes are boxes with the microbatch's number where it fits and a tooltip with times and reason, of half the height where two run
+    overlapped; idle time is hatched; a rank's later stages are lighter. `memory` adds a strip below each rank with the bytes it
+    holds. Raises `InputError` for no timeline, a width below 640, or memory asked of timelines that carry none.
     """
     if not timelines:
         raise InputError("a picture needs at least one timeline, got none")
@@ -85,7 +105,7 @@ def _document(frame: _Frame, timelines: Sequence[Timeline], title: str) -> Itera
     size = f'viewBox="0 0 {frame.width} {height}" width="{frame.width}" height="{height}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{label}</title>"
-    yield f"<style>{_STYLE}{''.join(_shade_rules(frame, timelines))}</style><defs>{_HATCH}</defs>"
+    yield f"<style>{STYLE}{''.join(_shade_rules(frame, timelines))}</style><defs>{HATCH}</defs>"
     yield f'<rect class="paper" width="{frame.width}" height="{height}"/>'
     yield f'<text class="ink title" x="{LEFT - 46}" y="28">{escape(title)}</text>'
     yield from _legend(frame, timelines)
@@ -114,7 +134,7 @@ def _legend(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
     entries = [(f"{kind} {RULES[kind].phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
     right = float(frame.width - RIGHT)
     for text, classes in reversed([*entries, ("idle", [""])]):
-        right -= len(text) * 5.5
+        right -= len(text) * 5.9
         yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
         for name in reversed(classes):
             right -= 12
@@ -151,23 +171,24 @@ def _panel(frame: _Frame, timeline: Timeline, top: int) -> Iterator[str]:
         yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 15}">rank {rank}</text>'
         end = frame.x(timeline.makespan)
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
-        for span in row:
-            yield _box(frame, timeline, span, places[rank][span.op.stage], y)
+        for span, lane in zip(row, lanes(row), strict=True):
+            yield _box(frame, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane])
         if frame.peak and timeline.memory:
             yield from _strip(frame, timeline, rank, y + ROW + GAP)
 
 
-def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int) -> str:
+def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int, shape: _Shape) -> str:
     x, end = frame.x(span.start - timeline.start), frame.x(span.end - timeline.start)
     width = max(0.4, end - x - 0.7)
-    name = f"{span.op.kind}{place}"
+    name, top = f"{span.op.kind}{place}", y + shape.top
     box = (
-        f'<g class="pass"><rect class="{name}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" rx="1.5"/>'
+        f'<g class="pass"><rect class="{name}" x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{shape.height:g}" rx="1.5"/>'
         f"<title>{escape(describe(timeline, span))}</title>"
     )
     label = str(span.op.microbatch)
-    if width >= DIGIT * len(label) + 3:
-        box += f'<text class="on{name} small middle" x="{x + width / 2:.2f}" y="{y + 15}">{label}</text>'
+    if width >= shape.digit * len(label) + 3:
+        middle = f'x="{x + width / 2:.2f}" y="{top + shape.height / 2 + shape.drop:g}"'
+        box += f'<text class="on{name} {shape.text} middle" {middle}>{label}</text>'
     return box + "</g>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerobubble.bulk import in_bulk
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.lower.buffers import release_points
@@ -14,6 +15,7 @@ PREFETCH = 2
 """Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
 
 
+@in_bulk()
 def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     """The program that runs `schedule`: messages in one order at both ends, receives posted `prefetch` messages ahead.
 

@@ -1,7 +1,8 @@
 """Which results are messages and where their receives are posted.
 
-A pass sends at most one message, right after it ran, so a message goes by the number of the pass that makes it. Per message:
+A pass sends at most one message, right after its step ran, so a message goes by the number of the pass that makes it. Per message:
 `users[i]` is the pass on another rank that uses it (-1 where pass i sends nothing), `posts[i]` the pass its receive is posted before.
+The first pass of an overlapped step stands for the step: it uses what either uses.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from zerobubble.graph import Graph, walk
+from zerobubble.graph import Graph, joint_needs, walk
 from zerobubble.rules import MOVING
 
 
@@ -20,7 +21,7 @@ def message_users(graph: Graph) -> list[int]:
     for user, needs in enumerate(graph.needs):
         for maker in needs:
             if rank[maker] != rank[user]:
-                users[maker] = user
+                users[maker] = user - 1 if user - 1 in graph.pairs else user
     return users
 
 
@@ -60,13 +61,15 @@ def hoist_receives(graph: Graph, users: list[int], posts: list[int]) -> list[int
     """
     posts = list(posts)
     heads = graph.first[:-1]
-    needs = [known if _is_posted(graph, users, posts, heads, i) else (*known, posts[i] - 1) for i, known in enumerate(graph.needs)]
+    known = joint_needs(graph, graph.needs)
+    starts = set(heads)
+    needs = [n if post < 0 or post in starts else (*n, post - 1) for n, post in zip(known, posts, strict=True)]
     walk(graph, needs, heads)
     while heads != graph.first[1:]:
         for maker, end in zip(list(heads), graph.first[1:], strict=True):
             if maker < end and not _is_posted(graph, users, posts, heads, maker):
                 posts[maker] = heads[graph.rank[users[maker]]]
-                needs[maker] = graph.needs[maker]
+                needs[maker] = known[maker]
         walk(graph, needs, heads)
     return posts
 

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zerobubble.ir import Kind, Op
+from zerobubble.errors import InputError
+from zerobubble.ir import Kind, Op, Step
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import MOVES, Value, makes, uses
 from zerobubble.runtime.clock import Mark, clock_for
@@ -30,7 +31,7 @@ Call = Callable[[], object]
 class Batch(NamedTuple):
     """What one step works on.
 
-    `inputs[j]` are the microbatches, on the first stage's rank. `finish(j, output)` takes the model's output, on the last stage's
+    `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
     rank: in training it gives the scalar to go back from. `known` are the shapes of messages, learnt into it when `announcing`.
     """
 
@@ -40,14 +41,45 @@ class Batch(NamedTuple):
     announcing: bool
 
 
+class Overlapped:
+    """One pass of an overlapped step, its inputs at hand: call `run` once, on any thread or stream that this rank's next pass waits for."""
+
+    def __init__(self, op: Op, module: nn.Module, work: Call) -> None:
+        self.op = op
+        self.module = module
+        self.is_done = False
+        self._work = work
+
+    def run(self) -> None:
+        """Compute the pass."""
+        self._work()
+        self.is_done = True
+
+
+Overlap = Callable[[Overlapped, Overlapped], object]
+
+
+class _Pass(NamedTuple):
+    """A pass made ready to run: `take` waits for what it uses, `work` computes it."""
+
+    op: Op
+    take: Callable[[], Tensors]
+    work: Callable[[Tensors], object]
+
+
 class Executor:
     """Plays `program.rows[transport.rank]` on `stages`, this rank's by index.
 
-    After `run`, `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in
-    hand, for whoever has to explain a failure.
+    The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
+    `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in hand, for whoever
+    has to explain a failure.
     """
 
-    def __init__(self, program: Program, stages: dict[int, Stage], transport: Transport, pace: Pace | None) -> None:
+    def __init__(
+        self, program: Program, stages: dict[int, Stage], transport: Transport, pace: Pace | None, overlap: Overlap | None = None
+    ) -> None:
+        self.program = program
+        self.overlap = overlap
         self.row = program.rows[transport.rank]
         self.at = 0
         self.meter: Meter | None = None
@@ -62,7 +94,7 @@ class Executor:
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
         self._values: dict[Value, Tensors] = {}
         self._batch: Batch | None = None
-        self._one = torch.ones((), device=transport.device)
+        self._seed = torch.ones((), device=transport.device)
         compiled = [self._compile(action) for action in self.row]
         self._calls = [(position, call) for position, call in enumerate(compiled) if call is not None]
 
@@ -77,6 +109,7 @@ class Executor:
             self.at = position
             call()
         self.at = len(self.row)
+        self._batch = None
 
     @property
     def spans(self) -> list[tuple[Op, int, int]]:
@@ -98,8 +131,8 @@ class Executor:
 
     def _compile(self, action: Action) -> Call | None:
         if isinstance(action, Compute):
-            compilers = {Kind.F: self._compile_forward, Kind.B: self._compile_backward, Kind.BW: self._compile_backward}
-            return compilers.get(action.op.kind, self._compile_weight)(action.op)
+            passes = [self._compile_pass(op) for op in action.step]
+            return self._one(passes[0]) if len(passes) == 1 else self._together(passes)
         if isinstance(action, Recv):
             return partial(self._mailbox.post, action.value, action.peer)
         if isinstance(action, Send):
@@ -108,48 +141,81 @@ class Executor:
             return None  # it ended with the pass that used it
         return partial(self._free, action.value)
 
-    def _compile_forward(self, op: Op) -> Call:
+    def _one(self, single: _Pass) -> Call:
+        op, take, work = single
+
+        def run() -> None:
+            taken = take()
+            begin = self._clock.mark()
+            work(taken)
+            self._done((op,), begin)
+
+        return run
+
+    def _together(self, passes: list[_Pass]) -> Call:
+        step = tuple(single.op for single in passes)
+
+        def run() -> None:
+            taken = [single.take() for single in passes]
+            begin = self._clock.mark()
+            if self.overlap is None:
+                for single, inputs in zip(passes, taken, strict=True):
+                    single.work(inputs)
+            else:
+                overlapped = [
+                    Overlapped(s.op, self._stages[s.op.stage].module, partial(s.work, i)) for s, i in zip(passes, taken, strict=True)
+                ]
+                self.overlap(*overlapped)
+                left = [str(half.op) for half in overlapped if not half.is_done]
+                if left:
+                    raise InputError(f"the overlap function must run both passes of a step; it left {' and '.join(left)}")
+            self._done(step, begin)
+
+        return run
+
+    def _compile_pass(self, op: Op) -> _Pass:
+        if op.kind is Kind.F:
+            return self._compile_forward(op)
+        return self._compile_weight(op) if op.kind is Kind.W else self._compile_backward(op)
+
+    def _compile_forward(self, op: Op) -> _Pass:
         stage, microbatch = self._stages[op.stage], op.microbatch
         source, target = self._ends(op)
 
-        def forward() -> None:
+        def take() -> Tensors:
             assert self._batch is not None
-            inputs = self._batch.inputs[microbatch] if source is None else self._inputs(source)
-            begin = self._clock.mark()
+            return self._batch.inputs[microbatch] if source is None else self._inputs(source)
+
+        def work(inputs: Tensors) -> None:
+            assert self._batch is not None
             finish = partial(self._batch.finish, microbatch) if target is None else None
             outputs = stage.forward(microbatch, inputs, finish) if self._training else stage.infer(inputs, finish)
-            self._done(op, begin)
             if target is not None:
                 self._values[target] = outputs
 
-        return forward
+        return _Pass(op, take, work)
 
-    def _compile_backward(self, op: Op) -> Call:
+    def _compile_backward(self, op: Op) -> _Pass:
         stage, microbatch = self._stages[op.stage], op.microbatch
         source, target = self._ends(op)
         at_once = op.kind is Kind.BW and stage.split
+        seed = (self._seed,)
 
-        def backward() -> None:
-            gradients = (self._one,) if source is None else self._take(source)
-            begin = self._clock.mark()
+        def take() -> Tensors:
+            return seed if source is None else self._take(source)
+
+        def work(gradients: Tensors) -> None:
             outputs = stage.backward(microbatch, gradients)
             if at_once:
                 stage.weight(microbatch)
-            self._done(op, begin)
             if target is not None:
                 self._values[target] = outputs
 
-        return backward
+        return _Pass(op, take, work)
 
-    def _compile_weight(self, op: Op) -> Call:
+    def _compile_weight(self, op: Op) -> _Pass:
         stage = self._stages[op.stage]
-
-        def weight() -> None:
-            begin = self._clock.mark()
-            stage.weight(op.microbatch)
-            self._done(op, begin)
-
-        return weight
+        return _Pass(op, tuple, lambda _: stage.weight(op.microbatch))
 
     def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
         """What a pass takes from its neighbour and what it leaves for the other one; None at the model's ends."""
@@ -163,13 +229,14 @@ class Executor:
         tensors = self._take(source)
         return tensors if source in self._received else tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
-    def _done(self, op: Op, begin: Mark) -> None:
+    def _done(self, step: Step, begin: Mark) -> None:
         if self._pace is not None:
-            self._pace.hold(op, begin)
+            self._pace.hold(step, begin)
         end = self._clock.mark()
-        self._marks.append((op, begin, end))
-        if self.meter is not None:
-            self._held.append((end, self.meter.bytes))
+        for op in step:
+            self._marks.append((op, begin, end))
+            if self.meter is not None:
+                self._held.append((end, self.meter.bytes))
 
     def _post_out(self, value: Value, peer: int) -> None:
         self._mailbox.send(value, peer, self._values[value])

@@ -1,6 +1,6 @@
 """The first words of a step: the rank with the first stage tells all others whether the shapes of the inputs are known.
 
-The word travels along the stages: each rank hears it from the rank before its first stage and passes it on.
+The word travels along the stages of the first route: each rank hears it from the rank before its first stage there and passes it on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Opening:
 
     def __init__(self, placement: Placement, transport: Transport) -> None:
         route = placement.routes[0]
-        parents = {rank: route[route.index(rank) - 1] for rank in set(route) if route.index(rank) > 0}
+        parents = {rank: route[0] for rank in range(placement.num_ranks) if rank != route[0]}
+        parents |= {rank: route[route.index(rank) - 1] for rank in set(route) if route.index(rank) > 0}
         self._transport = transport
         self._parent = parents.get(transport.rank)
         self._children = [rank for rank, parent in parents.items() if parent == transport.rank]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from zerobubble.costs import Costs
-from zerobubble.ir import Op
+from zerobubble.ir import Step
 
 
 class Pace:
@@ -15,9 +15,9 @@ class Pace:
         self.overruns = 0
         self._costs = costs
 
-    def hold(self, op: Op, begin: int) -> None:
-        """Sleep until `begin` (a `perf_counter_ns` reading) plus the nominal time of `op`."""
-        left = begin + self._costs.time(op.kind, op.stage) - time.perf_counter_ns()
+    def hold(self, step: Step, begin: int) -> None:
+        """Sleep until `begin` (a `perf_counter_ns` reading) plus the nominal time of `step`."""
+        left = begin + self._costs.step_time(step) - time.perf_counter_ns()
         if left > 0:
             time.sleep(left * 1e-9)
         else:

@@ -19,13 +19,14 @@ from zerobubble.lower import lower
 from zerobubble.program import Program
 from zerobubble.runtime import trace
 from zerobubble.runtime.batch import join_outputs, split_batch
-from zerobubble.runtime.executor import Batch, Executor
+from zerobubble.runtime.copies import Copies
+from zerobubble.runtime.executor import Batch, Executor, Overlap
 from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
 from zerobubble.runtime.loss import LossBook
 from zerobubble.runtime.memory import Meter
 from zerobubble.runtime.opening import Opening
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.split import collect_into, shadowing
+from zerobubble.runtime.split import shadowing, stop_collecting
 from zerobubble.runtime.stage import Stage
 from zerobubble.runtime.transport import LostContactError, Transport
 from zerobubble.schedules import make
@@ -46,6 +47,10 @@ class Pipeline:
     `timeout` bounds in seconds how long a rank waits for a message. `pace` stretches every training pass to the given times, which
     shows a schedule's effect where ranks share cores. With `metering`, steps count the bytes held for backward (`timeline` tells).
 
+    `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`; without it they run one after
+    the other. A bidirectional schedule has a copy of a stage on each route: copies start with the parameters of the first route's, and
+    `step` leaves the sum of their gradients in each.
+
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
@@ -59,6 +64,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         timeout: float = 120.0,
         pace: Costs | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self._closed: str | None = None
         self.metering = False
@@ -74,29 +80,31 @@ class Pipeline:
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
+        except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
+            fault = f"{type(error).__name__}: {error}"
         self._agree(fault)
-        self._transport.open(self.device, sorted({channel for _, _, channel, _ in programs[0].channels()}))
+        self._transport.open(self.device, sorted({channel for program in programs for _, _, channel, _ in program.channels()}))
         self._board = NoticeBoard(self._transport.store, ranks)
-        route = self.schedule.placement.routes[0]
-        self._is_first, self._is_last = self.rank == route[0], self.rank == route[-1]
+        self._copies = self._level()
         self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
         self.pace = Pace(pace) if pace is not None else None
-        self._train = Executor(programs[0], self._stages, self._transport, self.pace)
+        self._train = Executor(programs[0], self._stages, self._transport, self.pace, overlap)
         self._infer = Executor(programs[1], self._stages, self._transport, None)
         self._openings = {e: Opening(self.schedule.placement, self._transport) for e in (self._train, self._infer)}
-        self._losses = LossBook(self._transport, num_microbatches, loss_fn, route[-1])
+        self._losses = LossBook(self._transport, loss_fn)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """Forward and backward of one batch: gradients are added to `.grad`, the mean loss comes back on every rank.
 
         `inputs` (needed on the first stage's rank) and `targets` (on the last's) are tensors or tuples of tensors whose first
-        dimension is the batch, a multiple of the number of microbatches. Raises `PipelineError` on every rank when any rank fails.
+        dimension is the batch, a multiple of the number of microbatches; a bidirectional schedule has one such rank per route. Raises
+        `PipelineError` on every rank when any rank fails.
         """
         meter = Meter(p for m in self.modules.values() for p in (*m.parameters(), *m.buffers())) if self.metering else None
         self._train.meter = meter
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.callback(collect_into, None)
+            stack.callback(stop_collecting)
             for stage in self._stages.values():
                 stage.meter = meter
                 if stage.split:
@@ -108,7 +116,8 @@ class Pipeline:
     def eval_step(self, inputs: Any = None, targets: Any = None) -> tuple[Tensor | None, Any]:
         """Forward of one batch in evaluation mode: (mean loss on every rank, None without targets; outputs).
 
-        The outputs of all microbatches come back concatenated on the last stage's rank, and None elsewhere.
+        The outputs of all microbatches come back concatenated on the last stage's rank, and None elsewhere. A bidirectional schedule
+        evaluates on its first route.
         """
         outputs: list[Any] = [None] * self.schedule.num_microbatches
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
@@ -120,7 +129,7 @@ class Pipeline:
         finally:
             for part, mode in modes:
                 part.training = mode
-        return loss, join_outputs(outputs) if self._is_last else None
+        return loss, join_outputs(outputs) if self.rank in _ends(self._infer)[1] else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once."""
@@ -154,12 +163,30 @@ class Pipeline:
             self._shut("the pipeline was never opened")
             raise InputError("; ".join(faults))
 
+    def _level(self) -> Copies:
+        """The stages that other ranks hold too, all copies made equal."""
+        copies = Copies(self.schedule.placement, self.modules, self._transport)
+        try:
+            if len(self.schedule.placement.routes) > 1:
+                copies.level()
+        except InputError:
+            self._shut("the pipeline was never opened")
+            raise
+        except LostContactError as error:
+            self._shut("the pipeline was never opened")
+            raise PipelineError(str(error), rank=error.peer) from error
+        return copies
+
     def _run(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Tensor | None:
         self._refuse_if_closed()
         executor.at = -1
         try:
             batch = self._open(executor, inputs, targets, outputs)
+            if executor is self._train:
+                self._copies.set_aside()
             executor.run(batch)
+            if executor is self._train:
+                self._copies.sum()
             return self._losses.close()
         except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
             self._fail(executor, error)
@@ -170,13 +197,15 @@ class Pipeline:
 
     def _open(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Batch:
         count = self.schedule.num_microbatches
-        for what, value, needed in (("inputs", inputs, self._is_first), ("targets", targets, self._is_last and outputs is None)):
+        entries, exits = _ends(executor)
+        is_first, is_last = self.rank in entries, self.rank in exits
+        for what, value, needed in (("inputs", inputs, is_first), ("targets", targets, is_last and outputs is None)):
             if needed and value is None:
                 where = "first" if what == "inputs" else "last"
                 raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
-        cut = split_batch(inputs, count, "inputs") if self._is_first else []
-        aims = split_batch(targets, count, "targets") if self._is_last and targets is not None else None
-        self._losses.open(aims, outputs)
+        cut = split_batch(inputs, count, "inputs") if is_first else []
+        aims = split_batch(targets, count, "targets") if is_last and targets is not None else None
+        self._losses.open(exits, aims, outputs)
         known, announcing = self._openings[executor].open(cut)
         return Batch(cut, self._losses.finish, known, announcing)
 
@@ -186,7 +215,7 @@ class Pipeline:
             traceback.clear_frames(error.__traceback__)
             note = self._board.look(GRACE_S) or self._board.publish(Note(error.peer, action, f"rank {self.rank} {error}"))
         else:
-            what = f"at '{action}'" if action else "before its first pass"
+            what = f"at '{action}'" if action else "before its first pass" if executor.at < 0 else "after its last pass"
             note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {what}: {type(error).__name__}: {error}"))
         executor.clear()
         self._losses.clear()
@@ -207,9 +236,14 @@ def _schedule(schedule: str | Schedule, ranks: int, num_microbatches: int) -> Sc
         raise InputError(f"schedule {made.name!r} has {made.num_microbatches} microbatches, num_microbatches is {num_microbatches}")
     if made.is_forward_only:
         raise InputError(f"schedule {made.name!r} has no backward passes; Pipeline trains, and evaluates with the same schedule")
-    if len(made.placement.routes) > 1:
-        raise InputError(f"schedule {made.name!r} is bidirectional, which the runtime cannot run yet; use a schedule with one route")
     return made
+
+
+def _ends(executor: Executor) -> tuple[list[int], list[int]]:
+    """For each microbatch, the rank where it enters the model and the rank where its loss is."""
+    routes = executor.program.placement.routes
+    taken = [routes[k] for k in executor.program.microbatch_routes or (0,) * executor.program.num_microbatches]
+    return [route[0] for route in taken], [route[-1] for route in taken]
 
 
 def _proved(schedule: Schedule) -> Program:

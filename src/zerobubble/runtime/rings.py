@@ -72,7 +72,7 @@ def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:
             now[channel] += 1
             most[channel] = max(most.get(channel, 0), now[channel])
         elif isinstance(action, Compute):
-            for value in uses(action.op, program.num_stages):
+            for value in (value for op in action.step for value in uses(op, program.num_stages)):
                 if value in came_by:
                     now[came_by[value]] -= 1
     return most

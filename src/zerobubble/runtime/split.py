@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -48,13 +49,26 @@ class WeightWork:
         self._held.clear()
 
 
-_collecting: WeightWork | None = None
+_collecting: dict[int, WeightWork | None] = {}
+_recomputing: WeightWork | None = None
 
 
-def collect_into(work: WeightWork | None) -> None:
-    """From here on, deferred weight gradients go into `work`; with None they are computed at once."""
-    global _collecting
-    _collecting = work
+def collect_into(work: WeightWork | None, *, backward: bool = False) -> None:
+    """From here on, deferred weight gradients of this thread go into `work`; with None they are computed at once.
+
+    In a `backward`, autograd may run checkpointed forwards again on threads of its own, which then collect there too.
+    """
+    global _recomputing
+    _collecting[get_ident()] = work
+    if backward:
+        _recomputing = work
+
+
+def stop_collecting() -> None:
+    """The step is over: no thread collects any more."""
+    global _recomputing
+    _collecting.clear()
+    _recomputing = None
 
 
 def pending_work() -> WeightWork | None:
@@ -62,7 +76,7 @@ def pending_work() -> WeightWork | None:
 
     An autograd Function of the user's own reads this in its forward, and in its backward defers to it what can wait.
     """
-    return _collecting
+    return _collecting.get(get_ident(), _recomputing)
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -108,7 +122,8 @@ def _can_wait(linear: nn.Linear) -> bool:
 
 
 def _forward(linear: nn.Linear, x: Tensor) -> Tensor:
-    if _collecting is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    work = pending_work()
+    if work is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return nn.functional.linear(x, linear.weight, linear.bias)
-    y: Tensor = _DeferredLinear.apply(x, linear.weight, linear.bias, _collecting)  # type: ignore[no-untyped-call]
+    y: Tensor = _DeferredLinear.apply(x, linear.weight, linear.bias, work)  # type: ignore[no-untyped-call]
     return y

@@ -56,7 +56,7 @@ class Stage:
     def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
         """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs."""
         leaves, edges, work = self._saved.pop(microbatch)
-        collect_into(work)
+        collect_into(work, backward=True)
         if edges:
             Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:

@@ -1,47 +1,32 @@
-"""The published schedules, by name. Adding one is a file and a line in `SCHEDULES`."""
+"""The published schedules, by name, and the door for more. Adding one is a file and a line in `SCHEDULES`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from difflib import get_close_matches
+from typing import Any, TypeVar
 
-from zerobubble.errors import InputError
-from zerobubble.ir import Kind, Schedule
+from zerobubble.errors import InputError, near
+from zerobubble.ir import Schedule
+from zerobubble.schedules.breadth_first import breadth_first
+from zerobubble.schedules.chimera import chimera, even_ranks
+from zerobubble.schedules.dualpipe import dualpipe, dualpipe_v, enough, even_and_enough
+from zerobubble.schedules.forward_only import forward_only
+from zerobubble.schedules.gis import gis, gis_h
 from zerobubble.schedules.gpipe import gpipe
-from zerobubble.schedules.interleaved import interleaved_1f1b
+from zerobubble.schedules.hanayo import hanayo, whole_waves
+from zerobubble.schedules.interleaved import depth_first, interleaved_1f1b
+from zerobubble.schedules.interleaved_lean import interleaved_lean
+from zerobubble.schedules.interleaved_zb import interleaved_zb
 from zerobubble.schedules.one_f_one_b import eager_1f1b, one_f_one_b
+from zerobubble.schedules.one_f_one_b_v import one_f_one_b_v
+from zerobubble.schedules.own import Shelf
+from zerobubble.schedules.recipe import Needs, Recipe, anything
+from zerobubble.schedules.two_thirds import two_thirds
+from zerobubble.schedules.vee_blocks import v_half, v_min, v_zb
 from zerobubble.schedules.zb_h import zb_h1, zb_h2
 from zerobubble.schedules.zb_v import zb_v
 
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to make one schedule: `build(ranks, microbatches, stages_per_rank)`.
-
-    `stages_per_rank` is the usual number, `any_stages` whether others work too. `splits` tells whether it uses B and W passes.
-    """
-
-    name: str
-    build: Callable[[int, int, int], Schedule]
-    stages_per_rank: int = 1
-    any_stages: bool = False
-
-    @property
-    def summary(self) -> str:
-        """The first line of the schedule's docstring."""
-        return (self.build.__doc__ or "").strip().splitlines()[0]
-
-    @property
-    def splits(self) -> bool:
-        """Whether it has separate B and W passes."""
-        return any(op.kind is Kind.W for _, _, op in self.build(2, 2, self.stages_per_rank).ops())
-
-    @property
-    def torch_csv(self) -> bool:
-        """Whether PyTorch's schedule CSV can express it: one route, one pass per step."""
-        return len(self.build(2, 2, self.stages_per_rank).placement.routes) == 1
-
+__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "schedule", "shelf"]
 
 SCHEDULES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -50,28 +35,73 @@ SCHEDULES: dict[str, Recipe] = {
         Recipe("1f1b", one_f_one_b),
         Recipe("eager-1f1b", eager_1f1b),
         Recipe("interleaved-1f1b", interleaved_1f1b, stages_per_rank=2, any_stages=True),
+        Recipe("depth-first", depth_first, stages_per_rank=2, any_stages=True),
+        Recipe("breadth-first", breadth_first, stages_per_rank=2, any_stages=True),
         Recipe("zb-h1", zb_h1),
         Recipe("zb-h2", zb_h2),
         Recipe("zb-v", zb_v, stages_per_rank=2),
+        Recipe("v-min", v_min, stages_per_rank=2),
+        Recipe("v-half", v_half, stages_per_rank=2),
+        Recipe("v-zb", v_zb, stages_per_rank=2),
+        Recipe("1f1b-v", one_f_one_b_v, stages_per_rank=2),
+        Recipe("two-thirds", two_thirds),
+        Recipe("interleaved-lean", interleaved_lean, stages_per_rank=2, any_stages=True),
+        Recipe("interleaved-zb", interleaved_zb, stages_per_rank=2, any_stages=True),
+        Recipe("gis", gis, stages_per_rank=2, any_stages=True),
+        Recipe("gis-h", gis_h, stages_per_rank=2, any_stages=True),
+        Recipe("hanayo", hanayo, stages_per_rank=2, any_stages=True, needs=whole_waves),
+        Recipe("chimera", chimera, stages_per_rank=2, needs=even_ranks),
+        Recipe("dualpipe", dualpipe, stages_per_rank=2, needs=even_and_enough),
+        Recipe("dualpipe-v", dualpipe_v, stages_per_rank=2, needs=enough),
+        Recipe("forward-only", forward_only, any_stages=True),
     )
 }
 
+shelf = Shelf(SCHEDULES)
 
-def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The published schedule `name` for `ranks` ranks and `microbatches` microbatches.
+Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
-    Raises `InputError` for an unknown name (with the nearest known one), a count below 1, or a number of stages per rank that
-    the schedule does not allow.
+
+def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
+    """The schedule `name` for `ranks` ranks and `microbatches` microbatches: published, registered or installed.
+
+    `options` are the schedule's own, such as `group` of interleaved-1f1b. Raises `InputError` for an unknown name or option (with the
+    nearest known one), a count below 1, or a shape that the schedule does not allow.
     """
-    recipe = SCHEDULES.get(name)
+    recipe = find(name)
+    refusal = recipe.refusal(ranks, microbatches, stages_per_rank)
+    if refusal:
+        raise InputError(refusal)
+    recipe.check_options(options)
+    made = recipe.build(ranks, microbatches, stages_per_rank or recipe.stages_per_rank, **options)
+    if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches) != (ranks, microbatches):
+        raise InputError(f"the function of {name} must give a Schedule of {ranks} ranks and {microbatches} microbatches, gave {made!r:.80}")
+    return made
+
+
+def find(name: str) -> Recipe:
+    """The recipe by this name; raises `InputError` with the nearest known name where there is none."""
+    recipe = shelf.find(name)
     if recipe is None:
-        near = get_close_matches(name, SCHEDULES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"there is no schedule {name!r}: {hint}known are {', '.join(SCHEDULES)}")
-    stages = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
-    for what, count in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages)):
-        if count < 1:
-            raise InputError(f"{name} needs at least one of {what}, got {count}")
-    if stages != recipe.stages_per_rank and not recipe.any_stages:
-        raise InputError(f"{name} holds {recipe.stages_per_rank} stages per rank by construction, got {stages}")
-    return recipe.build(ranks, microbatches, stages)
+        known = known_schedules()
+        raise InputError(f"there is no schedule {name!r}: {near(name, known)}known are {', '.join(known)}")
+    return recipe
+
+
+def schedule(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = anything) -> Callable[[Builder], Builder]:
+    """Register the function below it as the schedule `name`, for this process; see `Recipe` for what the arguments mean.
+
+    Raises `InputError` for a name that another function has already. A package offers its schedules to every process through the
+    entry point group `zerobubble.schedules`.
+    """
+
+    def register(build: Builder) -> Builder:
+        shelf.register(Recipe(name, build, stages_per_rank, any_stages, needs))
+        return build
+
+    return register
+
+
+def known_schedules() -> dict[str, Recipe]:
+    """Every recipe by name: the published, then the registered, then those of installed packages that can be loaded."""
+    return shelf.everything()[0]

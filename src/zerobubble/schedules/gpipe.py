@@ -1,4 +1,4 @@
-"""GPipe (arXiv 1811.06965)."""
+"""GPipe."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 
@@ -8,14 +8,17 @@ def gpipe(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
     Rank r of p, m microbatches: F x m, then BW x m.
 
-    - bubble (gaps of rank 0, and makespan): (p-1)(T_F + T_B + T_W), no communication
+    - bubble (gaps of rank 0, and makespan), no communication: (p-1)(T_F + T_B + T_W)
     - peak memory of every rank: m microbatches
 
-    >>> print(gpipe(2, 3).to_text().split("microbatches 3")[1])
-    <BLANKLINE>
-    rank 0: 0F0 0F1 0F2 0BW0 0BW1 0BW2
-    rank 1: 1F0 1F1 1F2 1BW0 1BW1 1BW2
-    <BLANKLINE>
+    Good for: a first run, and few microbatches with activations recomputed or small.
+
+    Source: Huang et al., GPipe, NeurIPS 2019, arXiv 1811.06965.
+
+    >>> from zerobubble import picture
+    >>> print(picture(gpipe(2, 3)))
+    F0 F1 F2 .  .  .  BW0   BW1   BW2
+    .  F0 F1 F2 BW0   BW1   BW2   .  .
     """
     rows = tuple(tuple(Op(kind, rank, j) for kind in (Kind.F, Kind.BW) for j in range(microbatches)) for rank in range(ranks))
     return Schedule("gpipe", Placement.linear(ranks), microbatches, rows)

@@ -1,44 +1,85 @@
-"""Interleaved 1F1B (Megatron-LM, arXiv 2104.04473)."""
+"""Interleaved 1F1B and its depth-first special case."""
 
-from itertools import pairwise
-
+from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.schedules.orders import groups_of, round_trips
 
 
-def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2, group: int | None = None) -> Schedule:
     """Several stages per rank in a loop: a v times smaller bubble than 1F1B for v times the messages.
 
-    Microbatches go in groups of p (when p does not divide m: in max(1, m div p) groups of nearly equal size, g in the first):
-    a group passes through the rank's first stage, then its second, and so on; backward mirrors that. Rank r of p with v
-    stages: F x 2(p-r-1) + (v-1)g, then F BW in turn.
+    Microbatches go in groups of g: a group passes through the rank's first stage, then its second, and so on; backward mirrors
+    that. Rank r of p with v stages: F x 2(p-r-1) + (v-1)g, then F BW in turn. Without `group` there are max(1, m div p) groups of
+    nearly equal size, g in the first. With it a short last group runs as if it were full, what it lacks left out. Raises
+    `InputError` for a `group` below p-1, with which ranks wait for each other for ever.
 
-    - bubble (gaps of rank 0, and makespan), no communication: (p-1 + (v-1) max(p-m, 0)) (T_F + T_B + T_W)/v, T per rank and microbatch
-    - peak memory of rank r: min(2(p-r-1) + (v-1)g + 1, mv) stage activations; g = p where p divides m
+    - bubble (gaps of rank 0, and makespan), no communication, no group of fewer than min(p, m): (p-1 + (v-1) max(p-m, 0))
+      (T_F + T_B + T_W)/v, T per rank and microbatch
+    - peak memory of rank r: (v-1)g + min(2(p-r)-1, m) stage activations; g = p where p divides m and no `group` is given
 
-    >>> print(interleaved_1f1b(2, 2).to_text().split("microbatches 2")[1])
-    <BLANKLINE>
-    rank 0: 0F0 0F1 2F0 2F1 2BW0 2BW1 0BW0 0BW1
-    rank 1: 1F0 1F1 3F0 3BW0 3F1 3BW1 1BW0 1BW1
-    <BLANKLINE>
+    Good for: few microbatches per rank, on links that carry v times the messages without delay.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021,
+    arXiv 2104.04473, section 2.2.
+
+    >>> from zerobubble import picture
+    >>> print(picture(interleaved_1f1b(2, 4)))
+    F0 F1 f0 f1 F2 .  bw0   F3 bw1   f2 BW0   f3 BW1   .  bw2   .  bw3   BW2   BW3
+    .  F0 F1 f0 bw0   f1 bw1   F2 BW0   F3 BW1   f2 bw2   f3 bw3   BW2   BW3   .  .
     """
-    rows = tuple(_row(rank, ranks, microbatches, stages_per_rank) for rank in range(ranks))
-    return Schedule("interleaved-1f1b", Placement.looped(ranks, stages_per_rank), microbatches, rows)
+    # Evenly cut, no group is shorter than p, which a rank needs to stay busy until its next group.
+    even = groups_of(microbatches, max(1, microbatches // ranks))
+    groups = even if group is None else _full_groups(ranks, microbatches, stages_per_rank, group)
+    return _interleaved("interleaved-1f1b", ranks, microbatches, stages_per_rank, groups)
 
 
-def _groups(ranks: int, microbatches: int) -> list[range]:
-    """Cut the microbatches so that no group is shorter than p, which a rank needs to stay busy until its next group."""
-    count = max(1, microbatches // ranks)
-    ends = [k * (microbatches // count) + min(k, microbatches % count) for k in range(count + 1)]
-    return [range(first, last) for first, last in pairwise(ends)]
+def depth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """The interleaved order in groups of exactly p: the least memory that order needs, for a longer bubble unless p divides m.
+
+    Interleaved 1F1B with `group` p, so the same order where p divides m; a short last group leaves gaps.
+
+    - bubble (gaps of rank 0, and makespan), no communication, p divides m: (p-1)(T_F + T_B + T_W)/v, T per rank and microbatch
+    - makespan, no communication, v = 2, otherwise and m > p, T_F <= T_B + T_W: that and (p - m mod p)(T_B + T_W)/2
+    - peak memory of rank r: (v-1) min(p, m) + min(2(p-r)-1, m) stage activations
+
+    Good for: interleaving at a number of microbatches that p does not divide, where memory is short.
+
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, arXiv 2211.05953, which names the order of arXiv 2104.04473.
+
+    >>> from zerobubble import picture
+    >>> print(picture(depth_first(2, 3)))
+    F0 F1 f0 f1 F2 .  bw0   .  bw1   f2 BW0   BW1   .  bw2   .  .  BW2
+    .  F0 F1 f0 bw0   f1 bw1   F2 BW0   BW1   f2 bw2   .  .  BW2   .  .
+    """
+    groups = _full_groups(ranks, microbatches, stages_per_rank, ranks)
+    return _interleaved("depth-first", ranks, microbatches, stages_per_rank, groups)
 
 
-def _row(rank: int, ranks: int, microbatches: int, loops: int) -> tuple[Op, ...]:
-    groups = _groups(ranks, microbatches)
-    forward = [Op(Kind.F, c * ranks + rank, j) for group in groups for c in range(loops) for j in group]
-    backward = [Op(Kind.BW, c * ranks + rank, j) for group in groups for c in reversed(range(loops)) for j in group]
-    warmup = min(2 * (ranks - rank - 1) + (loops - 1) * len(groups[0]), len(forward))
+def _full_groups(ranks: int, microbatches: int, loops: int, group: int) -> list[range]:
+    """Groups of the same size, of which the last may go beyond the microbatches there are."""
+    least = max(1, min(ranks - 1, microbatches) if loops > 1 else 1)
+    if group < least:
+        raise InputError(
+            f"interleaved-1f1b of {ranks} ranks needs groups of at least {least} microbatches, got {group}: "
+            "with fewer, ranks wait for each other for ever"
+        )
+    size = min(group, microbatches)
+    return [range(first, first + size) for first in range(0, microbatches, size)]
+
+
+def _interleaved(name: str, ranks: int, microbatches: int, loops: int, groups: list[range]) -> Schedule:
+    """Groups that end beyond the last microbatch lose what is beyond: leaving out microbatches keeps an order legal."""
+    rows = (_row(rank, ranks, loops, groups) for rank in range(ranks))
+    kept = tuple(tuple(op for op in row if op.microbatch < microbatches) for row in rows)
+    return Schedule(name, Placement.looped(ranks, loops), microbatches, kept)
+
+
+def _row(rank: int, ranks: int, loops: int, groups: list[range]) -> list[Op]:
+    stages = range(rank, ranks * loops, ranks)
+    forward, backward = (round_trips(kind, stages, groups) for kind in (Kind.F, Kind.BW))
+    warmup = 2 * (ranks - rank - 1) + (loops - 1) * len(groups[0])
     row = forward[:warmup]
     for k, back in enumerate(backward):
         row += forward[warmup + k : warmup + k + 1]
         row.append(back)
-    return tuple(row)
+    return row

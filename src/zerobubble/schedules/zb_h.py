@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2, the handcrafted schedules of Zero Bubble Pipeline Parallelism (arXiv 2401.10241, section 2)."""
+"""ZB-H1 and ZB-H2, the handcrafted zero-bubble schedules."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 
@@ -13,11 +13,15 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     - makespan at unit times, no communication, m >= p: 3m + p - 1
     - peak memory: min(p, m) microbatches on every rank (what is held from B to W counted in full)
 
-    >>> print(zb_h1(2, 3).to_text().split("microbatches 3")[1])
-    <BLANKLINE>
-    rank 0: 0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2
-    rank 1: 1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2
-    <BLANKLINE>
+    Good for: a smaller bubble than 1F1B where memory is full; the drop-in first step from 1F1B.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 2 and Figure 3.
+
+    >>> from zerobubble import picture
+    >>> print(picture(zb_h1(3, 4)))
+    F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+    .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+    .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     """
     rows = tuple(_row(rank, ranks - rank, rank, microbatches) for rank in range(ranks))
     return Schedule("zb-h1", Placement.linear(ranks), microbatches, rows)
@@ -33,11 +37,15 @@ def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     - makespan at unit times, no communication, m >= 2p-1: 3m + p - 1
     - peak memory: min(2p-1, m) microbatches on every rank (what is held from B to W counted in full)
 
-    >>> print(zb_h2(2, 4).to_text().split("microbatches 4")[1])
-    <BLANKLINE>
-    rank 0: 0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
-    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1W0 1F3 1B3 1W1 1W2 1W3
-    <BLANKLINE>
+    Good for: memory for nearly twice 1F1B's activations, and at least 2p-1 microbatches.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 2 and Figure 3.
+
+    >>> from zerobubble import picture
+    >>> print(picture(zb_h2(3, 5)))
+    F0 F1 F2 F3 F4 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 .  .
+    .  F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4 .
+    .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4
     """
     rows = tuple(_row(rank, 2 * (ranks - rank) - 1, 2 * rank, microbatches) for rank in range(ranks))
     return Schedule("zb-h2", Placement.linear(ranks), microbatches, rows)

@@ -1,4 +1,4 @@
-"""ZB-V (arXiv 2401.10241 v1, section 6)."""
+"""ZB-V, the zero-bubble schedule on a V."""
 
 from collections import deque
 
@@ -16,11 +16,14 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     - makespan at unit stage times, no communication, m >= 2p-1: 6m + p - 1
     - peak memory of rank r: min(m+r+1, 2m, 2p) stage activations, so p microbatches on every rank from m = 2p-1 on
 
-    >>> print(zb_v(2, 3).to_text().split("microbatches 3")[1])
-    <BLANKLINE>
-    rank 0: 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
-    rank 1: 1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
-    <BLANKLINE>
+    Good for: no bubble at 1F1B's memory, where F, B and W take about equal time and links are fast.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 v1, section 6 and Figure 8.
+
+    >>> from zerobubble import picture
+    >>> print(picture(zb_v(2, 3)))
+    F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2 .
+    .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2
     """
     full = max(2 * ranks - 1, microbatches)
     rows = tuple(tuple(op for op in _row(rank, 2 * ranks - 1 - rank, ranks, full) if op.microbatch < microbatches) for rank in range(ranks))

@@ -1,0 +1,207 @@
+"""A building block: the passes of one microbatch, or of a few, with the slot each starts in, and the interval to the next copy.
+
+The idea and the words are those of Pipeline Parallelism with Controllable Memory (arXiv 2405.15362, sections 2 and 3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zerobubble.errors import InputError, ParseError
+from zerobubble.ir import Head, Kind, Op, Placement, collect_head, content_lines
+
+Times = tuple[int, int, int]
+
+UNIT: Times = (1, 1, 1)
+
+
+class Start(NamedTuple):
+    """A pass and the slot it starts in. Text form: `2B0@7`."""
+
+    op: Op
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.op}@{self.slot}"
+
+    @classmethod
+    def parse(cls, text: str) -> Start:
+        """Read `<pass>@<slot>`; raises `ParseError` for anything else."""
+        op, at, slot = text.partition("@")
+        if not at or not re.fullmatch("[0-9]{1,9}", slot):
+            raise ParseError(f"{text!r} is not a pass in its slot; write <pass>@<slot>, such as 0F0@3")
+        return cls(Op.parse(op), int(slot))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The passes of microbatches 0 to k-1 on each rank with their slots, repeated every `interval` slots.
+
+    `starts[rank]` are in order of their slots; `times` are the slots that F, B and W take, and BW takes those of B and W. Only the
+    parts are checked here: whether copies collide or a pass comes too early is judged by `repeat`.
+    """
+
+    name: str
+    placement: Placement
+    interval: int
+    starts: tuple[tuple[Start, ...], ...]
+    times: Times = field(default=UNIT)
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise InputError(f"block {self.name!r} needs an interval of at least 1 slot, got {self.interval}")
+        if len(self.times) != 3 or min(self.times) < 1:
+            raise InputError(f"block {self.name!r} needs at least 1 slot for each of F, B and W, got {self.times}")
+        if not any(self.starts):
+            raise InputError(f"block {self.name!r} needs at least one pass")
+        early = [start for row in self.starts for start in row if start.slot < 0]
+        if early:
+            raise InputError(f"block {self.name!r} has {early[0].op} in slot {early[0].slot}: count slots from 0")
+        self.head.check(len(self.starts))
+        object.__setattr__(self, "starts", tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in self.starts))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches in one copy."""
+        return 1 + max(start.op.microbatch for row in self.starts for start in row)
+
+    @property
+    def head(self) -> Head:
+        """Everything but the slots and the interval."""
+        return Head(self.name, self.placement, self.num_microbatches, ())
+
+    def length(self, kind: Kind) -> int:
+        """Slots that a pass of `kind` takes."""
+        return lengths(self.times)[kind]
+
+    def to_text(self) -> str:
+        """The text form: a header, then one line per rank. `Block.from_text` reads it back."""
+        times = [f"times {' '.join(map(str, self.times))}"] * (self.times != UNIT)
+        rows = [f"rank {rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.starts)]
+        return "\n".join(["zerobubble block 1", *self.head.lines(), f"interval {self.interval}", *times, *rows]) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Block:
+        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit.
+
+        Header: `name`, `placement` and `interval`; `times` (slots of F, B, W) where they are not 1 1 1. `microbatches` may be left out.
+        """
+        head: dict[str, str] = {}
+        numbers: dict[str, tuple[int, ...]] = {}
+        rows: list[tuple[Start, ...]] = []
+        for number, line in content_lines(text, "block"):
+            key, _, rest = line.partition(" ")
+            if key == "rank":
+                rows.append(_parse_row(number, rest, len(rows)))
+            elif key in _NUMBERS and key not in numbers:
+                numbers[key] = _parse_numbers(number, key, rest)
+            else:
+                collect_head(head, number, line)
+        return cls._assembled(head, numbers, tuple(rows))
+
+    @classmethod
+    def _assembled(cls, head: dict[str, str], numbers: dict[str, tuple[int, ...]], rows: tuple[tuple[Start, ...], ...]) -> Block:
+        if "interval" not in numbers:
+            raise ParseError("the header line 'interval' is missing")
+        if "routes" in head:
+            raise ParseError("the header line 'routes' has no place here: the passes of a block take route 0")
+        stated = Head.parse({"microbatches": "0", **head}, len(rows))
+        (interval,), (forward, backward, weight) = numbers["interval"], numbers.get("times", UNIT)
+        block = cls(stated.name, stated.placement, interval, rows, (forward, backward, weight))
+        if stated.num_microbatches not in (0, block.num_microbatches):
+            raise ParseError(f"the header says {stated.num_microbatches} microbatches, the rows hold {block.num_microbatches}")
+        return block
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        placement: Placement,
+        interval: int,
+        *walks: Sequence[int],
+        split: bool = True,
+        times: Times = UNIT,
+    ) -> Block:
+        """The block in which microbatch j starts its passes in the slots `walks[j]`: F from first to last stage, B from last to first.
+
+        `walk` writes one. With `split`, each rank's W take the first free slots modulo the interval, each after its B; without,
+        backward is BW. Raises `InputError` where the numbers do not fit the stages or no slot is left for a W.
+        """
+        back = Kind.B if split else Kind.BW
+        stages = placement.num_stages
+        rows: list[list[Start]] = [[] for _ in range(placement.num_ranks)]
+        for microbatch, slots_of in enumerate(walks):
+            if len(slots_of) != 2 * stages:
+                raise InputError(f"block {name!r}: a walk over {stages} stages has {2 * stages} slots, got {len(slots_of)}")
+            chain = [*((Kind.F, s) for s in range(stages)), *((back, s) for s in reversed(range(stages)))]
+            for (kind, stage), slot in zip(chain, slots_of, strict=True):
+                rows[placement.routes[0][stage]].append(Start(Op(kind, stage, microbatch), slot))
+        whole = cls(name, placement, interval, tuple(map(tuple, rows)), times)
+        return with_weights(whole) if split else whole
+
+
+_NUMBERS = {"interval": 1, "times": 3}
+
+
+def lengths(times: Times) -> dict[Kind, int]:
+    """The slots that a pass of each kind takes, given those of F, B and W."""
+    forward, backward, weight = times
+    return {Kind.F: forward, Kind.B: backward, Kind.W: weight, Kind.BW: backward + weight}
+
+
+def walk(first: int, *legs: tuple[int, int]) -> list[int]:
+    """The slots of passes one after the other: the first in `first`, then for each leg (hops, gap) as many more, `gap` slots apart."""
+    found = [first]
+    for hops, gap in legs:
+        found += [found[-1] + gap * hop for hop in range(1, hops + 1)]
+    return found
+
+
+def with_weights(block: Block) -> Block:
+    """`block` with the W of every B, each in the rank's first slot after its B that is still free modulo the interval.
+
+    Raises `InputError` where the interval leaves none.
+    """
+    rows = [(*row, *_weights(block, rank, row)) for rank, row in enumerate(block.starts)]
+    return Block(block.name, block.placement, block.interval, tuple(rows), block.times)
+
+
+def _weights(block: Block, rank: int, row: Iterable[Start]) -> Iterator[Start]:
+    taken = {slot % block.interval for start in row for slot in _covers(block, start)}
+    for (kind, stage, microbatch), slot in row:
+        if kind is Kind.B:
+            weight = Op(Kind.W, stage, microbatch)
+            after = slot + block.length(kind)
+            candidates = (Start(weight, after + wait) for wait in range(block.interval))
+            free = (start for start in candidates if not any(s % block.interval in taken for s in _covers(block, start)))
+            start = next(free, None)
+            if start is None:
+                raise InputError(
+                    f"block {block.name!r}: rank {rank} has no free slot for {weight}: choose an interval above {block.interval}"
+                )
+            taken.update(s % block.interval for s in _covers(block, start))
+            yield start
+
+
+def _covers(block: Block, start: Start) -> range:
+    return range(start.slot, start.slot + block.length(start.op.kind))
+
+
+def _parse_row(number: int, rest: str, expected: int) -> tuple[Start, ...]:
+    label, colon, cells = rest.partition(":")
+    if not colon or label.strip() != str(expected):
+        raise ParseError(f"line {number}: expected 'rank {expected}: ...', the ranks in order")
+    try:
+        return tuple(map(Start.parse, cells.split()))
+    except ParseError as error:
+        raise ParseError(f"line {number}: {error}") from None
+
+
+def _parse_numbers(number: int, key: str, rest: str) -> tuple[int, ...]:
+    words = rest.split()
+    if len(words) != _NUMBERS[key] or not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
+        raise ParseError(f"line {number}: {key!r} takes {_NUMBERS[key]} whole numbers, got {rest!r}")
+    return tuple(map(int, words))

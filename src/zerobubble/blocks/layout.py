@@ -1,0 +1,149 @@
+"""From a block to a schedule: copies woven into each other, then squeezed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+from zerobubble.blocks.block import UNIT, Block, Start, Times, lengths
+from zerobubble.bulk import in_bulk
+from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.errors import InputError, ScheduleError
+from zerobubble.graph import resolve, walk
+from zerobubble.ir import Op, Placement, Schedule
+from zerobubble.rules import makers, uses
+from zerobubble.simulate import memory_steps, peak_memory
+from zerobubble.timeline import Span, Timeline
+from zerobubble.verify import checked
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Passes laid out in slots: `rows[rank]` are that rank's passes with the slots they start in, first to last.
+
+    `times` are the slots of F, B and W. Every step from a block to a finished schedule is one of these.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    rows: tuple[tuple[Start, ...], ...]
+    times: Times = field(default=UNIT)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order alone."""
+        return Schedule(self.name, self.placement, self.num_microbatches, tuple(tuple(op for op, _ in row) for row in self.rows))
+
+    @property
+    def costs(self) -> Costs:
+        """The times, a slot as 1 ms, with one unit of memory per stage."""
+        return Costs.uniform(self.placement.num_stages, self.times)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What runs when, a slot as 1 ms; no span has a reason, since a layout may wait without one."""
+        costs, takes = self.costs, lengths(self.times)
+        rows = tuple(tuple(Span(op, slot * NS_PER_MS, (slot + takes[op.kind]) * NS_PER_MS) for op, slot in row) for row in self.rows)
+        return Timeline(self.name, rows, tuple(memory_steps(row, costs) for row in rows))
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """The most stage activations each rank holds."""
+        return tuple(peak // UNIT_BYTES for peak in peak_memory(self.schedule, self.costs))
+
+    @property
+    def bubble(self) -> int:
+        """The slots that ranks idle between their first and their last pass, of the rank that idles longest."""
+        return max(rank.gaps for rank in self.timeline.ranks) // NS_PER_MS
+
+    def moved(self, rows: Iterable[Iterable[Start]]) -> Layout:
+        """The same with other rows, each rank's passes in any order."""
+        return replace(self, rows=tuple(tuple(sorted(row, key=_slot)) for row in rows))
+
+
+def _slot(start: Start) -> int:
+    return start.slot
+
+
+@in_bulk()
+def repeat(block: Block, num_microbatches: int) -> Layout:
+    """Copies of `block`, each `interval` slots after the one before, for `num_microbatches` microbatches.
+
+    Raises `InputError` where copies collide, naming the two passes, or where a pass starts before what it uses is there;
+    `ScheduleError` where a pass is missing or misplaced.
+    """
+    check(block)
+    if num_microbatches < 1:
+        raise InputError(f"a block is repeated for at least 1 microbatch, got {num_microbatches}")
+    size = block.num_microbatches
+    copies = range(-(-num_microbatches // size))
+    rows = (
+        [
+            Start(Op(kind, stage, j + k * size), slot + k * block.interval)
+            for k in copies
+            for (kind, stage, j), slot in row
+            if j + k * size < num_microbatches
+        ]
+        for row in block.starts
+    )
+    return Layout(block.name, block.placement, num_microbatches, (), block.times).moved(rows)
+
+
+def check(block: Block) -> None:
+    """Raise `InputError` or `ScheduleError` where `block` cannot be repeated, as `repeat` says."""
+    for rank, row in enumerate(block.starts):
+        _refuse_collision(block, rank, row)
+    alone = Schedule(block.name, block.placement, block.num_microbatches, tuple(tuple(start.op for start in row) for row in block.starts))
+    try:
+        checked(alone)
+    except ScheduleError as error:
+        raise ScheduleError(error.faults, f"{block.name} (one block)") from None
+    _refuse_early(block)
+
+
+def _refuse_collision(block: Block, rank: int, row: tuple[Start, ...]) -> None:
+    taken: dict[int, Start] = {}
+    for start in row:
+        for slot in range(start.slot, start.slot + block.length(start.op.kind)):
+            other = taken.setdefault(slot % block.interval, start)
+            if other is not start:
+                raise InputError(
+                    f"block {block.name!r}: on rank {rank} {other} and {start} collide: copies come every {block.interval} slots, "
+                    f"and both take slot {slot % block.interval} of them; move one or choose another interval"
+                )
+
+
+def _refuse_early(block: Block) -> None:
+    end = {start.op: start.slot + block.length(start.op.kind) for row in block.starts for start in row}
+    for row in block.starts:
+        for op, slot in row:
+            for value in uses(op, block.placement.num_stages):
+                for maker in makers(value):
+                    if end.get(maker, 0) > slot:
+                        raise InputError(
+                            f"block {block.name!r}: {op} starts in slot {slot}, but {maker}, whose result it uses, "
+                            f"ends in slot {end[maker]}: start it there or later"
+                        )
+
+
+@in_bulk()
+def squeeze(layout: Layout) -> Layout:
+    """The same order on every rank, with every pass as early as it can be: this drops idle time and nothing else.
+
+    Raises `ScheduleError` where the order cannot run.
+    """
+    graph = resolve(layout.schedule)
+    order = walk(graph, graph.needs, graph.first[:-1])
+    if len(order) < len(graph.ops):
+        checked(layout.schedule)
+    takes = lengths(layout.times)
+    begin, end = [0] * len(order), [0] * len(order)
+    for number in order:
+        free = end[number - 1] if graph.position(number) else 0
+        begin[number] = max([free, *[end[need] for need in graph.needs[number]]])
+        end[number] = begin[number] + takes[graph.ops[number].kind]
+    starts = list(map(Start, graph.ops, begin))
+    return replace(layout, rows=tuple(tuple(starts[here:there]) for here, there in pairwise(graph.first)))

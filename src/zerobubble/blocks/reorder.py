@@ -1,0 +1,217 @@
+"""Warm-up and cool-down made shorter: passes move up into idle slots as far as their inputs and the memory of their rank allow."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from zerobubble.blocks.block import Start, Times, lengths
+from zerobubble.blocks.layout import Layout
+from zerobubble.bulk import in_bulk
+from zerobubble.errors import InputError
+from zerobubble.graph import resolve
+from zerobubble.ir import Kind, Op
+from zerobubble.rules import BACKWARD
+
+_TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
+"""What a pass adds to the activations its rank holds, in stage activations: B keeps what W needs."""
+
+
+@in_bulk()
+def reorder(layout: Layout, limit: int | None = None, *, steady: bool = True) -> Layout:
+    """`layout`, repeated or squeezed, with passes moved up into idle slots.
+
+    No rank holds more than `limit` stage activations; not given, that is the most any rank holds already. Passes go in order of
+    their slots, each to the first idle slot after what it uses and after the same stage's pass of the microbatch before; F only as
+    far as memory allows. Then all W are lifted out, passes of the cool-down move up once more, and the W flow back into the idle
+    slots. Warm-up are the passes before the first microbatch is through, cool-down those after the last has entered; `steady`
+    leaves the passes between in peace. Raises `InputError` for a limit below what `layout` holds already.
+    """
+    most = max(layout.peaks) if limit is None else limit
+    if most < max(layout.peaks):
+        raise InputError(
+            f"{layout.name} holds up to {max(layout.peaks)} stage activations, more than the limit of {most}: reordering frees none"
+        )
+    board = _Board(layout)
+    _advance(board, [_held(row, board.horizon, layout.times) for row in layout.rows], most, steady)
+    board.squeeze()
+    if layout.schedule.split_stages:
+        weights = board.lift()
+        _advance_lifted(board, [_Flow(row, layout.times) for row in board.rows()], most)
+        board.put([start for row in board.rows() for start in _weights(row, layout.times)], weights)
+        board.squeeze()
+    return layout.moved(board.rows())
+
+
+class _Board:
+    """Where the passes of a layout stand while they move, by number; `active` are those on it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.graph = resolve(layout.schedule)
+        takes = lengths(layout.times)
+        self.length = [takes[op.kind] for op in self.graph.ops]
+        self.begin = [slot for row in layout.rows for _, slot in row]
+        self.active = list(range(len(self.begin)))
+        self.horizon = max(map(sum, zip(self.begin, self.length, strict=True)))
+
+    def in_order(self) -> tuple[list[int], int, int]:
+        """The passes in order of their slots, lower ranks first; where in it the first microbatch comes home and the last one enters."""
+        order = sorted(self.active, key=lambda number: (self.begin[number], self.graph.rank[number]))
+        kinds = [(k, self.graph.ops[number].kind) for k, number in enumerate(order) if self.graph.ops[number].stage == 0]
+        home = min((k for k, kind in kinds if kind in BACKWARD), default=len(order))
+        return order, home, max(k for k, kind in kinds if kind is Kind.F)
+
+    def squeeze(self) -> None:
+        """Let every pass start as soon as its rank is free and what it uses is there, in the order of their slots."""
+        free, end = [0] * (len(self.graph.first) - 1), [0] * len(self.begin)
+        for number in sorted(self.active, key=self.begin.__getitem__):
+            rank = self.graph.rank[number]
+            self.begin[number] = max([free[rank], *[end[need] for need in self.graph.needs[number]]])
+            free[rank] = end[number] = self.begin[number] + self.length[number]
+
+    def lift(self) -> dict[Op, int]:
+        """Take all W off the board; their numbers."""
+        ops = self.graph.ops
+        self.active = [number for number in self.active if ops[number].kind is not Kind.W]
+        return {op: number for number, op in enumerate(ops) if op.kind is Kind.W}
+
+    def put(self, starts: Iterable[Start], numbers: dict[Op, int]) -> None:
+        """Put passes of these `numbers` on the board."""
+        for op, slot in starts:
+            self.begin[numbers[op]] = slot
+            self.active.append(numbers[op])
+
+    def rows(self) -> list[list[Start]]:
+        """The passes of each rank, first to last."""
+        rows: list[list[Start]] = [[] for _ in self.graph.first[1:]]
+        for number in sorted(self.active, key=self.begin.__getitem__):
+            rows[self.graph.rank[number]].append(Start(self.graph.ops[number], self.begin[number]))
+        return rows
+
+
+class _Sweep:
+    """The passes of a board placed one after the other, each in the first idle slot that will do."""
+
+    def __init__(self, board: _Board) -> None:
+        self.board = board
+        self._taken = [bytearray(board.horizon) for _ in board.graph.first[1:]]
+        self._last: dict[tuple[Kind, int], int] = {}
+
+    def earliest(self, number: int) -> int:
+        """The slot before which a pass cannot start: what it uses, and the same stage's pass of the microbatch before."""
+        board, (kind, stage, _) = self.board, self.board.graph.ops[number]
+        before = [*board.graph.needs[number], *[self._last[key] for key in [(kind, stage)] if key in self._last]]
+        return max([board.begin[other] + board.length[other] for other in before], default=0)
+
+    def idle(self, number: int, earliest: int) -> Iterator[int]:
+        """The slots from `earliest` on, and before its own, in which a pass fits between those placed already."""
+        gap = bytes(self.board.length[number])
+        taken = self._taken[self.board.graph.rank[number]]
+        slot = taken.find(gap, earliest)
+        while 0 <= slot < self.board.begin[number]:
+            yield slot
+            slot = taken.find(gap, slot + 1)
+
+    def place(self, number: int, slot: int) -> None:
+        """Put a pass in its final slot."""
+        kind, stage, _ = self.board.graph.ops[number]
+        length = self.board.length[number]
+        self.board.begin[number] = slot
+        self._taken[self.board.graph.rank[number]][slot : slot + length] = b"\1" * length
+        self._last[kind, stage] = number
+
+
+def _advance(board: _Board, held: list[list[int]], most: int, steady: bool) -> None:
+    """Move passes up, all or those of warm-up and cool-down; `held` is what each rank holds in each slot."""
+    sweep = _Sweep(board)
+    order, home, entry = board.in_order()
+    for k, number in enumerate(order):
+        slot = board.begin[number]
+        if not (steady and home <= k <= entry):
+            slot = _move_up(sweep, number, held[board.graph.rank[number]], most)
+        sweep.place(number, slot)
+
+
+def _move_up(sweep: _Sweep, number: int, held: list[int], most: int) -> int:
+    """The first slot a pass can move to, its own if there is none; `held`, of its rank, follows."""
+    board, earliest = sweep.board, sweep.earliest(number)
+    kind, old = board.graph.ops[number].kind, board.begin[number]
+    if kind is Kind.F:
+        earliest = next((slot + 1 for slot in range(old - 1, earliest - 1, -1) if held[slot] >= most), earliest)
+    new = next(sweep.idle(number, earliest), old)
+    shift = 0 if kind is Kind.F else board.length[number]
+    for slot in range(new + shift, old + shift):
+        held[slot] += _TAKES[kind]
+    return new
+
+
+def _held(row: Iterable[Start], horizon: int, times: Times) -> list[int]:
+    """The stage activations a rank holds in each slot: F takes from its start, W and BW give back at their end."""
+    change, takes = [0] * (horizon + 1), lengths(times)
+    for (kind, _, _), slot in row:
+        change[slot if kind is Kind.F else slot + takes[kind]] += _TAKES[kind]
+    return list(accumulate(change))
+
+
+def _advance_lifted(board: _Board, flows: list[_Flow], most: int) -> None:
+    """On a board without W, move the passes of the cool-down up as far as memory holds once W take the idle slots."""
+    sweep = _Sweep(board)
+    order, _, entry = board.in_order()
+    for k, number in enumerate(order):
+        slot = board.begin[number]
+        if k > entry:
+            flow, idle = flows[board.graph.rank[number]], sweep.idle(number, sweep.earliest(number))
+            slot = next((new for new in idle if flow.move(slot, new, most)), slot)
+        sweep.place(number, slot)
+
+
+State = tuple[int, int, int]
+"""The slot from which a rank is free, the activations it holds, its W waiting."""
+
+
+class _Flow:
+    """The passes of one rank without W, and the state before each when W take every idle slot they can."""
+
+    def __init__(self, row: Iterable[Start], times: Times) -> None:
+        self.times = times
+        self.row = list(row)
+        self.before, _ = self._states((0, 0, 0), self.row)
+
+    def move(self, old: int, new: int, most: int) -> bool:
+        """Move the pass in slot `old` to `new` unless the rank would then hold more than `most`; whether it did."""
+        here, there = (bisect_left(self.row, slot, key=lambda start: start.slot) for slot in (new, old))
+        row = [Start(self.row[there].op, new), *self.row[here:there], *self.row[there + 1 :]]
+        states, peak = self._states(self.before[here], row)
+        if peak > most:
+            return False
+        self.row[here:], self.before[here:] = row, states
+        return True
+
+    def _states(self, state: State, row: list[Start]) -> tuple[list[State], int]:
+        """The states before the passes of `row`, and the most held after any."""
+        takes = lengths(self.times)
+        free, held, waiting = state
+        states, peak = [], 0
+        for (kind, _, _), slot in row:
+            states.append((free, held, waiting))
+            done = min(waiting, (slot - free) // takes[Kind.W])
+            free, held, waiting = slot + takes[kind], held - done + _TAKES[kind], waiting - done + (kind is Kind.B)
+            peak = max(peak, held)
+        return states, peak
+
+
+def _weights(row: Iterable[Start], times: Times) -> Iterator[Start]:
+    """A W for every B of `row`, in the first idle slots after it, those of the rank's last stage first."""
+    waiting: list[tuple[int, int]] = []
+    free, takes = 0, lengths(times)
+    for op, slot in [*row, Start(Op(Kind.F, 0, 0), sys.maxsize)]:
+        while waiting and free + takes[Kind.W] <= slot:
+            stage, microbatch = heappop(waiting)
+            yield Start(Op(Kind.W, -stage, microbatch), free)
+            free += takes[Kind.W]
+        free = slot + takes[op.kind]
+        if op.kind is Kind.B:
+            heappush(waiting, (-op.stage, op.microbatch))

@@ -1,0 +1,25 @@
+"""A block on its way to a schedule, in four steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zerobubble.blocks.block import Block
+from zerobubble.blocks.layout import Layout, repeat, squeeze
+from zerobubble.blocks.reorder import reorder
+
+
+class Steps(NamedTuple):
+    """One copy of the block, its repetition, that without redundant idle time, and that with better warm-up and cool-down."""
+
+    block: Layout
+    repeated: Layout
+    squeezed: Layout
+    reordered: Layout
+
+
+def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *, steady: bool = True) -> Steps:
+    """The steps from `block` to a schedule of `num_microbatches` microbatches; `limit` and `steady` are those of `reorder`."""
+    repeated = repeat(block, num_microbatches)
+    squeezed = squeeze(repeated)
+    return Steps(repeat(block, block.num_microbatches), repeated, squeezed, reorder(squeezed, limit, steady=steady))

@@ -1,0 +1,131 @@
+"""`zerobubble block`: a building block, its memory law, and the four steps to its schedule."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
+from zerobubble.cli.files import read_text, require_size, write_text
+from zerobubble.cli.options import json_option, microbatches_option, ranks_option
+from zerobubble.costs import NS_PER_MS
+from zerobubble.errors import InputError
+from zerobubble.export.blocks import block_html, block_svg
+
+
+@click.command("block")
+@click.argument("name")
+@ranks_option
+@microbatches_option
+@click.option("--memory", type=click.IntRange(1), metavar="K", help="Stage activations a rank may hold, the block's own peak if not given.")
+@click.option("--through", is_flag=True, help="Reorder the steady phase too, not just warm-up and cool-down.")
+@click.option("--svg", metavar="FILE", help="Also write the picture of the four steps to this file.")
+@click.option("--html", metavar="FILE", help="Also write picture and figures to this file, as a page.")
+@click.option("-o", "--output", metavar="FILE", help="Also write the finished schedule to this file.")
+@json_option
+def block(
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    memory: int | None,
+    through: bool,
+    svg: str | None,
+    html: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Make a schedule of the building block NAME: a published one, or a file with a block of your own (- is stdin).
+
+    Prints the block; for each rank how many slots its stages hold a microbatch and the stage activations it holds, by the memory
+    law, in the steady phase and in each step; and the figures of the block repeated, squeezed and reordered, in slots. Without
+    --microbatches it takes three per rank.
+
+    \b
+    Examples:
+      zerobubble block v-half --ranks 4 --microbatches 8 --svg steps.svg
+      zerobubble block mine.txt --microbatches 12 -o mine-schedule.txt
+    """
+    made = _find(name, ranks)
+    count = 3 * made.placement.num_ranks if microbatches is None else microbatches
+    require_size(name, 3 * made.placement.num_stages * count)
+    steps = four_steps(made, count, memory, steady=not through)
+    for file, text in ((svg, block_svg), (html, block_html)):
+        if file is not None:
+            write_text(file, text(made, steps))
+    if output is not None:
+        write_text(output, steps.reordered.schedule.to_text())
+    if as_json:
+        click.echo(json.dumps(_as_dict(made, steps), indent=2))
+    else:
+        _print(made, steps)
+
+
+def _find(name: str, ranks: int | None) -> Block:
+    if name in KNOWN:
+        if ranks is None:
+            raise InputError(f"{name} needs --ranks P")
+        require_size(name, ranks * ranks)
+        return known_block(name, ranks)
+    try:
+        made = Block.from_text(read_text(name))
+    except InputError as error:
+        raise InputError(f"{name} is neither a published block ({', '.join(KNOWN)}) nor a file with one: {error}") from error
+    if ranks not in (None, made.placement.num_ranks):
+        raise InputError(f"--ranks {ranks} does not fit {name}, which has {made.placement.num_ranks}: leave the option out")
+    return made
+
+
+def _figures(layout: Layout) -> dict[str, int]:
+    timeline = layout.timeline
+    return {
+        "makespan": timeline.makespan // NS_PER_MS,
+        "span": timeline.span // NS_PER_MS,
+        "bubble": layout.bubble,
+        "peak": max(layout.peaks),
+    }
+
+
+def _later(steps: Steps) -> dict[str, Layout]:
+    return {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
+
+
+def _as_dict(made: Block, steps: Steps) -> dict[str, object]:
+    return {
+        "block": made.to_text(),
+        "interval": made.interval,
+        "ranks": [
+            {"rank": rank, "lifespans": {f"{life.stage}.{life.microbatch}": life.slots for life in lives}, "law": law, "steady": steady}
+            for rank, (lives, law, steady) in enumerate(zip(lifespans(made), memory_law(made), steady_peaks(made), strict=True))
+        ],
+        "steps": {name: _figures(layout) for name, layout in _later(steps).items()},
+        "schedule": steps.reordered.schedule.to_dict(),
+    }
+
+
+def _print(made: Block, steps: Steps) -> None:
+    console = Console()
+    console.print(made.to_text(), highlight=False, markup=False, soft_wrap=True)
+    console.print(_memory_table(made, steps), "", _step_table(steps), sep="\n")
+
+
+def _memory_table(made: Block, steps: Steps) -> Table:
+    """Stage activations on each rank: by the memory law, between the ends of a long repetition, and in each step."""
+    table = Table("rank", "lifespans", box=None, header_style="bold", pad_edge=False)
+    for title in ("law", "steady", *_later(steps)):
+        table.add_column(title, justify="right")
+    for rank, (lives, law, steady) in enumerate(zip(lifespans(made), memory_law(made), steady_peaks(made), strict=True)):
+        held = (law, steady, *(layout.peaks[rank] for layout in _later(steps).values()))
+        table.add_row(str(rank), ", ".join(f"{life.stage}: {life.slots}" for life in lives), *map(str, held))
+    return table
+
+
+def _step_table(steps: Steps) -> Table:
+    table = Table("step", box=None, header_style="bold", pad_edge=False)
+    for title in ("makespan", "longest span", "bubble", "peak"):
+        table.add_column(title, justify="right")
+    for name, layout in _later(steps).items():
+        table.add_row(name, *map(str, _figures(layout).values()))
+    return table

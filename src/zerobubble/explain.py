@@ -1,0 +1,162 @@
+"""Where the time goes: idle time by its causes, the chain of passes that sets the makespan, and a run held against its plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.graph import Graph, resolve
+from zerobubble.ir import Kind, Placement, Schedule
+from zerobubble.simulate import simulate
+from zerobubble.timeline import Span, Timeline
+
+Metric = Literal["makespan", "span"]
+
+
+class Causes(NamedTuple):
+    """Idle time in ns by its cause, as `attribute` defines them."""
+
+    dependency: int
+    comm: int
+    imbalance: int
+    memory: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The idle time of a schedule: `ranks[r].total` is `metric` minus the work of rank r."""
+
+    metric: Metric
+    ranks: tuple[Causes, ...]
+
+    @property
+    def overall(self) -> Causes:
+        """The sums over the ranks."""
+        return Causes(*map(sum, zip(*self.ranks, strict=True)))
+
+
+def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> Idle:
+    """Every ns in which a rank of the simulated `schedule` is idle, by cause; the causes add up exactly.
+
+    - comm: what goes away when messages take no time.
+    - imbalance: what then goes away when the work is spread evenly over the ranks and over the stages of each (the same total,
+      rounded to a ns per stage).
+    - memory: of what is left, the moments before a rank's last forward when a later forward of its row had all it uses and the
+      order held it back, which is how a schedule keeps fewer microbatches in memory.
+    - dependency: all else; no forward was there to be run.
+
+    Removing a delay can move another into the way, so comm and imbalance of a rank may be negative. With the metric `span` a rank's
+    own gaps are searched for memory, and what it is shorter than the longest rank counts as dependency. Raises as `simulate` does,
+    and `InputError` for another metric.
+    """
+    if metric not in ("makespan", "span"):
+        raise InputError(f"idle time is counted against 'makespan' or 'span', got {metric!r}")
+    silent = replace(costs, comm=(0,) * len(costs.comm))
+    even = simulate(schedule, _evened(silent, schedule.placement))
+    held_back = _held_back(resolve(schedule), even, metric)
+    totals = [_idle(timeline, metric) for timeline in (simulate(schedule, costs), simulate(schedule, silent), even)]
+    parts = zip(*totals, held_back, strict=True)
+    return Idle(metric, tuple(Causes(rest - memory, idle - quiet, quiet - rest, memory) for idle, quiet, rest, memory in parts))
+
+
+def _idle(timeline: Timeline, metric: Metric) -> list[int]:
+    whole = timeline.makespan if metric == "makespan" else timeline.span
+    return [whole - figures.work for figures in timeline.ranks]
+
+
+def _evened(costs: Costs, placement: Placement) -> Costs:
+    """Costs with the same work on every rank, in equal parts on its stages; over several routes a stage has the mean of its parts."""
+    parts = [[len(set(route)) * route.count(rank) for rank in route] for route in placement.routes]
+
+    def evened(total: int) -> tuple[int, ...]:
+        return tuple(round(sum(total / n for n in at) / len(at)) for at in zip(*parts, strict=True))
+
+    names = ("forward", "backward", "weight", "hidden")
+    return replace(costs, **{name: evened(sum(getattr(costs, name))) for name in names})
+
+
+def _held_back(graph: Graph, timeline: Timeline, metric: Metric) -> list[int]:
+    """For each rank, the idle time in which a later forward of its row had all it uses."""
+    ends = [span.end for row in timeline.rows for span in row]
+    held = []
+    for rank, row in enumerate(timeline.rows):
+        numbers = range(graph.first[rank], graph.first[rank + 1])
+        ready = [_ready(graph, number, ends) for number in numbers]
+        earliest = list(accumulate(reversed(ready), min))[::-1]
+        free, total = 0 if metric == "makespan" or not row else row[0].start, 0
+        for span, since in zip(row, earliest, strict=True):
+            total += max(0, span.start - max(free, since))
+            free = max(free, span.end)
+        held.append(total)
+    return held
+
+
+def _ready(graph: Graph, number: int, ends: list[int]) -> int:
+    """When all that a forward uses is there; never (a time after the last end) for any other pass."""
+    if graph.ops[number].kind is not Kind.F:
+        return ends[number]
+    return max((ends[need] for need in graph.needs[number]), default=0)
+
+
+def critical_path(timeline: Timeline) -> tuple[Span, ...]:
+    """The chain of spans that sets the end of a simulated timeline: each started when the one before it, or its message, let it.
+
+    Empty for a timeline without spans; raises `InputError` for a measured one, which does not say what a span waited for.
+    """
+    by_op = {span.op: span for _, span in timeline.spans()}
+    op = next((span.op for span in by_op.values() if span.end == timeline.end), None)
+    path: list[Span] = []
+    while op in by_op:
+        span = by_op.pop(op)
+        if span.why is None:
+            raise InputError(f"timeline {timeline.name!r} does not say what {op} waited for: simulate the schedule instead")
+        path.append(span)
+        op = span.why.op
+    return tuple(reversed(path))
+
+
+class Difference(NamedTuple):
+    """Time in ns that `rank` spent in passes of `kind`, or idle up to the makespan where `kind` is None."""
+
+    rank: int
+    kind: Kind | None
+    planned: int
+    measured: int
+
+    @property
+    def extra(self) -> int:
+        """What the run took beyond the plan."""
+        return self.measured - self.planned
+
+
+def diff(planned: Timeline, measured: Timeline) -> tuple[Difference, ...]:
+    """Where a run spent more or less than its plan, rank by rank: each kind of pass, then idle time.
+
+    The `extra` of a rank add up to the difference of the makespans; time in which passes overlap counts for the first of them.
+    Raises `InputError` when the timelines have different numbers of ranks.
+    """
+    if planned.num_ranks != measured.num_ranks:
+        raise InputError(f"the plan has {planned.num_ranks} ranks, the run {measured.num_ranks}: compare runs of one shape")
+    differences = []
+    for rank in range(planned.num_ranks):
+        before, after = _time_by_kind(planned, rank), _time_by_kind(measured, rank)
+        kinds: list[Kind | None] = [*(kind for kind in Kind if kind in before or kind in after), None]
+        differences += [Difference(rank, kind, before[kind], after[kind]) for kind in kinds]
+    return tuple(differences)
+
+
+def _time_by_kind(timeline: Timeline, rank: int) -> Counter[Kind | None]:
+    times: Counter[Kind | None] = Counter({None: timeline.makespan - timeline.ranks[rank].work})
+    free = timeline.start
+    for span in timeline.rows[rank]:
+        times[span.op.kind] += max(0, span.end - max(span.start, free))
+        free = max(free, span.end)
+    return times

@@ -1,0 +1,195 @@
+"""A building block and the four steps to its schedule, as one picture and as one page that opens offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from typing import NamedTuple
+
+from zerobubble.blocks import Block, Layout, Steps, lifespans, memory_law
+from zerobubble.costs import NS_PER_MS
+from zerobubble.errors import InputError
+from zerobubble.export.palette import ink, shade
+from zerobubble.export.svg import HATCH, STYLE, describe
+from zerobubble.ir import Kind
+from zerobubble.rules import RULES
+from zerobubble.timeline import Span
+
+SHADES = 4
+"""Copies in a row that have a shade of their own."""
+
+LEFT, RIGHT, ROW, GAP, CAPTION, TOP, AXIS, NARROWEST = 62, 58, 20, 3, 34, 44, 40, 640
+DIGIT = 6.3
+
+
+class Panel(NamedTuple):
+    """One step: its title, what it says, its layout, and a note for each rank."""
+
+    title: str
+    text: str
+    layout: Layout
+    notes: tuple[str, ...]
+
+
+def panels(block: Block, steps: Steps) -> tuple[Panel, ...]:
+    """The four panels of the picture, in order."""
+    count = "one microbatch" if block.num_microbatches == 1 else f"{block.num_microbatches} microbatches"
+    law = tuple(f"at most {' + '.join(_terms(block, rank))} = {held}" for rank, held in enumerate(memory_law(block)))
+    later = [
+        Panel(title, f"{text}: {_figures(layout)}", layout, tuple(str(peak) for peak in layout.peaks))
+        for title, text, layout in (
+            ("Repeated", f"a copy every {block.interval} slots", steps.repeated),
+            ("Squeezed", "same order, no idle time without a cause", steps.squeezed),
+            ("Reordered", "warm-up and cool-down filled within the peak", steps.reordered),
+        )
+    ]
+    return Panel("Block", f"{count}; stage activations held: the sum of ceil(lifespan / {block.interval})", steps.block, law), *later
+
+
+def _terms(block: Block, rank: int) -> list[str]:
+    return [f"ceil({life.slots}/{block.interval})" for life in lifespans(block)[rank]]
+
+
+def _figures(layout: Layout) -> str:
+    makespan, span, bubble, peak = _row(layout)
+    return f"makespan {makespan}, longest span {span}, bubble {bubble}, peak {peak}"
+
+
+class _Frame(NamedTuple):
+    """The common scale of the panels: the picture's width, and the slots that fill it."""
+
+    width: int
+    slots: int
+
+    def x(self, slot: float) -> float:
+        return LEFT + (self.width - LEFT - RIGHT) * slot / self.slots
+
+    def height(self, panel: Panel) -> int:
+        return CAPTION + (ROW + GAP) * panel.layout.placement.num_ranks + 10
+
+
+def block_svg(block: Block, steps: Steps, width: int = 1100) -> str:
+    """An SVG document of the four steps on one axis, `width` pixels wide: copies in turn in four shades, each pass with its microbatch.
+
+    The bar below a pass marks a rank's later stages. The number at the right of a rank is the stage activations it holds at most.
+    Raises `InputError` for a width below 640.
+    """
+    if width < NARROWEST:
+        raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
+    frame = _Frame(width, max(layout.timeline.end for layout in steps) // NS_PER_MS)
+    return "\n".join(_document(frame, block, panels(block, steps))) + "\n"
+
+
+def _document(frame: _Frame, block: Block, drawn: Sequence[Panel]) -> Iterator[str]:
+    bottom = TOP + sum(frame.height(panel) for panel in drawn)
+    title = f"{block.name} on {block.placement.num_ranks} ranks, {drawn[1].layout.num_microbatches} microbatches"
+    size = f'viewBox="0 0 {frame.width} {bottom + AXIS}" width="{frame.width}" height="{bottom + AXIS}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    yield f"<title>{escape(title)}: block, repeated, squeezed, reordered</title>"
+    kinds = [kind for kind in Kind if any(start.op.kind is kind for row in block.starts for start in row)]
+    yield f"<style>{STYLE}{''.join(_rules(kinds))}</style><defs>{HATCH}</defs>"
+    yield f'<rect class="paper" width="{frame.width}" height="{bottom + AXIS}"/>'
+    yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
+    yield from _legend(frame, kinds, block.placement.stages_per_rank > 1)
+    top = TOP
+    for number, panel in enumerate(drawn, 1):
+        yield from _panel(frame, block, panel, number, top)
+        top += frame.height(panel)
+    yield from _axis(frame, bottom)
+    yield "</svg>"
+
+
+def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
+    for kind in kinds:
+        for copy in range(SHADES):
+            colour = shade(kind, copy, SHADES)
+            yield f".{kind}{copy}{{fill:{colour}}}.on{kind}{copy}{{fill:{ink(colour)}}}"
+
+
+def _legend(frame: _Frame, kinds: Sequence[Kind], later: bool) -> Iterator[str]:
+    """Swatches at the top right, written from right to left."""
+    right = float(frame.width - 18)
+    entries = [(f"{kind} {RULES[kind].phrase}", f'class="{kind}0"') for kind in kinds] + [("idle", 'fill="url(#idle)"')]
+    for text, fill in entries[::-1]:
+        right -= len(text) * 5.6
+        yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
+        yield f'<rect {fill} x="{right - 16:.1f}" y="18" width="11" height="11" rx="1.5"/>'
+        right -= 32
+    if later:
+        yield f'<text class="soft small end" x="{right - 4:.1f}" y="27">bar: later stage of a rank</text>'
+
+
+def _panel(frame: _Frame, block: Block, panel: Panel, number: int, top: int) -> Iterator[str]:
+    heading = f'<tspan class="ink bold">{number} {panel.title}</tspan><tspan dx="10">{escape(panel.text)}</tspan>'
+    yield f'<text class="soft" x="{LEFT}" y="{top + 20}">{heading}</text>'
+    end = panel.layout.timeline.end // NS_PER_MS
+    for rank, row in enumerate(panel.layout.timeline.rows):
+        y = top + CAPTION - 4 + rank * (ROW + GAP)
+        yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 14}">rank {rank}</text>'
+        yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{frame.x(end) - LEFT:.2f}" height="{ROW}"/>'
+        first = min(stage for _, stage in panel.layout.placement.stages(rank))
+        for span in row:
+            yield _box(frame, block, panel.layout, span, span.op.stage > first, y)
+        yield f'<text class="soft small" x="{frame.x(end) + 8:.2f}" y="{y + 14}">{escape(panel.notes[rank])}</text>'
+
+
+def _box(frame: _Frame, block: Block, layout: Layout, span: Span, later: bool, y: int) -> str:
+    x, end = frame.x(span.start / NS_PER_MS), frame.x(span.end / NS_PER_MS)
+    width = max(0.4, end - x - 0.7)
+    name = f"{span.op.kind}{span.op.microbatch // block.num_microbatches % SHADES}"
+    label = str(span.op.microbatch)
+    text = (
+        f'<text class="on{name} small middle" x="{x + width / 2:.2f}" y="{y + 13.5}">{label}</text>'
+        if width >= DIGIT * len(label) + 2
+        else ""
+    )
+    bar = f'<rect class="on{name}" x="{x + 1:.2f}" y="{y + ROW - 2.5}" width="{max(0.2, width - 2):.2f}" height="1.5"/>' if later else ""
+    box = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" rx="1.5"/>'
+    return f'<g class="pass">{box}<title>{escape(describe(layout.timeline, span))}</title>{text}{bar}</g>'
+
+
+def _axis(frame: _Frame, bottom: int) -> Iterator[str]:
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, frame.slots) if frame.slots / step <= 16)
+    for slot in range(0, frame.slots + 1, step):
+        yield f'<path class="grid" d="M{frame.x(slot):.2f} {bottom - 4}v6"/>'
+        yield f'<text class="soft small middle" x="{frame.x(slot):.2f}" y="{bottom + 16}">{slot}</text>'
+    yield f'<text class="soft small middle" x="{(LEFT + frame.width - RIGHT) / 2:.1f}" y="{bottom + 32}">slots</text>'
+
+
+def block_html(block: Block, steps: Steps) -> str:
+    """The page: the picture, the figures of each step, the lifespans with the memory law, and the block in its text form."""
+    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    title = f"{block.name} on {block.placement.num_ranks} ranks, {steps.reordered.num_microbatches} microbatches"
+    figures = [[panel.title, *_row(panel.layout)] for panel in panels(block, steps)[1:]]
+    law = [
+        [f"rank {rank}", "; ".join(f"stage {life.stage}: {life.slots}" for life in lives), " + ".join(_terms(block, rank)), str(held)]
+        for rank, (lives, held) in enumerate(zip(lifespans(block), memory_law(block), strict=True))
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n<h1>The block {escape(block.name)}</h1>\n"
+        f'<div class="scroll">{block_svg(block, steps, _page_width(steps))}</div>\n'
+        f"<h2>Steps, in slots and stage activations</h2>\n{_table(('step', 'makespan', 'longest span', 'bubble', 'peak'), figures)}"
+        f"<h2>Lifespans and the memory law</h2>\n{_table(('rank', 'lifespans in slots', 'intervals', 'at most'), law)}"
+        f"<h2>The block as text</h2>\n<pre>{escape(block.to_text())}</pre>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _page_width(steps: Steps) -> int:
+    """Wide enough for a label in every pass of up to 99 microbatches."""
+    return max(1100, LEFT + RIGHT + 13 * steps.repeated.timeline.end // NS_PER_MS)
+
+
+def _row(layout: Layout) -> list[str]:
+    timeline = layout.timeline
+    return [str(timeline.makespan // NS_PER_MS), str(timeline.span // NS_PER_MS), str(layout.bubble), str(max(layout.peaks))]
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    lines = (
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>' for name, *cells in rows
+    )
+    return f'<div class="scroll"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>\n'

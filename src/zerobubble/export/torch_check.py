@@ -1,0 +1,151 @@
+"""Whether the messages and weights in PyTorch's schedule CSV fit its passes. PyTorch itself runs swapped sends and gets wrong gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from zerobubble.errors import Fault, ParseError
+from zerobubble.export.torch_cells import Care, Cell, End, Weights, cell_text
+from zerobubble.ir import Kind, Schedule, Step
+from zerobubble.program import Action, Compute, Free, Program, Recv, Send
+from zerobubble.rules import MOVES, Value, uses
+from zerobubble.verify import schedule_faults
+from zerobubble.verify_program import program_faults
+
+Cells = dict[int, Cell]
+"""The cells of a rank's row by their place in the line, counted from 1."""
+
+
+def steps_of(cells: Cells) -> list[Step]:
+    """The steps alone."""
+    return [cell for cell in cells.values() if not isinstance(cell, (End, Weights))]
+
+
+def check_comms(schedule: Schedule, rows: Sequence[Cells]) -> None:
+    """Raise `ParseError` naming line and cell where messages or weights do not fit the passes of a legal `schedule`.
+
+    A CSV with passes alone has nothing to fit, and a schedule with faults of its own is left to `schedule_faults`.
+    """
+    if all(len(steps_of(row)) == len(row) for row in rows) or schedule_faults(schedule):
+        return
+    reduces = any(isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD for row in rows for cell in row.values())
+    for line, row in enumerate(rows, 1):
+        for place, wrong in (*_gather_faults(row), *(_reduce_faults(row) if reduces else ())):
+            raise _error(line, place, wrong)
+    _check_messages(schedule, rows)
+
+
+def _error(line: int, place: int, message: str) -> ParseError:
+    return ParseError(f"line {line}, cell {place}: {message}")
+
+
+def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
+    """What is wrong with UNSHARD and RESHARD in a row, by place; a row without them has its weights at hand."""
+    held = {op.stage for step in steps_of(row) for op in step}
+    gathers = any(isinstance(cell, Weights) and cell.care is not Care.REDUCE_GRAD for cell in row.values())
+    gathered: dict[int, int] = {}
+    for place, cell in row.items():
+        match cell:
+            case Weights(Care.UNSHARD, stage):
+                if stage in gathered or stage not in held:
+                    yield place, f"{cell}, but {'they are gathered already' if stage in held else 'no pass here needs them'}; remove it"
+                gathered[stage] = place
+            case Weights(Care.RESHARD, stage):
+                if gathered.pop(stage, None) is None:
+                    yield place, f"{cell}, but these weights are not gathered; remove it"
+            case Weights() | End():
+                pass
+            case step if gathers and (absent := {op.stage for op in step} - gathered.keys()):
+                yield place, f"the weights of stage {min(absent)} are not gathered here; write {min(absent)}UNSHARD before"
+    for stage, place in gathered.items():
+        yield place, f"the weights of stage {stage} stay gathered, so the next step cannot gather them; end the row with {stage}RESHARD"
+
+
+def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
+    """What is wrong with REDUCE_GRAD in a row, by place: each stage needs one where any has one, because it also divides the gradients."""
+    passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (End, Weights)))
+    last = {op.stage: place for place, step in passes for op in step if op.kind is not Kind.F}
+    reduced: set[int] = set()
+    for place, cell in row.items():
+        if isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD:
+            if cell.stage in reduced or cell.stage not in last:
+                yield place, f"{cell}, but stage {cell.stage} has no gradients left here to reduce; remove it"
+            elif place < last[cell.stage]:
+                yield place, f"{cell} comes before the last backward of its stage, in cell {last[cell.stage]}; move it behind"
+            reduced.add(cell.stage)
+    for stage in last.keys() - reduced:
+        yield last[stage], f"the gradients of stage {stage} stay undivided while others are divided; write {stage}REDUCE_GRAD after it"
+
+
+Placed = list[tuple[int, Action]]
+"""The actions of a rank, each with the place of its cell."""
+
+
+def _check_messages(schedule: Schedule, rows: Sequence[Cells]) -> None:
+    ends = _ends(schedule)
+    actions = [_actions(schedule, rank, row, ends) for rank, row in enumerate(rows)]
+    _check_order(rows, actions)
+    program = Program(*schedule.head[:3], tuple(tuple(action for _, action in row) for row in actions))
+    faults = [fault for fault in program_faults(program) if fault.code != "leak"]
+    if faults:
+        rank, place = _where(faults[0], actions)
+        raise _error(rank + 1, place, f"{cell_text(rows[rank][place])}: {_reason(faults[0])}")
+
+
+def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
+    """Both ends of every message between ranks, each with its value and the other rank."""
+    ends = {}
+    home = schedule.placement.routes[0]
+    for rank, _, op in schedule.ops():
+        for value in uses(op, schedule.num_stages):
+            if value.stuff in MOVES and home[value.stage] != rank:
+                ends[End(True, *value)] = value, rank
+                ends[End(False, value.stuff, op.stage, op.microbatch)] = value, home[value.stage]
+    return ends
+
+
+def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Value, int]]) -> Placed:
+    """The row as a program has it: what a pass uses ends with it, and what is sent once it is sent."""
+    placed: Placed = []
+    for place, cell in row.items():
+        if isinstance(cell, End):
+            if cell not in ends:
+                raise _error(rank + 1, place, f"{cell} is no message of these passes, none goes this way between two ranks; remove it")
+            value, peer = ends[cell]
+            placed += [(place, Send(value, peer)), (place, Free(value))] if cell.is_send else [(place, Recv(value, peer))]
+        elif not isinstance(cell, Weights):
+            used = [value for op in cell for value in uses(op, schedule.num_stages)]
+            placed += [(place, Compute(cell)), *((place, Free(value)) for value in used)]
+    return placed
+
+
+def _check_order(rows: Sequence[Cells], actions: Sequence[Placed]) -> None:
+    """PyTorch tells the messages from one rank to another apart by their order alone, whatever they carry."""
+    pairs: dict[tuple[int, int], tuple[dict[Value, int], dict[Value, int]]] = defaultdict(lambda: ({}, {}))
+    for rank, row in enumerate(actions):
+        for place, action in row:
+            if isinstance(action, Send):
+                pairs[rank, action.peer][0][action.value] = place
+            elif isinstance(action, Recv):
+                pairs[action.peer, rank][1][action.value] = place
+    for (source, destination), (sent, received) in sorted(pairs.items()):
+        if sent.keys() == received.keys():
+            for (out, at), (came, place) in zip(sent.items(), received.items(), strict=True):
+                if out != came:
+                    cells = f"{rows[source][at]} goes out when {rows[destination][place]} is awaited"
+                    order = f"PyTorch matches the messages from rank {source} to rank {destination} by their order alone"
+                    raise _error(destination + 1, place, f"{order}, but {cells}; put the receives in the order of the sends")
+
+
+def _where(fault: Fault, actions: Sequence[Placed]) -> tuple[int, int]:
+    """Rank and place of the cell a fault is about; without a position, of the message that it names."""
+    if fault.rank is not None and fault.position is not None:
+        return fault.rank, actions[fault.rank][fault.position][0]
+    named = ((rank, place) for rank, row in enumerate(actions) for place, action in row if str(getattr(action, "value", "")) == fault.op)
+    return next(named)
+
+
+def _reason(fault: Fault) -> str:
+    """What a fault says, without the position of an action that the CSV does not have."""
+    return fault.message.partition(": ")[2] if fault.code in ("not-there", "use-after-free", "double-free") else fault.message

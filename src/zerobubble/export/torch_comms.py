@@ -1,0 +1,88 @@
+"""PyTorch's schedule CSV with messages, which its runtime plays cell by cell, and with the cells that gather and reduce weights.
+
+PyTorch matches the messages from one rank to another by their order alone, and on NCCL each message of a rank waits for those before
+it. So both ends follow one order for all ranks: that in which they are made when every pass takes the same time. Nothing can stop,
+because a rank that comes to a message has done all that stands before it in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.export.messages import messages
+from zerobubble.export.torch_cells import Care, End, Weights, require_expressible, step_cell
+from zerobubble.ir import Kind, Op, Schedule, Step
+from zerobubble.simulate import simulate
+from zerobubble.timeline import Timeline
+
+MOST_UNSHARDED = 3
+"""The stages of a rank that PyTorch keeps gathered when it adds these cells itself."""
+
+_MESSAGE, _REDUCE, _STEP = range(3)
+
+
+class _Event(NamedTuple):
+    """Cells of a row, in the order of their time; at one time messages come first, by their number, and steps last."""
+
+    time: int
+    what: int
+    number: int
+    cells: tuple[str, ...]
+
+
+def to_torch_comms_csv(schedule: Schedule, unsharded: int = 0) -> str:
+    """The CSV of `schedule` with its messages, which PyTorch's `_load_csv` reads with format `compute_comms`.
+
+    After a stage's last backward comes REDUCE_GRAD, where PyTorch divides the gradients by the number of microbatches. With
+    `unsharded` > 0 there are UNSHARD and RESHARD cells for FSDP: so many stages of a rank are gathered at a time, those it runs
+    next (two where a step overlaps two). Raises `InputError` for a schedule that PyTorch cannot play (see `to_torch_csv`) or a
+    negative `unsharded`, `ScheduleError` for one that is not legal.
+    """
+    require_expressible(schedule)
+    if unsharded < 0:
+        raise InputError(f"unsharded counts the stages gathered at a time and must be >= 0, got {unsharded}")
+    timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
+    rows = [list(_own(steps, timeline, rank, unsharded)) for rank, steps in enumerate(schedule.steps)]
+    for number, (value, source, made, destination, used) in enumerate(messages(timeline)):
+        for is_send, rank, op in ((True, source, made.op), (False, destination, used.op)):
+            end = End(is_send, value.stuff, op.stage, op.microbatch)
+            rows[rank].append(_Event(made.end, _MESSAGE, number, (str(end),)))
+    return "".join(",".join(cell for event in sorted(row) for cell in event.cells) + "\n" for row in rows)
+
+
+def _own(steps: Sequence[Step], timeline: Timeline, rank: int, unsharded: int) -> Iterator[_Event]:
+    """The cells of a row that need no other rank."""
+    spans = {span.op: span for span in timeline.rows[rank]}
+    care = list(_gathering(steps, unsharded))
+    for number, (step, weights) in enumerate(zip(steps, care, strict=False)):
+        yield _Event(spans[step[0]].start, _STEP, number, (*weights, step_cell(step)))
+    for stage, op in _last_backwards(steps).items():
+        yield _Event(spans[op].end, _REDUCE, stage, (str(Weights(Care.REDUCE_GRAD, stage)),))
+    yield _Event(timeline.end, _STEP, len(steps), care[-1])
+
+
+def _last_backwards(steps: Sequence[Step]) -> dict[int, Op]:
+    """The pass of each stage after which its weights' gradients are complete."""
+    return {op.stage: op for step in steps for op in step if op.kind is not Kind.F}
+
+
+def _gathering(steps: Sequence[Step], most: int) -> Iterator[tuple[str, ...]]:
+    """The cells that give up and gather stages before each step, and after the last one."""
+    wanted = [stages[: max(most, len({op.stage for op in step}))] for step, stages in zip(steps, _ahead(steps), strict=True)]
+    for held, keep in pairwise([(), *wanted, ()]):
+        cells = [Weights(Care.RESHARD, stage) for stage in held if stage not in keep]
+        cells += [Weights(Care.UNSHARD, stage) for stage in keep if stage not in held]
+        yield tuple(map(str, cells)) if most else ()
+
+
+def _ahead(steps: Sequence[Step]) -> list[tuple[int, ...]]:
+    """At each step, the stages of the row from there on in the order of their next use."""
+    stages: list[tuple[int, ...]] = [()]
+    for step in reversed(steps):
+        now = tuple(dict.fromkeys(op.stage for op in step))
+        stages.append((*now, *(stage for stage in stages[-1] if stage not in now)))
+    return stages[:0:-1]

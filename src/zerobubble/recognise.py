@@ -1,0 +1,144 @@
+"""Which known schedule an order is, or which one it comes closest to and where it parts from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
+from operator import eq
+
+from zerobubble.errors import InputError
+from zerobubble.ir import Op, Schedule
+from zerobubble.schedules import known_schedules, make
+
+
+@dataclass(frozen=True, slots=True)
+class Recognition:
+    """The known schedule an order is equal or closest to.
+
+    `share` of its positions (0 to 1) hold the same pass; `difference` tells the first one that does not, and is empty for the same
+    schedule. `relabelled`: compared with the microbatches of the known schedule numbered as here. `also` names the other schedules
+    that are the same at this shape. `name` is empty where no known schedule has these ranks, stages and microbatches.
+    """
+
+    name: str
+    share: float
+    difference: str
+    relabelled: bool = False
+    also: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is the known schedule."""
+        return bool(self.name) and not self.difference
+
+    def __str__(self) -> str:
+        if not self.name:
+            return f"it cannot be compared: {self.difference}"
+        numbered = ", with the microbatches numbered in another order" if self.relabelled else ""
+        if self.difference:
+            equal = f"{100 * self.share:.1f} % of the positions are equal"
+            return f"it is closest to {self.name}{numbered}: {equal}; first difference: {self.difference}"
+        return f"it is {self.name}{numbered}" + (f" (at this shape the same as {', '.join(self.also)})" if self.also else "")
+
+
+def recognise(schedule: Schedule) -> Recognition:
+    """What `schedule` is: the known schedule with its placement and rows, or the closest of its ranks, stages and microbatches.
+
+    Microbatches numbered in another order, everything else the same, count as the same schedule.
+    """
+    found = [_compared(schedule, name, known) for name, known in _candidates(schedule)]
+    if not found:
+        shape = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks for {schedule.num_microbatches} microbatches"
+        return Recognition("", 0.0, f"no known schedule has {shape}")
+    first, *others = sorted(found, key=lambda r: (not r.exact, -r.share, r.relabelled, r.name != schedule.name))
+    return replace(first, also=tuple(other.name for other in others if first.exact and other.exact))
+
+
+def _candidates(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    """The known schedules of this many ranks, stages and microbatches."""
+    shape = schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank
+    for name, recipe in known_schedules().items():
+        if recipe.allows(*shape):
+            try:
+                known = make(name, *shape)
+            except InputError:  # someone's own function may refuse what its recipe allows
+                continue
+            if known.num_stages == schedule.num_stages:
+                yield name, known
+
+
+def _compared(schedule: Schedule, name: str, known: Schedule) -> Recognition:
+    numbered = _numbered_like(schedule, known)
+    share, other = _share(schedule, known), _share(schedule, numbered)
+    relabelled = other > share
+    return Recognition(name, max(share, other), _difference(schedule, name, numbered if relabelled else known), relabelled)
+
+
+def _share(schedule: Schedule, known: Schedule) -> float:
+    same = sum(sum(map(eq, row, other)) for row, other in zip(schedule.rows, known.rows, strict=True))
+    return same / max(1, *(sum(map(len, rows)) for rows in (schedule.rows, known.rows)))
+
+
+def _numbered_like(schedule: Schedule, known: Schedule) -> Schedule:
+    """`known` with its microbatches renamed so that they first appear in the order in which those of `schedule` do."""
+    now, then = (_appearance(order) for order in (schedule, known))
+    if now == then:
+        return known
+    new = dict(zip(then, now, strict=False))
+
+    def renamed(op: Op) -> Op:
+        return Op(op.kind, op.stage, new[op.microbatch])
+
+    rows = tuple(tuple(map(renamed, row)) for row in known.rows)
+    routes = dict(zip(map(new.__getitem__, range(known.num_microbatches)), known.microbatch_routes, strict=False))
+    overlaps = frozenset((renamed(first), renamed(second)) for first, second in known.overlaps)
+    return replace(known, rows=rows, microbatch_routes=tuple(routes[j] for j in sorted(routes)), overlaps=overlaps)
+
+
+def _appearance(schedule: Schedule) -> list[int]:
+    """The microbatches in the order of their first passes, row after row."""
+    seen = dict.fromkeys(op[2] for row in schedule.rows for op in row if op[2] < schedule.num_microbatches)
+    return list(seen | dict.fromkeys(range(schedule.num_microbatches)))
+
+
+def _difference(schedule: Schedule, name: str, known: Schedule) -> str:
+    """The first difference as a clause, empty if there is none; placement and routes come before rows, early positions before late."""
+    for homes, others in zip_longest(schedule.placement.routes, known.placement.routes, fillvalue=()):
+        for stage, (home, other) in enumerate(zip_longest(homes, others, fillvalue=None)):
+            if home != other:
+                return f"stage {stage} lives on {_rank(home)} where {name} has it on {_rank(other)}"
+    for j, (route, other) in enumerate(zip_longest(schedule.microbatch_routes, known.microbatch_routes, fillvalue=0)):
+        if route != other:
+            return f"microbatch {j} takes route {route} where {name} sends it on route {other}"
+    return _row_difference(schedule, name, known) or _step_difference(schedule, name, known)
+
+
+def _rank(rank: int | None) -> str:
+    return "no rank" if rank is None else f"rank {rank}"
+
+
+def _row_difference(schedule: Schedule, name: str, known: Schedule) -> str:
+    for position, columns in enumerate(zip(_columns(schedule), _columns(known), strict=False)):
+        for rank, (op, other) in enumerate(zip(*columns, strict=True)):
+            if op != other:
+                mine = "ends" if op is None else f"runs {op}"
+                theirs = f"{name}'s row ends" if other is None else f"{name} runs {other}"
+                return f"rank {rank}, position {position}: {mine} where {theirs}"
+    return ""
+
+
+def _columns(schedule: Schedule) -> Iterator[tuple[Op | None, ...]]:
+    """What the ranks run at each position; the last column, past every row, is empty."""
+    yield from zip_longest(*schedule.rows)
+    yield (None,) * schedule.num_ranks
+
+
+def _step_difference(schedule: Schedule, name: str, known: Schedule) -> str:
+    for rank, row in enumerate(schedule.rows):
+        for position, pair in enumerate(pairwise(row)):
+            if (pair in schedule.overlaps) != (pair in known.overlaps):
+                ways = "overlapped", "one after the other"
+                mine, theirs = ways if pair in schedule.overlaps else ways[::-1]
+                return f"rank {rank}, position {position}: runs {pair[0]} and {pair[1]} {mine} where {name} runs them {theirs}"
+    return ""

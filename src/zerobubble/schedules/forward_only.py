@@ -1,0 +1,27 @@
+"""Forward passes alone, for inference."""
+
+from zerobubble.ir import Kind, Op, Placement, Schedule
+
+
+def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """Forward passes alone, for inference: no rank waits once the first microbatch has come to it, and nothing is kept.
+
+    Rank r of p with v stages, m microbatches: F x m of its first stage, then of its second, and so on. At equal stages no order is
+    faster; from m > p on, m-p passes hide the messages between a rank's stages.
+
+    - bubble (makespan), no communication: (p-1 + (v-1) max(p-m, 0)) T_F/v, T per rank and microbatch
+    - peak memory of every rank: 0 stage activations, for nothing is saved for a backward
+
+    Good for: evaluation and serving in batches; one stage per rank gives the fewest messages, more a shorter fill.
+
+    Source: the forward half of GPipe (arXiv 1811.06965) and, looped, of breadth-first (arXiv 2211.05953).
+
+    >>> from zerobubble import picture
+    >>> print(picture(forward_only(2, 3, 2)))
+    F0 F1 F2 f0 f1 f2 .
+    .  F0 F1 F2 f0 f1 f2
+    """
+    stages = ranks * stages_per_rank
+    placement = Placement.linear(ranks) if stages == ranks else Placement.looped(ranks, stages_per_rank)
+    rows = tuple(tuple(Op(Kind.F, s, j) for s in range(rank, stages, ranks) for j in range(microbatches)) for rank in range(ranks))
+    return Schedule("forward-only", placement, microbatches, rows)

@@ -1,0 +1,160 @@
+"""A recipe: how to make one schedule, for which shapes it exists, and what its docstring says of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from zerobubble.errors import InputError, near
+from zerobubble.ir import Kind, Schedule
+
+MOST_RANKS = 32
+"""As far as a schedule's smallest shape is looked for."""
+
+Needs = Callable[[int, int, int], str]
+
+
+def anything(ranks: int, microbatches: int, stages_per_rank: int) -> str:
+    """The needs of a schedule that exists at every shape: none."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make one schedule: `build(ranks, microbatches, stages_per_rank, **options)`.
+
+    `stages_per_rank` is the usual number, `any_stages` whether others work too. `needs(ranks, microbatches, stages_per_rank)` gives
+    what a shape lacks, as the end of a sentence (`needs an even number of ranks, got 3`), or nothing where the schedule exists.
+    Raises `InputError` for a `build` that cannot be called with these three.
+    """
+
+    name: str
+    build: Callable[..., Schedule]
+    stages_per_rank: int = 1
+    any_stages: bool = False
+    needs: Needs = anything
+
+    def __post_init__(self) -> None:
+        try:
+            inspect.signature(self.build).bind(1, 1, 1)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"schedule {self.name!r} needs a function of (ranks, microbatches, stages_per_rank): {error}") from error
+
+    def refusal(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> str:
+        """Why there is no such schedule of this shape, as a sentence; empty where there is one."""
+        stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        for what, count in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages)):
+            if count < 1:
+                return f"{self.name} needs at least one of {what}, got {count}"
+        if stages != self.stages_per_rank and not self.any_stages:
+            return f"{self.name} holds {self.stages_per_rank} stages per rank by construction, got {stages}"
+        lack = self.needs(ranks, microbatches, stages)
+        return f"{self.name} {lack}" if lack else ""
+
+    def allows(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> bool:
+        """Whether there is such a schedule of this shape."""
+        return not self.refusal(ranks, microbatches, stages_per_rank)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The schedule's own options with their defaults: the parameters of its builder after the first three."""
+        parameters = list(inspect.signature(self.build).parameters.values())[3:]
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raise `InputError` for an option that the schedule does not have, or a value of another type."""
+        for option, value in options.items():
+            if option not in self.options:
+                known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it has none"
+                raise InputError(f"{self.name} has no option {option!r}: {known}")
+            hint = self._hint(option)
+            if not _fits(value, hint):
+                raise InputError(f"the option {option} of {self.name} is {getattr(hint, '__name__', hint)}, got {value!r}")
+
+    def _hint(self, option: str) -> Any:
+        try:
+            annotation = inspect.signature(self.build, eval_str=True).parameters[option].annotation
+        except NameError:  # a type that is imported for type checkers alone
+            return object
+        return object if annotation is inspect.Parameter.empty else annotation
+
+    @property
+    def summary(self) -> str:
+        """What it buys at what price: the first line of the docstring."""
+        return _one_line(self._paragraphs[0]) if self._paragraphs else ""
+
+    @property
+    def rule(self) -> str:
+        """What each rank does, in words: what stands between the first line and the bullets."""
+        return " ".join(_one_line(text) for text in takewhile(lambda text: not text.startswith("- "), self._paragraphs[1:]))
+
+    @property
+    def formulas(self) -> tuple[str, ...]:
+        """The bubble and the peak memory with the conditions under which they hold: the docstring's bullets."""
+        bullets = (re.split(r"^- ", text, flags=re.MULTILINE)[1:] for text in self._paragraphs if text.startswith("- "))
+        return tuple(_one_line(bullet) for group in bullets for bullet in group)
+
+    @property
+    def condition(self) -> str:
+        """What it needs of a shape, in words: the first line of the docstring of `needs`; empty where every shape will do."""
+        return "" if self.needs is anything else inspect.cleandoc(self.needs.__doc__ or "").partition("\n")[0]
+
+    @property
+    def good_for(self) -> str:
+        """When to choose it."""
+        return self._after("Good for:")
+
+    @property
+    def source(self) -> str:
+        """Who published it, and where."""
+        return self._after("Source:")
+
+    def _after(self, label: str) -> str:
+        found = (text.removeprefix(label) for text in self._paragraphs if text.startswith(label))
+        return _one_line(next(found, ""))
+
+    @cached_property
+    def _paragraphs(self) -> list[str]:
+        return [text for text in inspect.cleandoc(self.build.__doc__ or "").split("\n\n") if text]
+
+    @cached_property
+    def sample(self) -> Schedule:
+        """The schedule at the smallest shape it has, for two ranks or more where it can; raises `InputError` where none is small."""
+        for ranks in (2, 3, 4, 1, *range(5, MOST_RANKS + 1)):
+            for microbatches in range(ranks, 4 * ranks + 1):
+                if self.allows(ranks, microbatches):
+                    return self.build(ranks, microbatches, self.stages_per_rank)
+        raise InputError(f"{self.name} refuses every shape of up to {MOST_RANKS} ranks and 4 times as many microbatches")
+
+    @property
+    def splits(self) -> bool:
+        """Whether it has separate B and W passes."""
+        return any(op.kind is Kind.W for _, _, op in self.sample.ops())
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has backward passes; one for inference has none."""
+        return not self.sample.is_forward_only
+
+    @property
+    def torch_csv(self) -> bool:
+        """Whether PyTorch's schedule CSV can express it, which knows one copy of each stage."""
+        return len(self.sample.placement.routes) == 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is of the type `hint`, where a whole number may stand for a float."""
+    try:
+        return isinstance(value, hint) or (isinstance(value, int) and isinstance(float(value), hint))
+    except TypeError:  # a hint such as tuple[int, ...] cannot be asked
+        return True

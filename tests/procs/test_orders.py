@@ -1,0 +1,70 @@
+"""Any legal order trains with the numbers of one device; an order that verify faults is refused on every rank, and never hangs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import zerobubble as zb
+from tests.procs.models import build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_gradients import worst_errors
+from tests.pure.problems import schedules
+from tests.pure.test_verify import disturbed
+from zerobubble import Schedule
+
+REAL = settings(max_examples=110, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def train(group: Any, schedule: Schedule) -> dict[str, float]:
+    return worst_errors(group, schedule, steps=1)
+
+
+def refuse(group: Any, schedule: Schedule) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, schedule, schedule.num_microbatches, loss_fn, group=group)
+    return str(caught.value)
+
+
+@REAL
+@given(schedules())
+def test_a_legal_order_trains(world: Ranks, schedule: Schedule) -> None:
+    for worst in world.run(train, schedule, ranks=schedule.num_ranks):
+        assert max(worst.values()) <= 1e-12
+
+
+@settings(REAL, max_examples=40)
+@given(schedules(), st.integers(0, 1 << 32))
+def test_a_faulty_order_is_refused(world: Ranks, schedule: Schedule, seed: int) -> None:
+    broken = disturbed(schedule, random.Random(seed))
+    faults = zb.schedule_faults(broken)
+    assume(faults)
+    for told in world.run(refuse, broken, ranks=broken.num_ranks):
+        assert faults[0].message in told
+
+
+def test_the_random_orders_reach_every_feature() -> None:
+    """The property tests above would mean little if their schedules were all plain."""
+    found: set[str] = set()
+
+    @settings(max_examples=110, database=None)
+    @given(schedules())
+    def collect(schedule: Schedule) -> None:
+        found.update(feature for feature, present in features(schedule).items() if present)
+
+    collect()
+    assert found == set(features(zb.make("1f1b", 1, 1)))
+
+
+def features(schedule: Schedule) -> dict[str, bool]:
+    return {
+        "overlapped steps": bool(schedule.overlaps),
+        "two routes in use": len(set(schedule.microbatch_routes)) == 2,
+        "split and fused stages": 0 < len(schedule.split_stages) < schedule.num_stages,
+        "several stages on a rank": schedule.num_stages > schedule.num_ranks,
+        "microbatches out of order": any([op.microbatch for op in row] != sorted(op.microbatch for op in row) for row in schedule.rows),
+    }

@@ -1,0 +1,146 @@
+"""Overlapped steps and copies of a stage: what a user's overlap function may do, and what keeps two copies one model."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+from zerobubble.runtime.executor import Overlapped
+
+
+def in_two_threads(first: Overlapped, second: Overlapped) -> None:
+    thread = threading.Thread(target=second.run)
+    thread.start()
+    first.run()
+    thread.join()
+
+
+def train(group: Any, name: str, microbatches: int) -> tuple[float, list[str]]:
+    """The largest relative gradient error, and the steps that went through the overlap function."""
+    met: list[str] = []
+
+    def overlap(first: Overlapped, second: Overlapped) -> None:
+        met.append(f"{first.op}&{second.op}")
+        assert isinstance(first.module, nn.Module)
+        in_two_threads(first, second)
+
+    worst = 0.0
+    with zb.Pipeline(build, name, microbatches, loss_fn, group=group, overlap=overlap) as pipe:
+        stages = [build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        inputs, targets = batch(microbatches)
+        pipe.step(inputs, targets)
+        one_device(stages, microbatches, inputs, targets)
+        for index, module in pipe.modules.items():
+            for mine, theirs in zip(module.parameters(), stages[index].parameters(), strict=True):
+                worst = max(worst, ((mine.grad - theirs.grad).norm() / theirs.grad.norm()).item())
+    return worst, met
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipe", 4, 8), ("dualpipe", 2, 6), ("dualpipe-v", 3, 8)])
+def test_an_overlap_function_runs_every_pair_on_its_own_threads(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
+    steps = zb.make(name, ranks, microbatches).steps
+    for rank, (worst, met) in enumerate(world.run(train, name, microbatches, ranks=ranks)):
+        assert worst <= 1e-12
+        assert met == ["&".join(map(str, step)) for step in steps[rank] if len(step) == 2]
+
+
+def forget_one(group: Any) -> str:
+    pipe = zb.Pipeline(build, "dualpipe-v", 4, loss_fn, group=group, overlap=lambda first, second: first.run())
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(4))
+    return str(caught.value)
+
+
+def test_an_overlap_function_that_leaves_a_pass_is_told(world: Ranks) -> None:
+    for message in world.run(forget_one, ranks=2):
+        assert "the overlap function must run both passes of a step; it left " in message
+
+
+def measured(group: Any) -> zb.Timeline:
+    with zb.Pipeline(build, "dualpipe", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        return pipe.timeline()
+
+
+def test_overlapped_passes_are_measured_as_one_step(world: Ranks) -> None:
+    timeline = world.run(measured, ranks=2)[0]
+    schedule = zb.make("dualpipe", 2, 4)
+    spans = {span.op: span for _, span in timeline.spans()}
+    assert schedule.overlaps
+    for first, second in schedule.overlaps:
+        assert (spans[first].start, spans[first].end) == (spans[second].start, spans[second].end)
+    assert zb.fit_costs(timeline).num_stages == 2
+
+
+def rank_seeded(stage: int, num_stages: int) -> nn.Module:
+    module = build(stage, num_stages)
+    noise = torch.Generator().manual_seed(torch.distributed.get_rank())
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.rand(parameter.shape, generator=noise))
+    module.register_buffer("seen", torch.tensor([float(torch.distributed.get_rank())]))
+    return module
+
+
+def learn(group: Any, name: str, microbatches: int) -> tuple[dict[int, dict[str, torch.Tensor]], list[float], torch.Tensor | None]:
+    with zb.Pipeline(rank_seeded, name, microbatches, loss_fn, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for step in range(3):
+            losses.append(pipe.step(*batch(microbatches, seed=step)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        loss, outputs = pipe.eval_step(*batch(microbatches))
+        losses.append(loss.item())
+        return {s: m.state_dict() for s, m in pipe.modules.items()}, losses, outputs
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("chimera", 4, 6), ("dualpipe", 4, 8)])
+def test_copies_start_equal_and_stay_equal_to_the_bit(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
+    results = world.run(learn, name, microbatches, ranks=ranks)
+    assert len({tuple(losses) for _, losses, _ in results}) == 1
+    for stage in range(ranks):
+        one, other = (results[route[stage]][0][stage] for route in zb.make(name, ranks, microbatches).placement.routes)
+        assert one["seen"] == stage  # the buffer of the first route's rank
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    outputs = [outputs for _, _, outputs in results]
+    assert [shape.shape[0] if shape is not None else None for shape in outputs] == [None] * (ranks - 1) + [2 * microbatches]
+
+
+def wider_on_rank_0(stage: int, num_stages: int) -> nn.Module:
+    return build(stage, num_stages, width=8 if torch.distributed.get_rank() == 0 else 6)
+
+
+def open_unequal(group: Any) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(wider_on_rank_0, "chimera", 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+def test_copies_of_different_shape_are_refused_everywhere(world: Ranks) -> None:
+    for message in world.run(open_unequal, ranks=4):
+        assert message == "the copies of stage 0 on ranks 0 and 3 differ in their parameters or buffers"
+
+
+def breaks_on_rank_1(stage: int, num_stages: int) -> nn.Module:
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("no such checkpoint")
+    return build(stage, num_stages)
+
+
+def open_broken(group: Any) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(breaks_on_rank_1, "1f1b", 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+def test_a_build_that_raises_is_told_on_every_rank(world: Ranks) -> None:
+    for message in world.run(open_broken, ranks=3):
+        assert message == "rank 1: RuntimeError: no such checkpoint"

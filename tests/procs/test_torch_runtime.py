@@ -1,0 +1,120 @@
+"""PyTorch's own pipeline runtime plays every schedule we export, in every form, with the gradients of one device."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+from tests.pure.shapes import IN_TORCH_CSV, TRAINING
+from zerobubble.errors import InputError, ParseError
+from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
+from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
+
+CASES = [(name, p, m) for name in IN_TORCH_CSV if name in TRAINING for p, m in ((2, 3), (2, 4), (4, 8)) if zb.SCHEDULES[name].allows(p, m)]
+
+
+def play(group: Any, csv: str, form: str, shape: zb.Schedule, module: Callable[..., nn.Module] = build) -> float:
+    """The largest relative error of a gradient on this rank after one step of PyTorch's runtime."""
+    modules = {s: module(s, shape.num_stages) for _, s in shape.placement.stages(group.rank())}
+    inputs, targets = batch(shape.num_microbatches)
+    step(group, csv, form, shape, modules, inputs, targets)
+    expected = [module(s, shape.num_stages) for s in range(shape.num_stages)]
+    one_device(expected, shape.num_microbatches, inputs, targets)
+    gradients = [(mine.grad, theirs.grad) for s in modules for mine, theirs in paired(modules[s], expected[s])]
+    return max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in gradients)
+
+
+def step(group: Any, csv: str, form: str, shape: zb.Schedule, modules: dict[int, nn.Module], inputs: Any, targets: Any) -> None:
+    """One step of PyTorch's runtime with the stages of this rank; `shape` tells stages and microbatches, the order is that of `csv`."""
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    last = shape.num_stages - 1
+    stages = [PipelineStage(module, s, shape.num_stages, torch.device("cpu"), group=group) for s, module in modules.items()]
+    runtime = _PipelineScheduleRuntime(stages, shape.num_microbatches, loss_fn)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "schedule.csv")
+        file.write_text(csv)
+        runtime._load_csv(str(file), form)
+    runtime.step(*([inputs] if 0 in modules else []), target=targets if last in modules else None)
+
+
+def paired(module: nn.Module, oracle: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    return list(zip(module.parameters(), oracle.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
+def test_gradients_are_those_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
+    schedule = zb.make(name, ranks, microbatches)
+    for form, csv in (("compute_only", to_torch_csv(schedule)), ("compute_comms", to_torch_comms_csv(schedule))):
+        assert max(world.run(play, csv, form, schedule, ranks=ranks)) <= 1e-12, form
+
+
+def play_sharded(group: Any, csv: str, shape: zb.Schedule) -> float:
+    """The same on two pipelines of two ranks, with the weights of every stage sharded over both and a batch for each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+    pipe, data = mesh["pipe"].get_group(), mesh["data"]
+    modules = {s: fully_shard(build(s, shape.num_stages), mesh=data) for _, s in shape.placement.stages(pipe.rank())}
+    step(pipe, csv, "compute_comms", shape, modules, *batch(shape.num_microbatches, seed=data.get_local_rank()))
+    expected = [build(s, shape.num_stages) for s in range(shape.num_stages)]
+    for seed in (0, 1):
+        one_device(expected, shape.num_microbatches, *batch(shape.num_microbatches, seed=seed))
+    gradients = [(mine.grad.full_tensor(), theirs.grad / 2) for s in modules for mine, theirs in paired(modules[s], expected[s])]
+    return max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in gradients)
+
+
+@pytest.mark.parametrize("unsharded", [1, MOST_UNSHARDED])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "zb-v", "dualpipe-v"])
+def test_sharded_weights_are_gathered_where_they_are_used(world: Ranks, name: str, unsharded: int) -> None:
+    schedule = zb.make(name, 2, 4)
+    assert max(world.run(play_sharded, to_torch_comms_csv(schedule, unsharded), schedule, ranks=4)) <= 1e-12
+
+
+# What PyTorch cannot run, or runs wrongly without a word: our reader or writer refuses it where it can be seen in the CSV.
+
+
+def with_a_linear_at_the_end(stage: int, num_stages: int) -> nn.Module:
+    """A stage whose output is a view to autograd: that of a Linear with a bias on a 3-D input."""
+    return nn.Sequential(build(stage, num_stages), *([nn.Linear(6, 6).double()] if stage < num_stages - 1 else []))
+
+
+def test_a_stage_that_gives_a_view_cannot_be_split(world: Ranks) -> None:
+    split = zb.make("interleaved-zb", 1, 2, 3)
+    ((state, told),) = world.outcomes(play, to_torch_csv(split), "compute_only", split, with_a_linear_at_the_end, ranks=1)
+    assert state == "error"
+    assert "Failed to run stage backward input" in told
+    assert "Can't detach views in-place. Use detach() instead." in told
+    fused = zb.make("interleaved-1f1b", 1, 2, 3)
+    assert world.run(play, to_torch_csv(fused), "compute_only", fused, with_a_linear_at_the_end, ranks=1)[0] <= 1e-12
+
+
+def test_swapped_sends_give_wrong_gradients_in_pytorch_and_are_refused_here(world: Ranks) -> None:
+    schedule = zb.make("gpipe", 2, 2)
+    good = to_torch_comms_csv(schedule)
+    bad = good.replace("0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0")
+    assert max(world.run(play, good, "compute_comms", schedule, ranks=2)) <= 1e-12
+    assert max(world.run(play, bad, "compute_comms", schedule, ranks=2)) > 0.1
+    with pytest.raises(ParseError, match=r"line 2, cell 1: .* 0SEND_F1 goes out when 1RECV_F0 is awaited"):
+        from_torch_csv(bad)
+
+
+def test_forwards_out_of_order_on_the_last_stage_give_wrong_gradients_in_pytorch_and_are_not_written(world: Ranks) -> None:
+    csv = "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n"
+    schedule = from_torch_csv(csv)
+    assert zb.schedule_faults(schedule) == ()
+    assert max(world.run(play, csv, "compute_only", schedule, ranks=2)) > 0.1
+    for write in (to_torch_csv, to_torch_comms_csv):
+        with pytest.raises(InputError, match="the last stage of 'unnamed' runs 1 0; number the microbatches so"):
+            write(schedule)

@@ -1,0 +1,45 @@
+"""Overlapped passes in the terminal: one box where both names fit, side by side otherwise, and always both colours."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby, pairwise
+
+import pytest
+
+from zerobubble.cli.drawing import draw
+from zerobubble.costs import Costs
+from zerobubble.export.palette import shade
+from zerobubble.ir import Kind
+from zerobubble.schedules import make
+from zerobubble.simulate import simulate
+
+SCHEDULE = make("dualpipe-v", 2, 4)
+TIMELINE = simulate(SCHEDULE, Costs.uniform(SCHEDULE.num_stages))
+
+
+def test_one_box_with_both_names_where_there_is_room() -> None:
+    lines = draw(TIMELINE, 150, coloured=False).plain.splitlines()[:2]
+    assert re.findall(r"\w+&\w+", lines[0]) == ["F3&bw1", "f2&BW0", "f3&BW1"]
+    assert re.findall(r"\w+&\w+", lines[1]) == ["f2&BW0", "F3&bw1", "f3&BW1"]
+
+
+def test_side_by_side_where_there_is_none() -> None:
+    row = draw(TIMELINE, 40, coloured=False).plain.splitlines()[0]
+    assert "&" not in row
+    assert "F3bw" in row
+
+
+@pytest.mark.parametrize("coloured", [True, False])
+@pytest.mark.parametrize("width", [40, 60, 80, 150])
+def test_every_row_ends_where_the_axis_does(width: int, coloured: bool) -> None:
+    rows = draw(TIMELINE, width, coloured).plain.splitlines()[:2]
+    assert [len(row) for row in rows] == [width, width]
+
+
+def test_each_of_the_two_has_its_colour() -> None:
+    row = draw(TIMELINE, 150, coloured=True).split("\n")[0]
+    fills = re.findall(r"on (#\w+)", " ".join(str(span.style) for span in row.spans))
+    neighbours = set(pairwise(fill for fill, _ in groupby(fills)))
+    for stage in (0, 1):
+        assert (shade(Kind.F, stage, 2), shade(Kind.BW, 1 - stage, 2)) in neighbours

@@ -1,0 +1,67 @@
+"""`zerobubble make`: every form of the file, and what each one needs."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.pure.shapes import IN_TORCH_CSV, shape
+from zerobubble.cli import main
+from zerobubble.export.schedule_file import load_schedule
+from zerobubble.lower import lower
+from zerobubble.program import Program
+from zerobubble.schedules import SCHEDULES, make
+
+
+def run(name: str, ranks: int, microbatches: int, *options: str) -> Result:
+    return CliRunner().invoke(main, ["make", name, "--ranks", f"{ranks}", "--microbatches", f"{microbatches}", *options])
+
+
+def refused(name: str, *options: str) -> str:
+    result = run(name, 2, 4, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    return result.stderr
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_program_is_the_one_we_run(name: str) -> None:
+    schedule = make(name, *shape(name, 2, 4))
+    text = run(name, *shape(name, 2, 4), "--format", "program").stdout
+    assert Program.from_text(text) == lower(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pictures_hold_every_pass(name: str) -> None:
+    schedule = make(name, *shape(name, 2, 4))
+    passes = sum(map(len, schedule.rows))
+    picture = ElementTree.fromstring(run(name, *shape(name, 2, 4), "--format", "svg").stdout)
+    assert sum(group.get("class") == "pass" for group in picture.iter()) == passes
+    events = json.loads(run(name, *shape(name, 2, 4), "--format", "perfetto").stdout)["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == passes
+    longest = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert longest >= 1000 * 4 * (3 if SCHEDULES[name].trains else 1), "F, B and W of a rank take 1 ms each"
+
+
+@pytest.mark.parametrize("form", ["torch-csv", "torch-csv-comms", "torch-csv-fsdp"])
+@pytest.mark.parametrize("name", IN_TORCH_CSV)
+def test_every_csv_is_read_back(name: str, form: str) -> None:
+    text = run(name, *shape(name, 2, 4), "--format", form).stdout
+    assert load_schedule(text, name).steps == make(name, *shape(name, 2, 4)).steps
+    assert ("SEND_F" in text, "UNSHARD" in text) == (form != "torch-csv", form == "torch-csv-fsdp")
+
+
+def test_a_layout_tells_the_layers_of_each_stage() -> None:
+    assert run("interleaved-1f1b", 4, 8, "--format", "megatron-layout", "--layers", "62").stdout == "Et*7|(t*8|)*6,t*7,L\n"
+    assert run("1f1b", 4, 8, "--format", "megatron-layout", "--layers", "3").stdout == "Et|t|t|L\n"
+
+
+def test_what_a_form_needs_or_cannot_hold_is_said() -> None:
+    assert "--format megatron-layout needs --layers N" in refused("1f1b", "--format", "megatron-layout")
+    assert "a vee placement cannot" in refused("zb-v", "--format", "megatron-layout", "--layers", "8")
+    assert "at least 1 transformer layer, got 0" in refused("1f1b", "--format", "megatron-layout", "--layers", "0")
+    assert "--layers belongs to --format megatron-layout" in refused("1f1b", "--layers", "8")
+    for form in ("torch-csv", "torch-csv-comms", "torch-csv-fsdp"):
+        assert "has 2 routes, PyTorch's CSV can hold one" in refused("chimera", "--format", form)

@@ -1,0 +1,179 @@
+"""Idle time by cause, the critical path, and a run held against its plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.problems import needs, problems, schedules
+from tests.pure.shapes import TRAINING
+from zerobubble import Costs, InputError, Kind, Schedule, Timeline, attribute, critical_path, make, simulate
+from zerobubble.costs import NS_PER_MS
+from zerobubble.explain import Metric, diff
+from zerobubble.timeline import Cause, Span
+
+METRICS: tuple[Metric, ...] = ("makespan", "span")
+
+
+def in_ms(causes: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(part / NS_PER_MS for part in causes)
+
+
+@given(problems(), st.sampled_from(METRICS))
+def test_the_causes_add_up_to_the_idle_time_of_every_rank(problem: tuple[Schedule, Costs], metric: Metric) -> None:
+    timeline, idle = simulate(*problem), attribute(*problem, metric)
+    whole = timeline.makespan if metric == "makespan" else timeline.span
+    assert [causes.total for causes in idle.ranks] == [whole - figures.work for figures in timeline.ranks]
+    assert idle.overall.total == timeline.num_ranks * whole - timeline.work
+    assert all(causes.memory >= 0 for causes in idle.ranks)
+
+
+@st.composite
+def even_problems(draw: st.DrawFn) -> tuple[Schedule, Costs]:
+    """Equal stages, as many on every rank, and messages that take no time: nothing but the order keeps a rank idle."""
+    schedule = draw(schedules().filter(lambda s: all(len(set(Counter(route).values())) == 1 for route in s.placement.routes)))
+    forward, backward, weight = draw(st.tuples(*[st.integers(0, 3)] * 3))
+    columns = [(time,) * schedule.num_stages for time in (forward, backward, weight)]
+    nothing = (0,) * schedule.num_stages
+    return schedule, Costs(*columns, nothing[1:], nothing, nothing)
+
+
+def held_back(schedule: Schedule, timeline: Timeline, rank: int, metric: Metric) -> int:
+    """The unit moments in which a rank is idle although a forward further down its row has all it uses, told moment by moment."""
+    present = {op for _, _, op in schedule.ops()}
+    ends = {span.op: span.end for _, span in timeline.spans()}
+    row = timeline.rows[rank]
+    count = 0
+    for now in range(row[0].start if metric == "span" else 0, row[-1].start):
+        if not any(span.start <= now < span.end for span in row):
+            later = [span.op for span in row if span.start > now and span.op.kind is Kind.F]
+            count += any(all(ends[need] <= now for need in needs(op, present, schedule.num_stages)) for op in later)
+    return count
+
+
+@given(even_problems(), st.sampled_from(METRICS))
+def test_idle_time_of_equal_stages_is_memory_or_dependency(problem: tuple[Schedule, Costs], metric: Metric) -> None:
+    schedule, costs = problem
+    timeline, idle = simulate(schedule, costs), attribute(schedule, costs, metric)
+    assert [(causes.comm, causes.imbalance) for causes in idle.ranks] == [(0, 0)] * schedule.num_ranks
+    assert [causes.memory for causes in idle.ranks] == [held_back(schedule, timeline, r, metric) for r in range(schedule.num_ranks)]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_published_schedule_at_equal_costs_waits_for_nothing_else(name: str) -> None:
+    schedule = make(name, 4, 8)
+    overall = attribute(schedule, Costs.uniform(schedule.num_stages)).overall
+    assert (overall.comm, overall.imbalance) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dependency", "memory"),
+    [("gpipe", 36, 0), ("1f1b", 24, 12), ("eager-1f1b", 30, 6), ("zb-h1", 6, 6), ("zb-h2", 12, 0)],
+)
+def test_what_unit_times_give(name: str, dependency: int, memory: int) -> None:
+    """By hand for rank 0 of 1F1B: from 4 on it holds 4 microbatches and waits 6 for its first backward, then 3 in the cool-down."""
+    assert in_ms(attribute(make(name, 4, 8), Costs.uniform(4)).overall) == (dependency, 0, 0, memory)
+
+
+def test_rank_0_of_1f1b_by_hand() -> None:
+    assert in_ms(attribute(make("1f1b", 4, 8), Costs.uniform(4)).ranks[0]) == (3, 0, 0, 6)
+
+
+def test_zb_h2_has_no_idle_time_in_its_spans() -> None:
+    assert attribute(make("zb-h2", 4, 8), Costs.uniform(4), "span").overall == (0, 0, 0, 0)
+
+
+def test_messages_are_what_goes_away_with_them() -> None:
+    idle = attribute(make("gpipe", 4, 8), Costs.uniform(4, comm=0.5))
+    assert in_ms(idle.overall) == (36, 4 * 6 * 0.5, 0, 0)
+
+
+def test_imbalance_is_what_goes_away_when_stages_are_equal() -> None:
+    """One microbatch on two ranks takes 3 + 9 either way: rank 0 waits 9 - 6 too long, rank 1 as much too little."""
+    idle = attribute(make("gpipe", 2, 1), Costs.from_ms((1, 3), (1, 3), (1, 3)))
+    assert [in_ms(causes) for causes in idle.ranks] == [(6, 0, 3, 0), (6, 0, -3, 0)]
+    slow = attribute(make("gpipe", 2, 10), Costs.from_ms((1, 3), (1, 3), (1, 3)))
+    assert in_ms(slow.overall) == (12, 0, 2 * (3 + 9 * 10) - 12 * 10 - 12, 0)
+
+
+def test_work_is_spread_over_ranks_and_not_over_stages() -> None:
+    """Rank 0 has one stage and rank 1 two: evened, the one takes as long as the two together."""
+    schedule = Schedule.from_text(
+        "zerobubble schedule 1\nplacement custom: 0 1 1\nmicrobatches 1\nrank 0: 0F0 0BW0\nrank 1: 1F0 2F0 2BW0 1BW0\n"
+    )
+    idle = attribute(schedule, Costs.from_ms((2, 1, 1), (2, 1, 1), (0, 0, 0)))
+    assert [in_ms(causes) for causes in idle.ranks] == [(4, 0, 0, 0)] * 2
+
+
+def test_another_metric_is_refused() -> None:
+    with pytest.raises(InputError, match="against 'makespan' or 'span', got 'time'"):
+        attribute(make("gpipe", 2, 2), Costs.uniform(2), "time")  # type: ignore[arg-type]
+
+
+@given(problems())
+def test_the_critical_path_is_an_unbroken_chain(problem: tuple[Schedule, Costs]) -> None:
+    schedule, costs = problem
+    timeline = simulate(schedule, costs)
+    path = critical_path(timeline)
+    assert (path[0].start, path[-1].end) == (0, timeline.makespan)
+    for before, after in pairwise(path):
+        assert after.why is not None
+        assert after.why.op == before.op
+        if after.why.cause is Cause.ROW:
+            assert after.start == before.end
+        else:
+            stages = sorted((before.op.stage, after.op.stage))
+            apart = schedule.rank_of(*before.op[1:]) != schedule.rank_of(*after.op[1:])
+            assert after.start == before.end + (costs.comm[stages[0]] if apart else 0)
+
+
+def test_the_critical_path_of_gpipe() -> None:
+    """Down with the first forward, through the last rank, and back with the last backward... or any path as long."""
+    path = critical_path(simulate(make("gpipe", 2, 2), Costs.uniform(2)))
+    assert [str(span.op) for span in path] == ["0F0", "1F0", "1F1", "1BW0", "0BW0", "0BW1"]
+
+
+def test_a_measured_timeline_has_no_critical_path() -> None:
+    simulated = simulate(make("gpipe", 2, 2), Costs.uniform(2))
+    measured = replace(simulated, rows=tuple(tuple(span._replace(why=None) for span in row) for row in simulated.rows))
+    with pytest.raises(InputError, match="does not say what 0BW1 waited for: simulate"):
+        critical_path(measured)
+    assert critical_path(Timeline("nothing", ((), ()))) == ()
+
+
+def test_reasons_that_go_in_a_circle_end() -> None:
+    span = simulate(make("gpipe", 1, 1), Costs.uniform(1)).rows[0][1]
+    assert span.why is not None
+    circle = span._replace(why=span.why._replace(op=span.op))
+    assert critical_path(Timeline("odd", ((circle,),))) == (circle,)
+
+
+@given(problems(), st.data())
+def test_differences_of_a_rank_add_up(problem: tuple[Schedule, Costs], data: st.DataObject) -> None:
+    schedule, costs = problem
+    other = replace(costs, forward=tuple(data.draw(st.integers(0, 9)) for _ in costs.forward))
+    planned, measured = simulate(schedule, costs), simulate(schedule, other)
+    differences = diff(planned, measured)
+    for rank in range(schedule.num_ranks):
+        assert sum(d.extra for d in differences if d.rank == rank) == measured.makespan - planned.makespan
+        slower = sum(other.forward[op.stage] - costs.forward[op.stage] for op in schedule.rows[rank] if op.kind is Kind.F)
+        if not schedule.overlaps:
+            assert [d.extra for d in differences if (d.rank, d.kind) == (rank, Kind.F)] == [slower]
+
+
+def test_a_slow_rank_shows_as_idle_time_of_the_others() -> None:
+    schedule = make("gpipe", 2, 2)
+    planned, measured = simulate(schedule, Costs.uniform(2)), simulate(schedule, Costs.from_ms((1, 4), (1, 1), (1, 1)))
+    extra = {(d.rank, d.kind): d.extra / NS_PER_MS for d in diff(planned, measured)}
+    assert extra == {(0, Kind.F): 0, (0, Kind.BW): 0, (0, None): 6, (1, Kind.F): 6, (1, Kind.BW): 0, (1, None): 0}
+
+
+def test_runs_of_other_shapes_are_refused() -> None:
+    one, two = (Timeline("run", ((Span(make("gpipe", 1, 1).rows[0][0], 0, 1),),) * ranks) for ranks in (1, 2))
+    with pytest.raises(InputError, match="the plan has 1 ranks, the run 2"):
+        diff(one, two)

@@ -1,0 +1,188 @@
+"""PyTorch's schedule CSV with messages and weights: nothing can stop, nothing is gathered too early, and every spoilt cell is named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.pure.problems import schedules
+from tests.pure.shapes import IN_TORCH_CSV, TRAINING, grid
+from zerobubble.errors import InputError, ParseError, ScheduleError
+from zerobubble.export.torch_cells import Care, Cell, End, Weights, parse_cell
+from zerobubble.export.torch_comms import to_torch_comms_csv
+from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
+from zerobubble.ir import Kind, Schedule
+from zerobubble.lower import lower
+from zerobubble.program import Send
+from zerobubble.rules import Stuff
+from zerobubble.schedules import SCHEDULES, make
+from zerobubble.verify import schedule_faults
+
+GRID = [(1, 1), (2, 2), (3, 7), (4, 8), (8, 5)]
+CASES = [(name, p, m) for name in IN_TORCH_CSV for p, m in grid(name, SCHEDULES[name].stages_per_rank, GRID)]
+
+
+def cells(csv: str) -> list[list[Cell]]:
+    return [[parse_cell(cell) for cell in line.split(",")] for line in csv.splitlines()]
+
+
+def met(end: Cell) -> Cell:
+    """The other end of a message, for stages in a row (what the CSV means to PyTorch, told a second time)."""
+    assert isinstance(end, End)
+    hop = 1 if end.is_send is (end.stuff is Stuff.ACTIVATION) else -1
+    return End(not end.is_send, end.stuff, end.stage + hop, end.microbatch)
+
+
+def runs_without_a_buffer(rows: list[list[Cell]]) -> bool:
+    """Whether all rows end where both ends of a message wait for each other and nothing of a rank overtakes anything."""
+    home = {cell: rank for rank, row in enumerate(rows) for cell in row if isinstance(cell, End)}
+    left, moved = [list(row) for row in rows], True
+    while moved:
+        moved = False
+        for row in left:
+            while row and not isinstance(row[0], End):
+                row.pop(0)
+                moved = True
+            if row and left[home[met(row[0])]][:1] == [met(row[0])]:
+                left[home[met(row[0])]].pop(0)
+                row.pop(0)
+                moved = True
+    return not any(left)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
+def test_what_was_written_is_read_back_and_cannot_stop(name: str, ranks: int, microbatches: int) -> None:
+    schedule = make(name, ranks, microbatches)
+    csv = to_torch_comms_csv(schedule)
+    assert from_torch_csv(csv, name).steps == schedule.steps
+    assert from_torch_csv(to_torch_comms_csv(schedule, 2), name).steps == schedule.steps
+    assert runs_without_a_buffer(cells(csv))
+    sends = sum(isinstance(action, Send) for row in lower(schedule).rows for action in row)
+    assert csv.count("SEND") == csv.count("RECV") == sends
+
+
+def renumbered(schedule: Schedule) -> Schedule:
+    """The schedule with its microbatches numbered in the order in which the last stage runs them forward."""
+    forwards = (op for _, _, op in schedule.ops() if op.kind is Kind.F and op.stage == schedule.num_stages - 1)
+    number = {op.microbatch: place for place, op in enumerate(forwards)}
+    rows = [[tuple(op._replace(microbatch=number[op.microbatch]) for op in step) for step in row] for row in schedule.steps]
+    return Schedule.of_steps(*schedule.head[:3], rows)
+
+
+@given(schedules(), st.integers(0, 3))
+def test_random_schedules_are_read_back_and_cannot_stop(schedule: Schedule, unsharded: int) -> None:
+    assume(len(schedule.placement.routes) == 1)
+    schedule = renumbered(schedule)
+    csv = to_torch_comms_csv(schedule, unsharded)
+    back = from_torch_csv(csv, schedule.name)
+    assert (back.steps, back.placement.routes) == (schedule.steps, schedule.placement.routes)
+    assert runs_without_a_buffer(cells(csv))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name in IN_TORCH_CSV if name in TRAINING])
+def test_at_most_so_many_stages_are_gathered_and_reduced_after_their_last_backward(name: str, most: int) -> None:
+    schedule = make(name, 2, 4)
+    for rank, row in enumerate(cells(to_torch_comms_csv(schedule, most))):
+        gathered: set[int] = set()
+        reduced: list[int] = []
+        largest = 0
+        for cell in row:
+            if isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD:
+                reduced.append(cell.stage)
+            elif isinstance(cell, Weights):
+                gathered ^= {cell.stage}
+                largest = max(largest, len(gathered))
+            elif not isinstance(cell, End):
+                stages = {op.stage for op in cell}
+                assert stages <= gathered
+                assert not stages & set(reduced)
+                assert len(gathered) <= max(most, len(stages))
+        assert largest == min(max(most, max(map(len, schedule.steps[rank]))), len(schedule.placement.stages(rank)))
+        assert not gathered
+        assert sorted(reduced) == [stage for _, stage in schedule.placement.stages(rank)]
+
+
+def test_a_small_one_to_read() -> None:
+    assert to_torch_comms_csv(make("zb-h1", 2, 2), 1) == (
+        "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0W0,0RECV_B1,0I1,0W1,0REDUCE_GRAD,0RESHARD\n"
+        "1RECV_F0,1UNSHARD,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1I1,1SEND_B1,1W0,1W1,1REDUCE_GRAD,1RESHARD\n"
+    )
+
+
+GOOD = to_torch_comms_csv(make("1f1b", 2, 2), 1)
+LOOPED = to_torch_comms_csv(make("interleaved-1f1b", 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "where", "why"),
+    [
+        (GOOD, "0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0", "line 2, cell 1", "0SEND_F1 goes out when 1RECV_F0 is awaited"),
+        (GOOD, "0SEND_F1,", "", "line 2, cell 4", "a0.1 is sent never and received once"),
+        (GOOD, "1RECV_F1,", "", "line 1, cell 5", "a0.1 is sent once and received never"),
+        (GOOD, "0SEND_F1", "0SEND_F1,0SEND_F1", "line 1, cell 5", "a0.1 is sent twice and received once"),
+        (GOOD, "0F0,0SEND_F0", "0SEND_F0,0F0", "line 1, cell 2", "a0.0 is not on this rank yet"),
+        (GOOD, "1RECV_F0,1UNSHARD,1F0", "1UNSHARD,1F0,1RECV_F0", "line 2, cell 2", "a0.0 is not on this rank yet"),
+        (GOOD, "0SEND_F1", "0SEND_F1,0SEND_B1", "line 1, cell 6", "0SEND_B1 is no message of these passes"),
+        (GOOD, "1SEND_B1", "1SEND_B1,1SEND_F1", "line 2, cell 10", "1SEND_F1 is no message"),
+        (GOOD, "0SEND_F1", "0SEND_F1,5RECV_F1", "line 1, cell 6", "5RECV_F1 is no message"),
+        (GOOD, "0F0,0SEND_F0,", "0F0,1SEND_B0,0SEND_F0,", "line 1, cell 3", "g1.0 is sent once and received never"),
+        (GOOD, "0UNSHARD,", "", "line 1, cell 1", "stage 0 are not gathered here; write 0UNSHARD before"),
+        (GOOD, "0UNSHARD", "0UNSHARD,0UNSHARD", "line 1, cell 2", "gathered already"),
+        (GOOD, "0UNSHARD", "0UNSHARD,1UNSHARD", "line 1, cell 2", "no pass here needs them; remove it"),
+        (GOOD, "0UNSHARD", "0UNSHARD,1RESHARD", "line 1, cell 2", "not gathered; remove it"),
+        (GOOD, ",0RESHARD", "", "line 1, cell 1", "stage 0 stay gathered"),
+        (GOOD, "0REDUCE_GRAD,", "", "line 1, cell 9", "stage 0 stay undivided while others are divided"),
+        (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,0REDUCE_GRAD", "line 1, cell 11", "no gradients left here to reduce"),
+        (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,1REDUCE_GRAD", "line 1, cell 11", "no gradients left here to reduce"),
+        (
+            GOOD,
+            "0RECV_B1,0B1,0REDUCE_GRAD",
+            "0REDUCE_GRAD,0RECV_B1,0B1",
+            "line 1, cell 8",
+            "last backward of its stage, in cell 10",
+        ),
+        (LOOPED, "2RECV_F1,2SEND_F0", "2SEND_F0,2RECV_F1", "line 1, cell 7", "under rendezvous messages rank 0 stops"),
+    ],
+)
+def test_a_spoilt_csv_is_refused_with_its_place(text: str, old: str, new: str, where: str, why: str) -> None:
+    assert text.count(old) == 1
+    spoilt = text.replace(old, new)
+    with pytest.raises(ParseError) as refusal:
+        from_torch_csv(spoilt)
+    assert str(refusal.value).startswith(f"{where}: ")
+    assert why in str(refusal.value)
+
+
+def test_an_earlier_receive_is_no_fault() -> None:
+    spoilt = LOOPED.replace("1SEND_B0,1RECV_B1", "1RECV_B1,1SEND_B0")
+    assert spoilt != LOOPED
+    assert from_torch_csv(spoilt).steps == from_torch_csv(LOOPED).steps
+
+
+def test_activations_and_gradients_between_two_ranks_share_one_order() -> None:
+    early = LOOPED.replace(",1RECV_B0", "").replace("3RECV_F1", "1RECV_B0,3RECV_F1")
+    with pytest.raises(ParseError, match=r"line 2, cell 9: .* from rank 0 to rank 1 .* 2SEND_F1 goes out when 1RECV_B0 is awaited"):
+        from_torch_csv(early)
+
+
+def test_an_illegal_schedule_is_left_to_its_own_faults() -> None:
+    schedule = from_torch_csv(GOOD.replace("1F0,1RECV_F1,1B0", "1B0,1RECV_F1,1F0"))
+    assert [fault.code for fault in schedule_faults(schedule)] == ["order"]
+
+
+def test_passes_alone_need_no_message() -> None:
+    schedule = make("1f1b", 2, 2)
+    assert from_torch_csv(to_torch_csv(schedule), "1f1b") == schedule
+    with pytest.raises(ParseError, match=r"line 1, cell 4: 0B0: g1.0 is not on this rank yet"):
+        from_torch_csv(to_torch_csv(schedule).replace("0F0,", "0UNSHARD,0F0,").replace("0B1", "0B1,0RESHARD"))
+
+
+def test_what_cannot_be_written_is_refused() -> None:
+    with pytest.raises(InputError, match="2 routes"):
+        to_torch_comms_csv(make("chimera", 2, 2))
+    with pytest.raises(InputError, match="must be >= 0, got -1"):
+        to_torch_comms_csv(make("1f1b", 2, 2), -1)
+    with pytest.raises(ScheduleError, match="lacks 0BW1"):
+        to_torch_comms_csv(from_torch_csv("0F0,0F1,0B0\n"))

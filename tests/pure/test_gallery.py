@@ -1,0 +1,66 @@
+"""The gallery in docs/gallery is what the code gives, whole, and every link on it leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from xml.etree import ElementTree
+
+from docs.gallery.generate import FOLDER, FRONT, front, gallery
+from zerobubble import SCHEDULES
+
+HEADINGS = ("**Rule**", "- bubble", "- peak memory", "**Here**", "**Good for**", "**Source**")
+
+
+@cache
+def files() -> dict[str, str]:
+    return gallery()
+
+
+def page() -> str:
+    return files()["README.md"]
+
+
+def pictures() -> dict[str, str]:
+    return {name: text for name, text in files().items() if name.endswith(".svg")}
+
+
+def test_the_files_are_what_the_code_gives() -> None:
+    there = {file.name: file.read_text(encoding="utf-8") for kind in ("*.md", "*.svg") for file in FOLDER.glob(kind)}
+    differing = sorted(name for name in there.keys() | files().keys() if there.get(name) != files().get(name))
+    assert differing == [], "stale, missing or left over in docs/gallery: run `make gallery`"
+
+
+def test_the_picture_of_the_readme_is_what_the_code_gives() -> None:
+    assert FRONT.read_text(encoding="utf-8") == front(), "docs/timeline.svg is stale: run `make gallery`"
+
+
+def test_every_link_leads_somewhere() -> None:
+    anchors = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page(), re.MULTILINE)}
+    links = re.findall(r"\]\(([^)]+)\)", page())
+    local = [link for link in links if not link.startswith("https://")]
+    assert {link for link in local if link.removeprefix("#") not in anchors and link not in files()} == set()
+    assert set(files()) - {"README.md"} <= set(local)
+
+
+def test_every_schedule_is_on_the_page_in_full() -> None:
+    overview, *sections = re.split(r"^### ", page(), flags=re.MULTILINE)
+    assert {section.partition("\n")[0] for section in sections} == set(SCHEDULES)
+    assert len(sections) == len(re.findall(r"^\| \[", overview, re.MULTILINE)) == len(SCHEDULES)
+    for section in sections:
+        places = [section.find(f"\n{heading}") for heading in HEADINGS]
+        assert places == sorted(places)
+        assert places[0] > 0, section[:200]
+
+
+def test_pictures_are_small_and_number_every_pass() -> None:
+    for name, text in pictures().items():
+        assert len(text.encode()) < (125_000 if name.endswith("-block.svg") else 60_000), name
+        groups = [group for group in ElementTree.fromstring(text).iter() if group.get("class") == "pass"]
+        assert groups
+        assert all(group.find("{http://www.w3.org/2000/svg}text") is not None for group in groups), name
+
+
+def test_schedules_made_from_blocks_show_them() -> None:
+    shown = {name.removesuffix("-block.svg") for name in pictures() if name.endswith("-block.svg")}
+    assert shown == {name for name, recipe in SCHEDULES.items() if recipe.rule.startswith("The block ")}
