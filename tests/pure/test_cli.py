@@ -43,8 +43,9 @@ def test_list_names_every_schedule() -> None:
         assert told == held
         words = (row["summary"], row["formulas"], row["good_for"], row["source"])
         assert words == (recipe.summary, list(recipe.formulas), recipe.good_for, recipe.source)
-    table = run("list").stdout
-    assert all(name in table for name in SCHEDULES)
+    lines = run("list").stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == list(SCHEDULES)
+    assert all(line.endswith(recipe.summary) for line, recipe in zip(lines, SCHEDULES.values(), strict=True))
 
 
 def test_an_option_of_the_schedules_own() -> None:

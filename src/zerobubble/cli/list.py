@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from zerobubble.cli.options import json_option
 from zerobubble.schedules import Recipe, shelf
@@ -33,14 +31,12 @@ def list_schedules(as_json: bool) -> None:
 
 
 def _print(recipes: list[Recipe]) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    table.add_column("stages per rank", max_width=9)
-    table.add_column("what it is")
-    for recipe in recipes:
-        stages = f"{recipe.stages_per_rank} or any" if recipe.any_stages else str(recipe.stages_per_rank)
-        table.add_row(recipe.name, stages, recipe.summary)
-    Console().print(table)
+    """One line each, however long: a terminal breaks it, and a pipe keeps it whole."""
+    rows = [("name", "stages", "what it is")]
+    rows += [(r.name, f"{r.stages_per_rank} or any" if r.any_stages else str(r.stages_per_rank), r.summary) for r in recipes]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, stages, summary in rows:
+        click.echo(f"{name.ljust(widths[0])}  {stages.ljust(widths[1])}  {summary}")
 
 
 def _as_dict(recipe: Recipe) -> dict[str, Any]:
