@@ -78,9 +78,10 @@ class Costs:
             return self.held_after_f[stage]
         return self.held_after_b[stage] if stuff is Stuff.WORK else 0
 
-    def memory_after(self, kind: Kind, stage: int) -> int:
-        """Bytes that a microbatch of `stage` occupies once a pass of this kind is done."""
-        return sum(self.held(stuff, stage) for stuff in RULES[kind].makes)
+    def memory_change(self, kind: Kind, stage: int) -> int:
+        """Bytes that a pass of this kind adds to what its rank holds: what it makes without what it uses up."""
+        used = sum(self.held(stuff, stage) for stuff, hop in RULES[kind].uses if hop == 0)
+        return sum(self.held(stuff, stage) for stuff in RULES[kind].makes) - used
 
     @classmethod
     def uniform(

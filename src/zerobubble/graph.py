@@ -45,14 +45,14 @@ def resolve(schedule: Schedule) -> Graph:
     for row in schedule.rows:
         first.append(first[-1] + len(row))
     used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
-    maker: dict[int, int] = {}
+    maker = [-1] * (len(Stuff) * schedule.num_stages * schedule.num_microbatches)
     for number, (kind, stage, microbatch) in enumerate(ops):
         for value in made[kind][stage]:
-            maker.setdefault(value + microbatch, number)
-    needs: list[tuple[int, ...]] = []
-    for kind, stage, microbatch in ops:
-        values = used[kind][stage]
-        needs.append(tuple([maker[value + microbatch] for value in values if value + microbatch in maker]))
+            if maker[value + microbatch] < 0:
+                maker[value + microbatch] = number
+    needs = [tuple([maker[v + microbatch] for v in used[kind][stage]]) for kind, stage, microbatch in ops]
+    if -1 in maker:
+        needs = [tuple(need for need in known if need >= 0) if -1 in known else known for known in needs]
     together = schedule.overlaps
     pairs = frozenset(i for i, both in enumerate(pairwise(ops)) if both in together) if together else frozenset()
     return Graph(ops, rank, first, needs, pairs)

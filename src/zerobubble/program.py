@@ -1,7 +1,7 @@
 """A schedule turned into what each rank does: passes, messages on channels, and the points where buffers go.
 
 A message travels on the FIFO channel (source, destination, stuff). Receives are posted ahead and sends do not wait; a `Compute`
-waits until everything it uses is there. `Free` ends a value on a rank: what was sent is kept until it has left.
+waits until everything it uses is there, and uses it up. `Free` ends what was sent: it is kept until it has left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerobubble.rules import Stuff, Value
 
 
 class Compute(NamedTuple):
-    """Run a step, one pass or two overlapped, once all it uses has arrived."""
+    """Run a step, one pass or two overlapped, once all it uses has arrived; nobody else uses that, so it ends here."""
 
     step: Step
 
@@ -46,7 +46,7 @@ class Recv(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Give up a value on this rank."""
+    """Give up a value that was sent from this rank."""
 
     value: Value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zerobubble.bulk import in_bulk
 from zerobubble.costs import Costs, Limits
@@ -98,12 +98,5 @@ def _held(row: Sequence[Op], costs: Costs) -> list[int]:
     """Bytes held once each pass is done; inference forwards hold nothing."""
     if all(op[0] is Kind.F for op in row):
         return [0] * len(row)
-    after = {kind: [costs.memory_after(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
-    kept: dict[tuple[int, int], int] = {}
-    total, totals = 0, []
-    for kind, stage, microbatch in row:
-        now = after[kind][stage]
-        total += now - kept.get((stage, microbatch), 0)
-        kept[stage, microbatch] = now
-        totals.append(total)
-    return totals
+    change = {kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+    return list(accumulate(change[kind][stage] for kind, stage, _ in row))

@@ -22,8 +22,8 @@ def program_faults(program: Program) -> tuple[Fault, ...]:
     """Every fault of `program`; empty exactly when it is sound. Root causes first: a group of checks runs when those before it pass.
 
     Checked: the passes make a legal schedule; one sender and one receiver for every message, in the same order at both ends of
-    every channel; every value freed once, after its last use, and none used that is not there; no stop under the eager and under
-    the rendezvous message model.
+    every channel; every value used up or freed once, after its last use, and none used that is not there; no stop under the eager and
+    under the rendezvous message model.
     """
     faults = list(schedule_faults(program.to_schedule()))
     if faults:
@@ -64,7 +64,7 @@ def _times(count: int) -> str:
 
 def _buffer_faults(program: Program, rank: int) -> list[Fault]:
     here: set[Value] = set()
-    freed: set[Value] = set()
+    gone: set[Value] = set()
     faults: list[Fault] = []
     forward_only = program.is_forward_only
     for position, action in enumerate(program.rows[rank]):
@@ -72,12 +72,14 @@ def _buffer_faults(program: Program, rank: int) -> list[Fault]:
             here.add(action.value)
             continue
         needed = _needed(action, program.num_stages) if isinstance(action, Compute) else [action.value]
-        faults += [_absent(rank, position, action, value, value in freed) for value in needed if value not in here]
+        faults += [_absent(rank, position, action, value, value in gone) for value in needed if value not in here]
         if isinstance(action, Compute):
+            here.difference_update(needed)
             here.update(value for op in action.step for value in makes(op, program.num_stages, forward_only))
         elif isinstance(action, Free):
             here.discard(action.value)
-            freed.add(action.value)
+        if not isinstance(action, Send):
+            gone.update(needed)
     return faults + [_leak(rank, value) for value in sorted(here)]
 
 
@@ -85,12 +87,12 @@ def _needed(action: Compute, num_stages: int) -> list[Value]:
     return [value for op in action.step for value in uses(op, num_stages)]
 
 
-def _absent(rank: int, position: int, action: Action, value: Value, freed: bool) -> Fault:
+def _absent(rank: int, position: int, action: Action, value: Value, gone: bool) -> Fault:
     at = f"rank {rank} position {position}, {action}"
-    if not freed:
+    if not gone:
         return Fault("not-there", f"{at}: {value} is not on this rank yet; make or receive it before", rank, position, str(action))
     if isinstance(action, Free):
-        return Fault("double-free", f"{at}: {value} was freed before; remove one of the two", rank, position, str(action))
+        return Fault("double-free", f"{at}: {value} was used up or freed before; remove this", rank, position, str(action))
     return Fault("use-after-free", f"{at}: {value} was freed before; free it after its last use", rank, position, str(action))
 
 

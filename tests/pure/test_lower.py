@@ -24,7 +24,6 @@ from zerobubble import (
     make,
     program_faults,
 )
-from zerobubble.ir import parse_step
 from zerobubble.program import Action, Compute, Free, Recv, Send
 from zerobubble.rules import Value, uses
 
@@ -47,26 +46,18 @@ rank 0
   run 0F1
   send a0.1 to 1
   run 0BW0
-  free s0.0
-  free g1.0
   free a0.0
   run 0BW1
-  free s0.1
-  free g1.1
   free a0.1
 rank 1
   recv a0.0 from 0
   recv a0.1 from 0
   run 1F0
-  free a0.0
   run 1BW0
   send g1.0 to 0
-  free s1.0
   run 1F1
-  free a0.1
   run 1BW1
   send g1.1 to 0
-  free s1.1
   free g1.0
   free g1.1
 """
@@ -154,14 +145,12 @@ rank 0
   send a0.0 to 1
   recv a0.1 from 1
   run 1F1
-  free a0.1
   free a0.0
 rank 1
   run 0F1
   send a0.1 to 0
   recv a0.0 from 0
   run 1F0
-  free a0.0
   free a0.1
 """
 
@@ -253,12 +242,22 @@ def test_a_value_freed_before_its_last_use(spot: tuple[Program, int, int]) -> No
     program, rank, position = spot
     row = program.rows[rank]
     free = row[position]
-    used = [p for p, action in enumerate(row[:position]) if isinstance(action, Compute) and free.value in taken(action, program.num_stages)]
-    assume(used)
-    early = (*row[: used[0]], free, *row[used[0] : position], *row[position + 1 :])
+    sent = next(p for p, action in enumerate(row) if isinstance(action, Send) and action.value == free.value)
+    early = (*row[:sent], free, *row[sent:position], *row[position + 1 :])
     (fault,) = program_faults(rewritten(program, rank, early))
-    assert (fault.code, fault.rank, fault.position) == ("use-after-free", rank, used[0] + 1)
-    assert fault.op == str(row[used[0]])
+    assert (fault.code, fault.rank, fault.position) == ("use-after-free", rank, sent + 1)
+    assert fault.op == str(row[sent])
+
+
+@given(spots(Compute))
+def test_what_a_pass_uses_cannot_be_freed_after_it(spot: tuple[Program, int, int]) -> None:
+    program, rank, position = spot
+    row = program.rows[rank]
+    used = taken(row[position], program.num_stages)
+    assume(used)
+    (fault,) = program_faults(rewritten(program, rank, (*row[: position + 1], Free(used[0]), *row[position + 1 :])))
+    assert (fault.code, fault.rank, fault.position) == ("double-free", rank, position + 1)
+    assert fault.message.endswith(f"{used[0]} was used up or freed before; remove this")
 
 
 @given(spots(Recv))
@@ -312,7 +311,7 @@ def test_a_dropped_pass_is_a_fault_of_the_schedule(spot: tuple[Program, int, int
         ("send a0.1 to 1", "send a0,1 to 1", "line 11: 'a0,1' is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3"),
         ("send a0.1 to 1", "send a0.1 to -1", "line 11: '-1' is not a rank"),
         ("send a0.1 to 1", "pass a0.1 to 1", "line 11: 'pass a0.1 to 1' is neither a row nor a header"),
-        ("rank 1\n", "rank 2\n", "line 20: 'rank 2' is neither a row nor a header"),
+        ("rank 1\n", "rank 2\n", "line 16: 'rank 2' is neither a row nor a header"),
         ("rank 1\n", "", "a placement over 1 ranks names ranks [1]"),
         ("placement linear: 0 1\n", "", "the header line 'placement' is missing"),
     ],
@@ -336,9 +335,10 @@ def test_broken_text_is_a_program_or_refused(data: st.DataObject) -> None:
 
 
 def test_a_program_error_lists_its_faults() -> None:
-    faults = program_faults(rewritten(lower(make("1f1b", 1, 1)), 0, [Compute(parse_step("0F0")), Compute(parse_step("0BW0"))]))
+    row = [action for action in lower(make("1f1b", 2, 1)).rows[0] if not isinstance(action, Free)]
+    faults = program_faults(rewritten(lower(make("1f1b", 2, 1)), 0, row))
     assert str(ProgramError(faults, "1f1b")) == (
-        "program '1f1b' cannot run: 1 fault, root causes first\n  - rank 0 never frees s0.0: free it after its last use"
+        "program '1f1b' cannot run: 1 fault, root causes first\n  - rank 0 never frees a0.0: free it after its last use"
     )
 
 

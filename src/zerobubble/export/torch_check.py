@@ -106,7 +106,7 @@ def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
 
 
 def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Value, int]]) -> Placed:
-    """The row as a program has it: what a pass uses ends with it, and what is sent once it is sent."""
+    """The row as a program has it: what is sent ends once it is sent."""
     placed: Placed = []
     for place, cell in row.items():
         if isinstance(cell, End):
@@ -115,8 +115,7 @@ def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Va
             value, peer = ends[cell]
             placed += [(place, Send(value, peer)), (place, Free(value))] if cell.is_send else [(place, Recv(value, peer))]
         elif not isinstance(cell, Weights):
-            used = [value for op in cell for value in uses(op, schedule.num_stages)]
-            placed += [(place, Compute(cell)), *((place, Free(value)) for value in used)]
+            placed.append((place, Compute(cell)))
     return placed
 
 

@@ -1,4 +1,4 @@
-"""The program written out: around each step the receives posted before it, its sends, and the values that end there."""
+"""The program written out: around each step the receives posted before it, its sends, and the sent values that may go."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from collections import defaultdict
 from typing import TypeVar
 
 from zerobubble.graph import Graph
-from zerobubble.ir import Kind, Schedule
+from zerobubble.ir import Schedule
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
-from zerobubble.rules import MOVING, RULES, Stuff, Value, used_stages
+from zerobubble.rules import MOVING, Value
 
 
 def write(schedule: Schedule, graph: Graph, users: list[int], posts: list[int], releases: list[int]) -> Program:
-    """The program of `schedule`, given per message its user, the pass its receive is posted before and the pass it is freed after.
-
-    What a pass uses nobody else does, so it ends with that pass's step.
-    """
-    frees, ended = _frees(schedule)
-    ops, rank = graph.ops, graph.rank
-    messages = {i: frees[MOVING[ops[i][0]]][ops[i][1]][ops[i][2]] for i, user in enumerate(users) if user >= 0}
-    posted = _grouped(posts, {i: Recv(message.value, rank[i]) for i, message in messages.items()})
-    released = _grouped(releases, messages)
+    """The program of `schedule`, given per message its user, the pass its receive is posted before and the pass it is freed after."""
+    rank = graph.rank
+    messages = {i: Value(MOVING[graph.ops[i][0]], *graph.ops[i][1:]) for i, user in enumerate(users) if user >= 0}
+    posted = _grouped(posts, {i: Recv(value, rank[i]) for i, value in messages.items()})
+    sent = {i: Send(value, rank[users[i]]) for i, value in messages.items()}
+    released = _grouped(releases, {i: Free(value) for i, value in messages.items()})
     rows: list[tuple[Action, ...]] = []
     number = 0
     for steps in schedule.steps:
@@ -32,24 +29,11 @@ def write(schedule: Schedule, graph: Graph, users: list[int], posts: list[int], 
                 row += posted.get(at, ())
             row.append(Compute(step))
             for at in passes:
-                if at in messages:
-                    row.append(Send(messages[at].value, rank[users[at]]))
-                kind, stage, microbatch = ops[at]
-                row += [column[microbatch] for column in ended[kind][stage]]
+                if at in sent:
+                    row.append(sent[at])
                 row += released.get(at, ())
         rows.append(tuple(row))
     return Program(*schedule.head[:3], tuple(rows), schedule.microbatch_routes)
-
-
-Frees = dict[Stuff, list[list[Free]]]
-
-
-def _frees(schedule: Schedule) -> tuple[Frees, dict[Kind, list[list[list[Free]]]]]:
-    """The action that ends each value, by stuff, stage and microbatch, made once; and by kind and stage those of what a pass uses."""
-    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
-    frees: Frees = {stuff: [[Free(Value(stuff, s, j)) for j in microbatches] for s in stages] for stuff in Stuff}
-    ended = {kind: [[frees[stuff][at] for stuff, at in used_stages(kind, s, len(stages))] for s in stages] for kind in RULES}
-    return frees, ended
 
 
 Message = TypeVar("Message", Recv, Free)

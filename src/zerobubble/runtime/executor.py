@@ -95,8 +95,7 @@ class Executor:
         self._values: dict[Value, Tensors] = {}
         self._batch: Batch | None = None
         self._seed = torch.ones((), device=transport.device)
-        compiled = [self._compile(action) for action in self.row]
-        self._calls = [(position, call) for position, call in enumerate(compiled) if call is not None]
+        self._calls = [self._compile(action) for action in self.row]
 
     def run(self, batch: Batch) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
@@ -105,7 +104,7 @@ class Executor:
         self._held = []
         self._clock.start()
         self._mailbox.begin(batch.known, batch.announcing)
-        for position, call in self._calls:
+        for position, call in enumerate(self._calls):
             self.at = position
             call()
         self.at = len(self.row)
@@ -129,7 +128,7 @@ class Executor:
         for stage in self._stages.values():
             stage.clear()
 
-    def _compile(self, action: Action) -> Call | None:
+    def _compile(self, action: Action) -> Call:
         if isinstance(action, Compute):
             passes = [self._compile_pass(op) for op in action.step]
             return self._one(passes[0]) if len(passes) == 1 else self._together(passes)
@@ -137,8 +136,6 @@ class Executor:
             return partial(self._mailbox.post, action.value, action.peer)
         if isinstance(action, Send):
             return partial(self._post_out, action.value, action.peer)
-        if action.value.stuff not in MOVES or action.value in self._received:
-            return None  # it ended with the pass that used it
         return partial(self._free, action.value)
 
     def _one(self, single: _Pass) -> Call:
@@ -223,7 +220,7 @@ class Executor:
         return next((v for v in taken if v.stuff in MOVES), None), next((v for v in left if v.stuff in MOVES), None)
 
     def _take(self, source: Value) -> Tensors:
-        return self._mailbox.take(source) if source in self._received else self._values[source]
+        return self._mailbox.take(source) if source in self._received else self._values.pop(source)
 
     def _inputs(self, source: Value) -> Tensors:
         tensors = self._take(source)
