@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import zerobubble as zb
-from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
+from tests.procs.test_gradients import worst_errors
 from zerobubble.runtime.executor import Overlapped
 
 
@@ -23,7 +24,7 @@ def in_two_threads(first: Overlapped, second: Overlapped) -> None:
 
 
 def train(group: Any, name: str, microbatches: int) -> tuple[float, list[str]]:
-    """The largest relative gradient error, and the steps that went through the overlap function."""
+    """The largest relative error of loss and gradients, and the steps that went through the overlap function."""
     met: list[str] = []
 
     def overlap(first: Overlapped, second: Overlapped) -> None:
@@ -31,16 +32,7 @@ def train(group: Any, name: str, microbatches: int) -> tuple[float, list[str]]:
         assert isinstance(first.module, nn.Module)
         in_two_threads(first, second)
 
-    worst = 0.0
-    with zb.Pipeline(build, name, microbatches, loss_fn, group=group, overlap=overlap) as pipe:
-        stages = [build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
-        inputs, targets = batch(microbatches)
-        pipe.step(inputs, targets)
-        one_device(stages, microbatches, inputs, targets)
-        for index, module in pipe.modules.items():
-            for mine, theirs in zip(module.parameters(), stages[index].parameters(), strict=True):
-                worst = max(worst, ((mine.grad - theirs.grad).norm() / theirs.grad.norm()).item())
-    return worst, met
+    return max(worst_errors(group, zb.make(name, group.size(), microbatches), 1, overlap).values()), met
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipe", 4, 8), ("dualpipe", 2, 6), ("dualpipe-v", 3, 8)])
