@@ -14,7 +14,9 @@ from zerobubble.explain import attribute, critical_path
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.lower import lower
+from zerobubble.partition import Layer
 from zerobubble.picture import picture
+from zerobubble.plan import Problem, Solved, Workload, load_plan, plan, plan_layers, save_plan, sensitivity
 from zerobubble.program import Program
 from zerobubble.recognise import recognise
 from zerobubble.schedules import SCHEDULES, Recipe, known_schedules, make, schedule
@@ -34,31 +36,40 @@ __all__ = [
     "Fault",
     "InputError",
     "Kind",
+    "Layer",
     "Limits",
     "Op",
     "ParseError",
     "PipelineError",
     "Placement",
+    "Problem",
     "Program",
     "ProgramError",
     "Recipe",
     "Schedule",
     "ScheduleError",
+    "Solved",
     "Timeline",
+    "Workload",
     "ZeroBubbleError",
     "attribute",
     "critical_path",
     "fit_costs",
     "known_schedules",
+    "load_plan",
     "lower",
     "make",
     "memory_faults",
     "peak_memory",
     "picture",
+    "plan",
+    "plan_layers",
     "program_faults",
     "recognise",
+    "save_plan",
     "schedule",
     "schedule_faults",
+    "sensitivity",
     "simulate",
 ]
 

@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import problems
-from zerobubble import Costs, InputError, Program, Schedule, Timeline, lower, make, simulate
+from zerobubble import Costs, InputError, Limits, Problem, Program, Schedule, Solved, Timeline, Workload, lower, make, peak_memory, simulate
 
 SAMPLE = make("zb-v", 2, 2)
+PROBLEM = Problem(SAMPLE.placement, 2, Costs.uniform(4), Limits(peak_memory(SAMPLE, Costs.uniform(4))))
 FORMS: dict[type[Any], dict[str, Any]] = {
     Schedule: SAMPLE.to_dict(),
     Costs: Costs.uniform(4).to_dict(),
     Timeline: simulate(SAMPLE, Costs.uniform(4)).to_dict(),
     Program: lower(SAMPLE).to_dict(),
+    Solved: Solved.of(PROBLEM, PROBLEM.bound(), SAMPLE, 0.1, "zb-v").to_dict(),
+    Workload: Workload.uniform(2, (1, 1, 1)).to_dict(),
 }
 JUNK = st.one_of(
     st.none(),
@@ -56,7 +59,7 @@ def test_a_broken_part_is_refused_or_harmless(kind: type[Any], data: st.DataObje
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
 def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
-    optional = {"format", "microbatch_routes", "memory", "source", "hidden"}
+    optional = {"format", "microbatch_routes", "memory", "source", "hidden", "status", "figures"}
     for key in FORMS[kind].keys() - optional:
         form = {k: v for k, v in FORMS[kind].items() if k != key}
         with pytest.raises(InputError, match=f"lacks the key '{key}'"):

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from docs.gallery.generate import families, gallery
 from zerobubble.cli import main
+from zerobubble.plan import load_plan
 from zerobubble.schedules import shelf
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -29,6 +30,17 @@ def test_programs_print_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         with redirect_stdout(io.StringIO()) as printed:
             exec(program, names)
         assert printed.getvalue() == shown
+
+
+def test_the_plan_in_python_is_saved_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = re.search(r"```python\n(.*?)```", README.partition("## Plan")[2], re.DOTALL)
+    assert program is not None
+    names: dict[str, object] = {}
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(program[1].replace("seconds=5", "seconds=0"), names)
+    assert printed.getvalue() == f"{names['plan']}\n"
+    assert load_plan("plan.json") == names["plan"].best  # type: ignore[attr-defined]
 
 
 def test_commands_run_and_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

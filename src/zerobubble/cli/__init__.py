@@ -8,11 +8,13 @@ from zerobubble.cli.compare import compare
 from zerobubble.cli.group import OneSentenceGroup, group
 from zerobubble.cli.list import list_schedules
 from zerobubble.cli.make import make_file
+from zerobubble.cli.pareto import pareto_verb
+from zerobubble.cli.plan import plan_verb
 from zerobubble.cli.show import show
 from zerobubble.cli.table import table
 
 __all__ = ["main"]
 
 main: OneSentenceGroup = group
-for _verb in (list_schedules, show, make_file, check, compare, table, block):
+for _verb in (list_schedules, show, make_file, check, compare, table, block, plan_verb, pareto_verb):
     main.add_command(_verb)

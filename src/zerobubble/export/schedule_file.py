@@ -6,10 +6,11 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.json_form import loads
 from zerobubble.export.torch_csv import from_torch_csv, looks_like_torch_csv
 from zerobubble.ir import Schedule
+from zerobubble.plan.problem import Solved
 
 
 def load_schedule(text: str, name: str = "unnamed") -> Schedule:
-    """The schedule in `text`, recognised by how it starts; `name` is used for the CSV, which carries none.
+    """The schedule in `text`, or of the plan there, recognised by how it starts; `name` is used for the CSV, which carries none.
 
     The schedule may be illegal: ask `verify.schedule_faults`. Raises `ParseError` when the form is unknown or malformed.
     """
@@ -30,6 +31,8 @@ def load_schedule(text: str, name: str = "unnamed") -> Schedule:
 
 def _from_json(text: str) -> Schedule:
     value = loads(text)
+    if isinstance(value, Solved) and value.schedule is not None:
+        return value.schedule
     if not isinstance(value, Schedule):
         raise ParseError(f"the JSON holds a {type(value).__name__.lower()}, not a schedule")
     return value

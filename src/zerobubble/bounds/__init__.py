@@ -1,0 +1,13 @@
+"""Lower bounds on the time of any schedule for a problem: the certificate beside every plan.
+
+Microbatches are alike, so they may be taken to go through every stage in order. The first one must reach a pass through the chain of
+passes before it, and memory limits what its rank can do meanwhile (`load`). The last one must return from a pass through the chain
+after it, and memory limits what can still be waiting then. All other work of the rank lies in between.
+
+A pass that computes B and W in one is a B with its W at once. It never holds more than F saved, so no bound counts pending work as
+more than that. Overlapped passes, which save time, are not covered.
+"""
+
+from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds, shortage
+
+__all__ = ["Bound", "Bounds", "lower_bounds", "shortage"]

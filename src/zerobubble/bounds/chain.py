@@ -1,0 +1,113 @@
+"""A microbatch alone, seen from each rank: when its passes could start, and which of them are the rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from graphlib import TopologicalSorter
+from itertools import accumulate
+from math import gcd
+from typing import NamedTuple
+
+from zerobubble.bounds.load import Load
+from zerobubble.costs import Costs, Limits
+from zerobubble.ir import Kind, Op, Placement
+from zerobubble.rules import makers, uses
+
+Chain = dict[Op, int]
+"""The passes F and B of one microbatch, in their order, with their starts (ns) if nothing else is in the way."""
+
+
+def alone(placement: Placement, costs: Costs) -> Chain:
+    """The chain on a placement of one route."""
+    stages, home = placement.num_stages, placement.routes[0]
+    chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
+    known = set(chain)
+    needs = {op: [maker for value in uses(op, stages) for maker in makers(value) if maker in known] for op in chain}
+    starts: Chain = {}
+    for op in TopologicalSorter(needs).static_order():
+        starts[op] = max((starts[need] + _lag(need, op, home, costs) for need in needs[op]), default=0)
+    return starts
+
+
+def _lag(maker: Op, user: Op, home: Sequence[int], costs: Costs) -> int:
+    """From the start of a pass to the arrival of what it makes."""
+    message = costs.comm[min(maker.stage, user.stage)] if home[maker.stage] != home[user.stage] else 0
+    return costs.time(maker.kind, maker.stage) + message
+
+
+@dataclass(frozen=True)
+class Home:
+    """A rank with its load, and its turns: their passes, their places in the chain of a microbatch, their starts if it is alone."""
+
+    rank: int
+    load: Load
+    passes: tuple[Op, ...]
+    places: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+def homes_of(placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, chain: Chain) -> list[Home]:
+    """The ranks in order. Those alike share what is worked out for one of them."""
+    turns: list[list[tuple[int, Op]]] = [[] for _ in range(placement.num_ranks)]
+    for place, op in enumerate(chain):
+        turns[placement.routes[0][op.stage]].append((place, op))
+    load = cache(lambda *columns: Load(*columns))
+    homes = []
+    for rank, own in enumerate(turns):
+        stages = [op.stage for _, op in own if op.kind is Kind.F]
+        columns = _columns(stages, costs, microbatches, limits.memory[rank] if limits else None)
+        places, passes = zip(*own, strict=True)
+        homes.append(Home(rank, load(*columns), passes, places, tuple(chain[op] for op in passes)))
+    return homes
+
+
+def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int | None) -> tuple[object, ...]:
+    """What makes a `Load`, with bytes in the largest unit that fits them all, and room for at least one microbatch, at most for all."""
+    saved = [costs.held_after_f[s] for s in stages]
+    pending = [min(costs.held_after_f[s], costs.held_after_b[s]) for s in stages]
+    unit = gcd(*saved, *pending) or 1
+    room = sum(saved) * microbatches if limit is None else max(sum(saved), min(limit, sum(saved) * microbatches))
+    times = [tuple(column[s] for s in stages) for column in (costs.forward, costs.backward, costs.weight)]
+    held = [tuple(number // unit for number in column) for column in (saved, pending)]
+    return (*times, *held, microbatches, room // unit)
+
+
+class Window(NamedTuple):
+    """A time that is to be bounded, the span of a rank or the makespan (None): from the first pass at a place of the chain to the last W.
+
+    `place` is that place and `start` its start. `ends[place]` is the end of the last W that must follow a pass there, for a microbatch
+    alone.
+    """
+
+    rank: int | None
+    place: int
+    start: int
+    ends: Sequence[int]
+
+
+def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
+    """For each place of the chain, the end of the last W of `passes` whose B stands there or later; 0 where there is none."""
+    own = set(passes)
+    last = [_end_of(op, chain, costs) if op.kind is Kind.B and op in own else 0 for op in reversed(chain)]
+    return list(accumulate(last, max))[::-1]
+
+
+def spans_of(homes: Sequence[Home], chain: Chain, costs: Costs) -> list[Window]:
+    """The spans that are worth a look: that of the rank with the first stage, and any that is longer for a microbatch alone.
+
+    Whatever makes another one long makes the first one longer still.
+    """
+    first = min(homes, key=lambda home: home.places[0])
+    worth = [home for home in homes if home is first or _end(home, chain, costs) - home.starts[0] > _end_of(first.passes[-1], chain, costs)]
+    return [Window(home.rank, home.places[0], home.starts[0], ends(chain, home.passes, costs)) for home in worth]
+
+
+def _end(home: Home, chain: Chain, costs: Costs) -> int:
+    return max(_end_of(op, chain, costs) for op in home.passes if op.kind is Kind.B)
+
+
+def _end_of(op: Op, chain: Chain, costs: Costs) -> int:
+    """The end of the W that follows a B at once."""
+    return chain[op] + costs.time(Kind.BW, op.stage)

@@ -1,0 +1,120 @@
+"""What a memory limit costs all along: microbatches that wait for room, and the room that all of them need over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import product, zip_longest
+from math import ceil
+from typing import NamedTuple
+
+from zerobubble.bounds.load import Load
+
+CHOICES = 4
+
+
+def steps(load: Load, starts: Sequence[int], turn: int, enough: int) -> int:
+    """The least time (ns) from the first F of a turn to its last, as far as F waits for room; 0 if not over `enough`.
+
+    `starts` are those of the rank's turns for a microbatch alone. When an F begins, some number of microbatches before it still wait for
+    B of its stage and hold what the stages up to it saved. The oldest of them must have had what leaves room for the others, now or, if
+    it has not had all its F, when it has; and the one before it what leaves room for them all.
+    """
+    pace, last, each = load.forward[turn], load.microbatches - 1, load.during(turn)
+    if not each:
+        return 0
+    others, slowest = min(load.limit // each - 1, last), starts[-1] - starts[turn] + load.backwards[-1]
+    if _at_most((others, slowest, slowest), pace, last) <= enough:
+        return 0
+    waits = _waits(load, _ways(load, starts, turn), turn, others)
+    if min(_at_most(wait, pace, last) for wait in waits) <= enough:
+        return 0
+    first = [0] * load.microbatches
+    for n in range(1, load.microbatches):
+        soonest = min([max(first[n - count] + own, first[n - count - 1] + older) if count < n else own for count, own, older in waits])
+        first[n] = max(first[n - 1] + pace, soonest)
+    return first[last]
+
+
+def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
+    """No less than the time of so many F after the first, each waiting in this way."""
+    count, own, older = wait
+    return last * max(pace, ceil(own / max(count, 1)), ceil(older / (count + 1))) + max(own, older)
+
+
+class Way(NamedTuple):
+    """How a microbatch may stand on its way back: the stages that wait for B, the bytes held, and the least time (ns) since some F."""
+
+    left: int
+    held: int
+    time: int
+
+
+def _ways(load: Load, starts: Sequence[int], turn: int) -> list[Way]:
+    """Every way, with the time since F of `turn`: the passes since B of one of the rank's stages ran one after the other.
+
+    W of a stage is done or kept pending; beyond `CHOICES` stages it is taken to cost neither time nor room, so that ways stay few.
+    """
+    ways, stages = [Way(load.num_stages, load.held[-1], 0)], load.num_stages
+    for left in range(stages):
+        for kept in product((0, 1), repeat=min(CHOICES, stages - left)):
+            held, time, passed = load.held[left], 0, 0
+            for n, keep in zip_longest(range(left, stages), kept):
+                held += load.pending[n] * (keep == 1)
+                passed += load.backward[n] + load.weight[n] * (keep == 0)
+                time = max(time, starts[2 * stages - 1 - n] - starts[turn] + passed)
+            ways.append(Way(left, held, time))
+    return ways
+
+
+def _waits(load: Load, ways: Sequence[Way], turn: int, most: int) -> list[tuple[int, int, int]]:
+    """For numbers of microbatches that wait for B of a turn's stage: how long after its F the oldest, and the one before, leave room.
+
+    Of numbers with equal waits only the largest counts: it asks for the least. The waits grow where a way no longer fits.
+    """
+    each = load.during(turn)
+    early, late = ([way for way in ways if (way.left > turn) == waiting] for waiting in (True, False))
+    counts = {most, *((load.limit - way.held) // each for way in early), *((load.limit - way.held) // each - 1 for way in late)}
+    waits = {}
+    for count in sorted(count for count in counts if 0 <= count <= most):
+        room = load.limit - count * each
+        own = min(way.time for way in early if way.held <= room)
+        waits[own, min(way.time for way in late if way.held <= room - each)] = count
+    return [(count, own, older) for (own, older), count in waits.items()]
+
+
+def area(load: Load, starts: Sequence[int]) -> int:
+    """The least span (ns) of a rank whose limit holds what all its microbatches hold, over time, for at least as long as one alone.
+
+    Memory cannot be full while the first forwards fill it and while the last weight passes empty it (Little's law, CM section 3).
+    """
+    if not load.held[-1]:
+        return 0
+    stays = [starts[2 * load.num_stages - 1 - s] + load.backward[s] - starts[s] for s in range(load.num_stages)]
+    saved = sum(held * stay for held, stay in zip(load.saved, stays, strict=True))
+    pending = sum(held * weight for held, weight in zip(load.pending, load.weight, strict=True))
+    (filling, unfilled), (emptying, emptied) = _filling(load, min(load.forward)), _emptying(load)
+    unused = unfilled + emptied if filling + emptying <= load.work else max(unfilled, emptied)
+    return ceil((load.microbatches * (saved + pending) + unused) / load.limit)
+
+
+def _filling(load: Load, pace: int) -> tuple[Fraction, Fraction]:
+    """How long memory takes to fill, a stage each `pace` ns, and the room (byte ns) that is not used meanwhile."""
+    largest = max(load.saved)
+    count = load.limit // largest
+    return Fraction(count * pace), Fraction(pace * (count * load.limit - largest * count * (count + 1) // 2))
+
+
+def _emptying(load: Load) -> tuple[Fraction, Fraction]:
+    """How long memory takes to empty, and the room that is not used meanwhile.
+
+    Each stage that holds something needs its W, so this is filling backwards. Where W leaves little to be held, B tells more: bytes
+    go no faster than the fastest of the two ways to hold them, but for the pass that is under way.
+    """
+    by_weight = _filling(load, min(load.weight))
+    stages = list(zip(load.backward, load.weight, load.saved, load.pending, strict=True))
+    if not all(w if held else b + w for b, w, _, held in stages):
+        return by_weight
+    rate = max(max(Fraction(saved, b + w), Fraction(held, w or 1)) for b, w, saved, held in stages)
+    time = max(Fraction(0), load.limit / rate - max(*load.backward, *load.weight))
+    return max(by_weight, (time, time * time * rate / 2), key=lambda way: way[1])

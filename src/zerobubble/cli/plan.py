@@ -1,0 +1,150 @@
+"""`zerobubble plan`: the best schedule for given times and memory, over all placements, with a bound on what is left to gain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from zerobubble.cli.files import write_text
+from zerobubble.cli.workload import Times, asked_placements, asked_work, planning_options
+from zerobubble.errors import InputError
+from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.export.units import ms
+from zerobubble.plan import Plan, Solved, plan
+from zerobubble.plan.attempt import News, Watch
+from zerobubble.plan.plan_file import plan_text
+from zerobubble.plan.reasons import percent
+from zerobubble.plan.what_if import what_if, what_if_text
+
+
+@click.command("plan")
+@planning_options
+@click.option("--memory", type=float, metavar="X", help="Room on each rank, in microbatches of all its stages; all if not given.")
+@click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours.")
+@click.option(
+    "--what-if",
+    "error",
+    type=click.FloatRange(0, 100, True, True),
+    metavar="PERCENT",
+    help="Also tell what becomes of the winner if times are off.",
+)
+@click.option("--format", "form", type=click.Choice(["torch-csv"]), help="Print the winner as PyTorch's schedule CSV and nothing else.")
+@click.option("-o", "--output", metavar="FILE", help="Also save the winner with its bound and figures, for zb.load_plan.")
+def plan_verb(
+    ranks: int | None,
+    microbatches: int | None,
+    times: Times,
+    comm: float,
+    held: float,
+    per_rank: str | None,
+    placement: str,
+    objective: str,
+    budget: float,
+    evaluations: int | None,
+    seed: int,
+    as_json: bool,
+    memory: float | None,
+    baseline: str | None,
+    error: float | None,
+    form: str | None,
+    output: str | None,
+) -> None:
+    """Find the schedule with the smallest bubble for these times and this memory, over all placements of stages.
+
+    Prints the winner and the other placements with their bubbles, memory and messages, the bound of each, which no schedule can
+    beat, and the reason. Ctrl-C ends the search with the best so far.
+
+    \b
+    Examples:
+      zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
+      zerobubble plan --ranks 8 --microbatches 24 --placement vee,wave-4 --memory 5 --budget 20 -o plan.json
+      zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
+      zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
+    """
+    if as_json and form is not None:
+        raise click.UsageError(f"--json and --format {form} contradict each other: give one")
+    work, microbatches = asked_work("plan", ranks, microbatches, times, comm, held, per_rank)
+    if memory is not None and 0 < memory < 1:
+        raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
+    with progress_bar(budget if evaluations is None else None) as watch:
+        found = plan(
+            work,
+            microbatches,
+            memory,
+            placements=asked_placements(placement, work, microbatches),
+            objective=objective,
+            seconds=budget,
+            seed=seed,
+            evaluations=evaluations,
+            baseline=baseline,
+            progress=watch,
+        )
+    schedule = found.schedule
+    if output is not None:
+        write_text(output, plan_text(found.best))
+    moved = None if error is None or form is not None else what_if(found.best, error / 100, seed=seed)
+    if as_json:
+        click.echo(json.dumps(as_dict(found) | ({} if moved is None else {"what_if": moved.to_dict()}), indent=2))
+    elif form is not None:
+        click.echo(to_torch_csv(schedule), nl=False)
+    else:
+        click.echo(found if moved is None else f"{found}\n\n{what_if_text(moved)}")
+
+
+@contextmanager
+def progress_bar(seconds: float | None) -> Iterator[Watch | None]:
+    """What to call with news of a search, to be shown as a bar on a terminal; None where there is none, or nothing to wait for."""
+    console = Console(stderr=True)
+    if not console.is_terminal or seconds == 0:
+        yield None
+        return
+    with Progress(BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
+        yield _shown(bar, seconds)
+
+
+def _shown(bar: Progress, seconds: float | None) -> Watch:
+    task = bar.add_task("getting ready", total=seconds)
+
+    def watch(news: News) -> None:
+        told = f"{news.placement}: bubble {percent(news.bubble)}, gap {percent(news.gap)}, {news.how}"
+        bar.update(task, completed=bar.tasks[0].elapsed or 0.0, description=told)
+
+    return watch
+
+
+def as_dict(found: Plan) -> dict[str, object]:
+    """The winner's figures, with its CSV, and those of every placement; bounds are bubble rates too."""
+    return {
+        **figures(found.choices[0].name, found.best),
+        "seconds": found.seconds,
+        "compile_seconds": found.compiling,
+        "csv": to_torch_csv(found.schedule),
+        "choices": [figures(choice.name, choice.solved) | {"reason": choice.note} for choice in found.choices],
+    }
+
+
+def figures(name: str, solved: Solved) -> dict[str, object]:
+    """The figures of one answer: bubbles and bounds as rates, times in ms, None where there is no schedule."""
+    problem, timeline = solved.problem, solved.timeline
+    bounds = problem.bounds()
+    return {
+        "placement": name,
+        "name": None if solved.schedule is None else solved.schedule.name,
+        "how": solved.how,
+        "bubble_span": timeline and timeline.bubble_span,
+        "bubble_makespan": timeline and timeline.bubble_makespan,
+        "lower_bound_span": problem.bubble(bounds.span.time),
+        "lower_bound_makespan": problem.bubble(bounds.makespan.time),
+        "span_ms": timeline and ms(timeline.span),
+        "makespan_ms": timeline and ms(timeline.makespan),
+        "gap": solved.gap,
+        "status": solved.status.value,
+        "peak_microbatches": solved.peak_microbatches,
+        "messages": problem.messages,
+        "seconds": solved.seconds,
+    }

@@ -1,0 +1,163 @@
+"""The front of memory against bubble as a picture, and as a page that opens offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from typing import NamedTuple
+
+from zerobubble.errors import InputError
+from zerobubble.export.svg import NARROWEST, STYLE
+from zerobubble.export.units import ticks
+from zerobubble.plan.choose import Choice
+from zerobubble.plan.pareto import TITLES, Front, Point, cells
+from zerobubble.plan.problem import Objective, Status
+from zerobubble.plan.reasons import percent
+
+COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
+"""One for each placement in the order in which they come; they tell apart for colour-blind readers on white and on black."""
+
+LEFT, RIGHT, TOP, PLOT, BOTTOM = 70, 30, 84, 360, 64
+HEIGHT = TOP + PLOT + BOTTOM
+
+NOTE = (
+    "Each large dot is the best plan for that much memory, filled where it is proven optimal for its placement; small dots are the best "
+    "found on other placements. The dashed line is a proven bound over all placements tried: no schedule on them lies below it."
+)
+
+LINES = """
+.front{fill:none;stroke:#1b1f24;stroke-width:1.6;stroke-opacity:.55}.bound{fill:none;stroke:#59636e;stroke-width:1.4;stroke-dasharray:5 4}
+.hollow{fill:#fff}@media (prefers-color-scheme:dark){.front{stroke:#e6eaef}.bound{stroke:#9aa5b1}.hollow{fill:#14181d}}
+"""
+
+
+class _Frame(NamedTuple):
+    """The scales of the picture: memory from `low` to `high` across `width` pixels, bubble rates from 0 to `top`."""
+
+    width: int
+    low: float
+    high: float
+    top: float
+    objective: Objective
+
+    def x(self, memory: float) -> float:
+        share = (memory - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return LEFT + 14 + (self.width - LEFT - RIGHT - 28) * share
+
+    def y(self, bubble: float) -> float:
+        return TOP + PLOT * (1 - bubble / self.top)
+
+
+def front_svg(front: Front, title: str, width: int = 860) -> str:
+    """An SVG document: bubble over memory, `width` pixels wide, with a dot for each plan and the bound as a dashed line.
+
+    Raises `InputError` for a width below 640, and when no point of the front has a schedule.
+    """
+    if width < NARROWEST:
+        raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
+    points = [point for point in front.points if point.plan.best.schedule is not None]
+    if not points:
+        raise InputError(f"no schedule fits at any point of the front: {front.points[-1].plan.best.reason}")
+    return "\n".join(_document(_frame(points, width), points, title)) + "\n"
+
+
+def _frame(points: Sequence[Point], width: int) -> _Frame:
+    objective = points[0].plan.best.problem.objective
+    worst = max(point.plan.best.bubble or 0.0 for point in points)
+    return _Frame(width, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), objective)
+
+
+def _document(frame: _Frame, points: Sequence[Point], title: str) -> Iterator[str]:
+    size = f'viewBox="0 0 {frame.width} {HEIGHT}" width="{frame.width}" height="{HEIGHT}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    yield f"<title>{escape(title)}</title>"
+    yield f"<style>{STYLE}{LINES}</style>"
+    yield f'<rect class="paper" width="{frame.width}" height="{HEIGHT}"/>'
+    yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
+    colours = _colours(points)
+    yield from _legend(colours)
+    yield from _axes(frame, points)
+    yield f'<path class="bound" d="{_line([(frame.x(p.memory), frame.y(p.plan.lower_bound)) for p in points])}"/>'
+    yield f'<path class="front" d="{_line([(frame.x(p.memory), frame.y(p.plan.best.bubble or 0.0)) for p in points])}"/>'
+    for point in points:
+        yield from _dots(frame, point, colours)
+    yield "</svg>"
+
+
+def _colours(points: Sequence[Point]) -> dict[str, str]:
+    """A colour for each placement, the winners first."""
+    names = [point.plan.choices[0].name for point in points] + [choice.name for point in points for choice in point.plan.choices]
+    return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
+
+
+def _legend(colours: dict[str, str]) -> Iterator[str]:
+    x = 22.0
+    for name, colour in colours.items():
+        yield f'<circle cx="{x:.1f}" cy="52" r="5" fill="{colour}"/>'
+        yield f'<text class="soft small" x="{x + 10:.1f}" y="56">{escape(name)}</text>'
+        x += 30 + 6.4 * len(name)
+    yield f'<path class="bound" d="M{x:.1f} 52h24"/><text class="soft small" x="{x + 30:.1f}" y="56">bound</text>'
+
+
+def _axes(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
+    for tick in ticks(round(frame.top * 10_000), 8):
+        y = frame.y(tick / 10_000)
+        yield f'<path class="grid" d="M{LEFT} {y:.2f}H{frame.width - RIGHT}"/>'
+        yield f'<text class="soft small end" x="{LEFT - 8}" y="{y + 4:.2f}">{tick / 100:g} %</text>'
+    skip = -(-len(points) // 16)
+    for point in points[::skip]:
+        x = frame.x(point.memory)
+        yield f'<path class="grid" d="M{x:.2f} {TOP + PLOT}v6"/>'
+        yield f'<text class="soft small middle" x="{x:.2f}" y="{TOP + PLOT + 20}">{point.memory:g}</text>'
+    middle = (LEFT + frame.width - RIGHT) / 2
+    under = "activation memory of a rank, in microbatches of all its stages"
+    yield f'<text class="soft small middle" x="{middle:.1f}" y="{TOP + PLOT + 44}">{under}</text>'
+    beside = f"bubble of the {frame.objective}"
+    yield f'<text class="soft small middle" transform="translate(18 {TOP + PLOT / 2}) rotate(-90)">{beside}</text>'
+
+
+def _line(places: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
+
+
+def _dots(frame: _Frame, point: Point, colours: dict[str, str]) -> Iterator[str]:
+    """The answers for one limit, the winner large and on top."""
+    for choice in reversed(point.plan.choices):
+        rate, colour = choice.solved.bubble, colours[choice.name]
+        if rate is None or rate > frame.top:
+            continue
+        place = f'cx="{frame.x(point.memory):.2f}" cy="{frame.y(rate):.2f}"'
+        told = f"<title>{escape(_told(point, choice))}</title>"
+        if choice is not point.plan.choices[0]:
+            yield f'<circle class="other" {place} r="2.6" fill="{colour}" fill-opacity=".55">{told}</circle>'
+        elif choice.solved.status is Status.OPTIMAL:
+            yield f'<circle class="best" {place} r="5.5" fill="{colour}">{told}</circle>'
+        else:
+            yield f'<circle class="best hollow" {place} r="4.4" stroke="{colour}" stroke-width="2.4">{told}</circle>'
+
+
+def _told(point: Point, choice: Choice) -> str:
+    rates = f"bubble {percent(choice.solved.bubble or 0.0)}, bound {percent(choice.solved.least_bubble)}"
+    return f"{choice.name} with room for {point.memory:g}: {rates}, {choice.solved.how}"
+
+
+def front_html(front: Front, title: str) -> str:
+    """The page: the picture over a row of figures for each limit. Raises `InputError` when no point has a schedule."""
+    picture = front_svg(front, "")
+    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in TITLES)
+    body = "".join(_row(cells(point)) for point in front.points)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>\n"
+        f'<div class="scroll">{picture}</div>\n<p class="hint">{escape(NOTE)}</p>\n'
+        f'<div class="scroll"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
+        "</main>\n</body>\n</html>\n"
+    )
+
+
+def _row(texts: Sequence[str]) -> str:
+    first, *rest = map(escape, texts)
+    return f'<tr><th scope="row">{first}</th>{"".join(f"<td>{text}</td>" for text in rest)}</tr>'

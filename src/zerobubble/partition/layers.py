@@ -1,0 +1,90 @@
+"""Layers and what a slice of them costs as a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError, reading, whole
+from zerobubble.ir import Placement
+
+Cuts = tuple[int, ...]
+"""Where a model of L layers is cut into S stages: the first layer of each stage but the first, S - 1 ascending numbers in 1 to L - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer costs: ns of F, B and W for a microbatch, bytes held from F until B and from B until W.
+
+    `parameters_bytes` stay on the layer's rank throughout: parameters, gradients, optimizer state. `output_comm` is the time in ns
+    of the message with its output, or with the gradient back, when the next layer is on another rank.
+    """
+
+    forward: int
+    backward: int
+    weight: int
+    held_after_f: int
+    held_after_b: int
+    parameters_bytes: int = 0
+    output_comm: int = 0
+
+    def __post_init__(self) -> None:
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if not isinstance(value, int) or value < 0:
+                raise InputError(f"{column.name} of a layer must be a whole number >= 0 of ns or bytes, got {value}")
+
+    @property
+    def time(self) -> int:
+        """ns of F, B and W together."""
+        return self.forward + self.backward + self.weight
+
+
+def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
+    """The layers of each stage; raises `InputError` unless every stage gets at least one."""
+    edges = (0, *cuts, len(layers))
+    if any(first >= end for first, end in pairwise(edges)):
+        raise InputError(f"cuts must ascend from 1 to {len(layers) - 1}, one layer to a stage at least, got {cuts}")
+    return [layers[first:end] for first, end in pairwise(edges)]
+
+
+def stage_costs(layers: Sequence[Layer], cuts: Cuts) -> Costs:
+    """The costs of the stages: sums over their layers; a stage's messages are those of its last layer."""
+    stages = slices(layers, cuts)
+
+    def column(name: str) -> tuple[int, ...]:
+        return tuple(sum(getattr(layer, name) for layer in stage) for stage in stages)
+
+    comm = tuple(stage[-1].output_comm for stage in stages[:-1])
+    return Costs(column("forward"), column("backward"), column("weight"), comm, column("held_after_f"), column("held_after_b"))
+
+
+def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:
+    """What the layers of each rank keep there throughout, in bytes."""
+    kept = [0] * placement.num_ranks
+    for rank, stage in zip(placement.routes[0], slices(layers, cuts), strict=True):
+        kept[rank] += sum(layer.parameters_bytes for layer in stage)
+    return tuple(kept)
+
+
+def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement, limits: Limits) -> Limits:
+    """What `limits` on all memory leave for activations; raises `InputError` naming the ranks where nothing is left."""
+    kept = parameter_bytes(layers, cuts, placement)
+    full = [f"rank {r} by {held - limit} bytes" for r, (held, limit) in enumerate(zip(kept, limits.memory, strict=True)) if held >= limit]
+    if full:
+        raise InputError(f"parameters alone fill the memory: {', '.join(full)}; use more ranks, or give their layers to others")
+    return Limits(tuple(limit - held for limit, held in zip(limits.memory, kept, strict=True)))
+
+
+def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
+    """The JSON form, in ns and bytes; `layers_from_dict` reads it back."""
+    return {"format": "zerobubble layers 1", "layers": [asdict(layer) for layer in layers]}
+
+
+def layers_from_dict(data: dict[str, Any]) -> tuple[Layer, ...]:
+    """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+    with reading("layers", data):
+        return tuple(Layer(**{name: whole(value) for name, value in dict(layer).items()}) for layer in data["layers"])

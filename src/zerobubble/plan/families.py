@@ -1,0 +1,59 @@
+"""Families of placements, by name: the ways to lay a model over ranks that a plan can choose from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from zerobubble.errors import InputError, near
+from zerobubble.ir import Placement
+
+FAMILIES = ("linear", "vee", "looped-2", "looped-3", "looped-4", "wave-3", "wave-4")
+"""What `any` stands for: one to four stages on each rank."""
+
+ANY = "any"
+
+_CUT = re.compile(r"(looped|wave)-([1-9][0-9]?)")
+
+
+def family(name: str, num_ranks: int) -> Placement:
+    """The placement `name` over `num_ranks` ranks: `linear`, `vee`, `looped-3` (round 3 times) or `wave-3` (3 legs, down, back, down).
+
+    Raises `InputError` for an unknown name, with the nearest known one.
+    """
+    if name == "linear":
+        return Placement.linear(num_ranks)
+    if name == "vee":
+        return Placement.vee(num_ranks)
+    cut = _CUT.fullmatch(name)
+    if cut is None:
+        raise InputError(f"there is no placement {name!r}: {near(name, FAMILIES)}known are {', '.join(FAMILIES)}, more stages, and {ANY}")
+    return Placement.looped(num_ranks, int(cut[2])) if cut[1] == "looped" else _wave(num_ranks, int(cut[2]))
+
+
+def _wave(num_ranks: int, legs: int) -> Placement:
+    """Down and back until there are `legs` legs; an odd number ends on the last rank."""
+    waves, odd = divmod(legs, 2)
+    down_and_back = Placement.wave(num_ranks, waves).routes[0] if waves else ()
+    return Placement.custom(down_and_back + tuple(range(num_ranks))) if odd else Placement.wave(num_ranks, waves)
+
+
+def to_try(placements: str | Placement | Iterable[str | Placement], num_ranks: int) -> dict[str, Placement]:
+    """The placements to try, by name and each layout once: names of families, `any` for all of them, or placements themselves.
+
+    Raises `InputError` for an unknown name, and for nothing to try.
+    """
+    wanted = [placements] if isinstance(placements, (str, Placement)) else list(placements)
+    named: dict[str, Placement] = {}
+    for want in wanted:
+        for name in FAMILIES if want == ANY else [want]:
+            made = name if isinstance(name, Placement) else family(name, num_ranks)
+            if made.routes not in {other.routes for other in named.values()}:
+                named[_unused(name.name if isinstance(name, Placement) else name, named)] = made
+    if not named:
+        raise InputError(f"a plan needs at least one placement to try; {ANY!r} tries them all")
+    return named
+
+
+def _unused(name: str, taken: dict[str, Placement]) -> str:
+    return next(free for free in (name, *(f"{name} ({n})" for n in range(2, len(taken) + 3))) if free not in taken)

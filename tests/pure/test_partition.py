@@ -1,0 +1,173 @@
+"""Layers cut into stages: against every other way to cut small models, and within memory."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobubble import InputError, Limits, ParseError, Placement
+from zerobubble.partition import (
+    Cuts,
+    Layer,
+    activation_limits,
+    balance,
+    balance_placement,
+    layers_from_dict,
+    layers_to_dict,
+    parameter_bytes,
+    stage_costs,
+)
+
+EXACT = [Placement.linear(1), Placement.linear(3), Placement.custom((2, 0, 1)), Placement.vee(1), Placement.vee(2), Placement.vee(3)]
+SEARCHED = [Placement.looped(2, 2), Placement.looped(3, 2), Placement.wave(2, 2), Placement.custom((0, 1, 0)), Placement.looped(2, 3)]
+
+
+def layer(time: int, held: int = 1, parameters: int = 0) -> Layer:
+    """A layer of `time` ns in all, F and B of different lengths."""
+    return Layer(time // 3, time - time // 3 - time // 5, time // 5, held, held, parameters, time % 4)
+
+
+def random_layers(dice: random.Random, count: int) -> list[Layer]:
+    return [layer(dice.randint(0, 20), dice.randint(1, 6), dice.randint(0, 9)) for _ in range(count)]
+
+
+def figures(layers: list[Layer], placement: Placement, cuts: Cuts, in_flight: int) -> tuple[int, int, list[int]]:
+    """The largest rank time, the sum of squared stage times, and the bytes on each rank."""
+    busy, held, rough = [0] * placement.num_ranks, [0] * placement.num_ranks, 0
+    for rank, (begin, end) in zip(placement.routes[0], pairwise((0, *cuts, len(layers))), strict=True):
+        time = sum(each.forward + each.backward + each.weight for each in layers[begin:end])
+        busy[rank] += time
+        rough += time**2
+        held[rank] += sum(each.parameters_bytes + in_flight * each.held_after_f for each in layers[begin:end])
+    return max(busy), rough, held
+
+
+def every_cut(layers: list[Layer], placement: Placement) -> list[Cuts]:
+    return list(combinations(range(1, len(layers)), placement.num_stages - 1))
+
+
+@pytest.mark.parametrize("placement", EXACT, ids=lambda placement: f"{placement.name}-{placement.num_ranks}")
+def test_no_cuts_have_a_faster_slowest_rank_or_as_fast_a_one_and_smoother_stages(placement: Placement) -> None:
+    dice = random.Random(placement.num_stages)
+    for _ in range(30):
+        layers = random_layers(dice, placement.num_stages + dice.randint(0, 5))
+        best = min(figures(layers, placement, cuts, 1)[:2] for cuts in every_cut(layers, placement))
+        assert figures(layers, placement, balance_placement(layers, placement), 1)[:2] == best
+
+
+@pytest.mark.parametrize("placement", EXACT, ids=lambda placement: f"{placement.name}-{placement.num_ranks}")
+def test_unequal_memory_is_kept_where_any_cuts_keep_it(placement: Placement) -> None:
+    dice = random.Random(placement.num_stages)
+    refused = 0
+    for _ in range(30):
+        layers = random_layers(dice, placement.num_stages + dice.randint(0, 4))
+        limits = Limits(tuple(dice.randint(15, 60) for _ in range(placement.num_ranks)))
+        split = [figures(layers, placement, cuts, 2) for cuts in every_cut(layers, placement)]
+        fitting = [split[:2] for split in split if all(have <= cap for have, cap in zip(split[2], limits.memory, strict=True))]
+        if fitting:
+            *found, held = figures(layers, placement, balance_placement(layers, placement, limits, 2), 2)
+            assert tuple(found) == min(fitting)
+            assert all(have <= cap for have, cap in zip(held, limits.memory, strict=True))
+        else:
+            refused += 1
+            with pytest.raises(InputError, match="no cuts fit the memory limits"):
+                balance_placement(layers, placement, limits, 2)
+    assert 0 < refused < 30
+
+
+@pytest.mark.parametrize("placement", SEARCHED, ids=lambda placement: f"{placement.name}-{placement.num_ranks}")
+def test_the_search_stays_near_the_best_and_no_single_layer_moved_is_better(placement: Placement) -> None:
+    dice = random.Random(7)
+    ratios = []
+    for _ in range(20):
+        layers = random_layers(dice, placement.num_stages + dice.randint(0, 5))
+        cuts = balance_placement(layers, placement)
+        slowest = figures(layers, placement, cuts, 1)[0]
+        for at in range(len(cuts)):
+            for step in (-1, 1):
+                moved = (*cuts[:at], cuts[at] + step, *cuts[at + 1 :])
+                if moved in every_cut(layers, placement):
+                    assert figures(layers, placement, moved, 1)[0] >= slowest
+        best = min(figures(layers, placement, cuts, 1)[0] for cuts in every_cut(layers, placement))
+        ratios.append(slowest / best)
+    assert sum(ratios) / len(ratios) < 1.05
+    assert ratios.count(1.0) >= 12
+
+
+def test_the_search_keeps_the_memory_or_says_that_it_found_no_way() -> None:
+    placement = Placement.looped(2, 2)
+    layers = [layer(3, parameters=10) for _ in range(8)]
+    cuts = balance_placement(layers, placement, Limits((44, 44)))
+    assert figures(layers, placement, cuts, 1)[2] == [44, 44]
+    uneven = balance_placement(layers, placement, Limits((33, 55)))
+    assert figures(layers, placement, uneven, 1)[2] == [33, 55]
+    with pytest.raises(InputError, match="no cuts fit"):
+        balance_placement(layers, placement, Limits((43, 43)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(1, 9))
+def test_balance_is_the_smallest_largest_stage(times: list[int], stages: int) -> None:
+    layers = [layer(time) for time in times]
+    if stages > len(times):
+        with pytest.raises(InputError, match=f"{len(times)} layers cannot be cut into {stages} stages"):
+            balance(layers, stages)
+        return
+    splits = [[sum(times[a:b]) for a, b in pairwise((0, *cuts, len(times)))] for cuts in combinations(range(1, len(times)), stages - 1)]
+    cuts = balance(layers, stages)
+    assert max(sum(times[a:b]) for a, b in pairwise((0, *cuts, len(times)))) == min(map(max, splits))
+
+
+def test_a_heavy_head_shares_its_rank_with_one_equal_layer() -> None:
+    layers = [layer(30)] * 14 + [layer(120)]
+    costs = stage_costs(layers, balance(layers, 4))
+    assert sorted(map(sum, zip(costs.forward, costs.backward, costs.weight, strict=True))) == [120, 120, 150, 150]
+    cuts = balance_placement(layers, Placement.vee(4))
+    assert figures(layers, Placement.vee(4), cuts, 1)[0] == 150
+    assert cuts[-1] == 14
+
+
+def test_stage_costs_are_sums_and_messages_those_of_the_last_layer() -> None:
+    layers = [Layer(1, 2, 3, 10, 20, 5, 7), Layer(4, 5, 6, 30, 40, 6, 8), Layer(7, 8, 9, 50, 60, 7, 9)]
+    costs = stage_costs(layers, (2,))
+    assert (costs.forward, costs.backward, costs.weight, costs.comm) == ((5, 7), (7, 8), (9, 9), (8,))
+    assert (costs.held_after_f, costs.held_after_b) == ((40, 50), (60, 60))
+
+
+def test_parameters_leave_the_rest_for_activations() -> None:
+    layers = [layer(1, parameters=10), layer(1, parameters=20), layer(1, parameters=30), layer(1, parameters=40)]
+    vee = Placement.vee(2)
+    assert parameter_bytes(layers, (1, 2, 3), vee) == (50, 50)
+    assert activation_limits(layers, (1, 2, 3), vee, Limits((60, 51))).memory == (10, 1)
+    with pytest.raises(InputError, match="rank 0 by 5 bytes, rank 1 by 0 bytes"):
+        activation_limits(layers, (1, 2, 3), vee, Limits((45, 50)))
+
+
+@pytest.mark.parametrize("cuts", [(0,), (3,), (2, 2), (2, 1)])
+def test_cuts_that_leave_a_stage_without_a_layer_are_refused(cuts: Cuts) -> None:
+    with pytest.raises(InputError, match="cuts must ascend from 1 to 2"):
+        stage_costs([layer(1)] * 3, cuts)
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(InputError, match="backward of a layer must be a whole number >= 0 of ns or bytes, got -1"):
+        Layer(1, -1, 1, 1, 1)
+    with pytest.raises(InputError, match="for one route, the placement 'bidirectional' has 2"):
+        balance_placement([layer(1)] * 4, Placement.bidirectional(2))
+    with pytest.raises(InputError, match="the placement has 2 ranks, the limits describe 1"):
+        balance_placement([layer(1)] * 4, Placement.linear(2), Limits((1,)))
+
+
+def test_layers_survive_json() -> None:
+    layers = (Layer(1, 2, 3, 4, 5, 6, 7), Layer(0, 0, 0, 0, 0))
+    assert layers_from_dict(layers_to_dict(layers)) == layers
+
+
+@pytest.mark.parametrize("bad", [{}, {"layers": 3}, {"layers": [{"forward": 1}]}, {"layers": [{"forward": 0.5}]}, {"layers": [7]}])
+def test_malformed_json_is_a_parse_error(bad: dict[str, object]) -> None:
+    with pytest.raises(ParseError):
+        layers_from_dict(bad)

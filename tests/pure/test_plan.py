@@ -1,0 +1,364 @@
+"""The choice: seeds and bounds, the competition of placements, plan files, and every answer checked and played anew."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zerobubble as zb
+from tests.pure.golden import TABLE_5
+from zerobubble import SCHEDULES, Costs, InputError, Kind, Limits, ParseError, Placement, Problem, ScheduleError, Solved, Workload
+from zerobubble.plan import Status, solve
+from zerobubble.plan import search as engine
+from zerobubble.plan.families import FAMILIES, family, to_try
+from zerobubble.plan.pareto import pareto
+from zerobubble.plan.seeds import one_by_one, published, split
+
+PROFILE = TABLE_5[0]
+WORK = Workload.uniform(8, PROFILE.times, PROFILE.comm, 0.941)
+
+
+def problem_on(name: str, memory: float = 8, work: Workload = WORK, microbatches: int = 24) -> Problem:
+    placement = family(name, work.num_ranks)
+    return Problem(placement, microbatches, work.costs(placement), work.limits(memory))
+
+
+def check(solved: Solved) -> None:
+    """Everything that a result says of itself, found again without it."""
+    problem, schedule = solved.problem, solved.schedule
+    assert schedule is not None
+    assert solved.time is not None
+    assert zb.schedule_faults(schedule) == ()
+    assert zb.memory_faults(schedule, problem.costs, problem.limits) == ()
+    assert (schedule.placement, schedule.num_microbatches) == (problem.placement, problem.num_microbatches)
+    timeline = zb.simulate(schedule, problem.costs)
+    assert solved.time == (timeline.span if problem.objective == "span" else timeline.makespan) >= solved.bound.time
+    assert (solved.status is Status.OPTIMAL) == (solved.time == solved.bound.time)
+
+
+# Placements by name.
+
+
+def test_families_say_which_rank_holds_which_stage() -> None:
+    assert family("linear", 3).routes == ((0, 1, 2),)
+    assert family("vee", 3).routes == family("wave-2", 3).routes == ((0, 1, 2, 2, 1, 0),)
+    assert family("looped-3", 2).routes == ((0, 1, 0, 1, 0, 1),)
+    assert family("wave-3", 2).routes == ((0, 1, 1, 0, 0, 1),)
+    assert family("wave-4", 2).routes == ((0, 1, 1, 0, 0, 1, 1, 0),)
+
+
+def test_a_layout_is_tried_once_and_an_unknown_one_refused() -> None:
+    assert list(to_try("any", 4)) == list(FAMILIES)
+    assert list(to_try(["wave-2", "vee", Placement.vee(4), Placement.custom([0, 1, 2, 3, 3])], 4)) == ["wave-2", "custom"]
+    with pytest.raises(InputError, match="no placement 'veee': did you mean 'vee'"):
+        to_try("veee", 4)
+    with pytest.raises(InputError, match="at least one placement"):
+        to_try([], 4)
+
+
+# Seeds.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_seeds_are_all_published_schedules_of_the_placement(name: str) -> None:
+    placement = family(name, 4)
+    found = {seed.name for seed in published(placement, 8)}
+    stages = placement.stages_per_rank
+    made = [zb.make(n, 4, 8, stages) for n, recipe in SCHEDULES.items() if recipe.trains and recipe.allows(4, 8, stages)]
+    assert found == {schedule.name for schedule in made if schedule.placement.routes == placement.routes}
+    for seed in published(placement, 8):
+        assert zb.schedule_faults(split(seed)) == ()
+        assert {op.kind for _, _, op in split(seed).ops()} == {Kind.F, Kind.B, Kind.W}
+        costs = Costs.uniform(placement.num_stages, (1, 1.5, 0.7), 0.1)
+        assert zb.simulate(split(seed), costs).makespan <= zb.simulate(seed, costs).makespan
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_microbatch_alone_fits_wherever_anything_does(name: str) -> None:
+    work = Workload.uniform(3, (1, 1, 1), held=2.0)
+    problem = problem_on(name, 1, work, 4)
+    alone = one_by_one(problem.placement, 4)
+    assert zb.schedule_faults(alone) == ()
+    assert zb.peak_memory(alone, problem.costs) == work.limits(1).memory
+    check(solve(problem, evaluations=50))
+
+
+# Solving on one placement.
+
+
+@pytest.mark.parametrize(("name", "memory", "bubble"), [("linear", 8, 0.1585), ("linear", 16, 0.1015)])
+def test_published_schedules_are_proven_optimal_without_a_search(
+    name: str, memory: float, bubble: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    solved = solve(problem_on(name, memory), seconds=0)
+    check(solved)
+    assert solved.status is Status.OPTIMAL or memory > 8
+    assert solved.least_bubble == pytest.approx(bubble, abs=6e-5)
+
+
+def test_a_search_proves_the_vee_and_is_repeatable() -> None:
+    problem = problem_on("vee")
+    first, second = (solve(problem, evaluations=4000, seed=3) for _ in range(2))
+    check(first)
+    assert (first.schedule, first.how) == (second.schedule, second.how)
+    assert first.time is not None
+    assert first.time <= (solve(problem, seconds=0).time or 0)
+    assert first.bubble == pytest.approx(0.0703, abs=3e-3)
+
+
+def test_a_search_starts_from_given_seeds() -> None:
+    problem = problem_on("vee", 5)
+    good = solve(problem, evaluations=4000).schedule
+    assert good is not None
+    again = solve(problem, seconds=0, seeds=[good])
+    assert again.schedule == good
+    assert (again.time or 0) < (solve(problem, seconds=0).time or 0)
+
+
+def test_too_little_memory_is_infeasible_with_the_rank() -> None:
+    problem = problem_on("vee")
+    limits = Limits((*problem.limits.memory[:5], 100, *problem.limits.memory[6:]))
+    solved = solve(Problem(problem.placement, 24, problem.costs, limits))
+    assert (solved.status, solved.schedule, solved.time, solved.gap, solved.bubble) == (Status.INFEASIBLE, None, None, None, None)
+    assert "rank 5" in solved.reason
+    assert "11999900" in solved.reason
+    with pytest.raises(InputError, match="no plan to write: rank 5"):
+        solved.to_dict()
+
+
+def test_an_answer_that_breaks_the_limits_is_refused() -> None:
+    problem = problem_on("vee", 4)
+    with pytest.raises(ScheduleError, match="more than its limit"):
+        Solved.of(problem, problem.bound(), zb.make("zb-v", 8, 24), 0.0, "zb-v")
+
+
+times = st.lists(st.tuples(*[st.integers(0, 20)] * 6), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(times, st.integers(1, 6), st.floats(0.8, 5), st.sampled_from(["span", "makespan"]))
+def test_random_unequal_work_gives_legal_plans_or_a_true_reason(
+    rows: list[tuple[int, ...]], microbatches: int, memory: float, objective: str
+) -> None:
+    columns: Any = tuple(zip(*rows, strict=True))
+    work = Workload(*columns[:4], tuple(60 + held for held in columns[4]), tuple(60 + held for held in columns[5]))
+    made = zb.plan(work, microbatches, memory, objective=objective, placements=["linear", "vee", "wave-3"], evaluations=60)
+    for choice in made.choices:
+        if choice.solved.schedule is None:
+            needed = [
+                sum(h for r, h in zip(*homes, strict=True) if r == rank)
+                for rank in range(work.num_ranks)
+                for homes in [(choice.solved.problem.placement.routes[0], choice.solved.problem.costs.held_after_f)]
+            ]
+            assert any(need > limit for need, limit in zip(needed, choice.solved.problem.limits.memory, strict=True))
+        else:
+            check(choice.solved)
+
+
+# The competition of placements.
+
+
+def test_the_best_placement_wins_and_each_other_has_its_reason() -> None:
+    made = zb.plan(WORK, 24, 8, evaluations=3000)
+    bubbles = [choice.solved.bubble or 0 for choice in made.choices]
+    assert bubbles == sorted(bubbles)
+    assert {choice.name for choice in made.choices} == set(FAMILIES)
+    assert made.schedule == made.best.schedule
+    for choice in made.choices:
+        check(choice.solved)
+        assert choice.note.endswith(choice.solved.bound.reason)
+        assert f"\n{choice.name} " in str(made)
+    linear = next(choice for choice in made.choices if choice.name == "linear")
+    assert linear.solved.status is Status.OPTIMAL
+    assert linear.note.startswith("nothing on this placement is shorter: ")
+    assert made.lower_bound == min(choice.solved.least_bubble for choice in made.choices) <= bubbles[0]
+
+
+def test_a_search_never_loses_what_the_seeds_have() -> None:
+    seeds = {choice.name: choice.solved.time or 0 for choice in zb.plan(WORK, 24, 6, seconds=0).choices}
+    for choice in zb.plan(WORK, 24, 6, evaluations=500).choices:
+        assert (choice.solved.time or 0) <= seeds[choice.name]
+
+
+def test_the_same_evaluations_give_the_same_plan() -> None:
+    one, other = (zb.plan(WORK, 16, 7, evaluations=2000, seed=1) for _ in range(2))
+    assert [(c.name, c.note, c.solved.schedule) for c in one.choices] == [(c.name, c.note, c.solved.schedule) for c in other.choices]
+
+
+def test_a_placement_that_cannot_win_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = recorded(monkeypatch, lambda found: found)
+    made = zb.plan(WORK, 24, 8, placements=["looped-2", "looped-4", "linear"], evaluations=900)
+    assert set(searched) == {"looped"}
+    best, second, third = made.choices
+    assert [best.name, second.name, third.name] == ["looped-4", "looped-2", "linear"]
+    assert second.note.startswith("cannot have less than 7.12 %, the winner has ")
+    assert 0.0712 < second.solved.least_bubble < (second.solved.bubble or 0)
+    assert (best.solved.bubble or 1) < 0.0712
+    assert third.solved.status is Status.OPTIMAL
+
+
+def test_ctrl_c_ends_the_competition_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = recorded(monkeypatch, lambda found: engine.Found(found.schedule, found.how, 0, 0.0, interrupted=True))
+    check(zb.plan(WORK, 24, 8, evaluations=700).best)
+    assert len(searched) == 1
+
+    searched = recorded(monkeypatch, interrupted)
+    made = zb.plan(WORK, 24, 8, evaluations=700)
+    assert len(searched) == 1
+    assert made.schedule == zb.plan(WORK, 24, 8, seconds=0).schedule
+    monkeypatch.setattr(engine, "compile_kernels", interrupted)
+    assert zb.plan(WORK, 24, 8, evaluations=700).schedule == made.schedule
+    assert solve(problem_on("looped-4"), evaluations=700).schedule == made.schedule
+
+
+def interrupted(*_: object) -> engine.Found:
+    raise KeyboardInterrupt
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, change: Callable[[engine.Found], engine.Found]) -> list[str]:
+    """The placements searched from now on; `change` is made to what each search finds."""
+    search, names = engine.search, []
+
+    def noted(problem: Problem, *parts: Any, **options: Any) -> engine.Found:
+        names.append(problem.placement.name)
+        return change(search(problem, *parts, **options))
+
+    monkeypatch.setattr(engine, "search", noted)
+    monkeypatch.setattr(engine, "compile_kernels", lambda: 0.0)
+    return names
+
+
+def test_news_of_a_search_names_placement_bubble_and_gap() -> None:
+    news: list[Any] = []
+    made = zb.plan(WORK, 24, 5, placements="vee", evaluations=2000, progress=news.append)
+    assert news
+    assert {told.placement for told in news} == {"vee"}
+    assert news[-1].bubble == pytest.approx(made.best.bubble)
+    assert news[-1].gap == pytest.approx(made.best.gap)
+
+
+def test_costs_of_stages_go_with_their_placement() -> None:
+    placement = Placement.vee(4)
+    costs = Costs.from_ms([1, 2, 1, 1, 1, 1, 1, 3], [1] * 8, [1] * 8, 0.1)
+    made = zb.plan(costs, 6, Limits((8_000_000,) * 4), placements=placement, seconds=0)
+    check(made.best)
+    check(zb.plan(costs, 6, placements=placement, seconds=0).best)
+    for options, reason in (
+        ({}, "belong to one placement"),
+        ({"placements": "vee"}, "belong to one placement"),
+        ({"placements": placement, "memory": 4.0}, "give Limits"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            zb.plan(costs, 6, **options)  # type: ignore[arg-type]
+
+
+def test_without_a_limit_there_is_room_for_everything() -> None:
+    work = Workload.uniform(3, (1, 1, 1), held=2.0)
+    assert zb.plan(work, 5, placements="linear", seconds=0).best.bubble == 0
+    assert (zb.plan(work, 5, 5, placements="linear", seconds=0).best.bubble or 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"memory": -1.0}, "above 0, got -1"),
+        ({"memory": float("nan")}, "above 0, got nan"),
+        ({"seconds": -1.0}, "seconds to search .* got -1"),
+        ({"evaluations": -5}, "evaluations to search .* got -5"),
+        ({"objective": "speed"}, "no objective 'speed': give span or makespan"),
+        ({"baseline": "zb-heuristc", "placements": "linear"}, "did you mean 'zb-heuristic'"),
+        ({"placements": Placement.linear(3)}, "the workload is for 8 ranks"),
+    ],
+)
+def test_wrong_requests_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        zb.plan(WORK, 8, **{"memory": 8.0, **options})
+
+
+def test_a_baseline_answers_where_it_can() -> None:
+    made = zb.plan(WORK, 24, 8, baseline="zb-heuristic")
+    assert [choice.name for choice in made.choices] == ["linear"]
+    assert made.best.bubble == pytest.approx(0.1585, abs=5e-5)
+    with pytest.raises(InputError):
+        zb.plan(WORK, 24, 8, placements="vee", baseline="zb-heuristic")
+
+
+# Workloads.
+
+
+def test_a_wrong_time_names_its_rank() -> None:
+    for backward, reason in (
+        ([1.0, -2.0], "backward of rank 1 .* got -2"),
+        ([1.0], "rank 1 has no time of backward"),
+        ([float("nan"), 1], "rank 0"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            Workload.from_ms([1, 2], backward, [1, 1], [0, 0])
+
+
+def test_work_is_shared_by_the_stages_of_a_rank() -> None:
+    work = Workload.from_ms([3, 6], [3, 6], [3, 6], [0.5, 0.25], held=0.5)
+    costs = work.costs(family("looped-3", 2))
+    assert costs.forward == (1_000_000, 2_000_000) * 3
+    assert costs.comm == (500_000,) * 5
+    assert costs.held_after_f == (4_000_000,) * 6
+    assert costs.held_after_b == (2_000_000,) * 6
+    ring = Workload.from_ms([1] * 3, [1] * 3, [1] * 3, [1, 2, 5]).costs(family("looped-2", 3))
+    assert ring.comm == (1_000_000, 2_000_000, 5_000_000, 1_000_000, 2_000_000)
+
+
+# Files.
+
+
+def test_a_plan_file_gives_the_plan_back(tmp_path: Path) -> None:
+    solved = solve(problem_on("vee"), seconds=0)
+    zb.save_plan(solved, tmp_path / "plan.json")
+    assert zb.load_plan(tmp_path / "plan.json") == solved
+
+
+def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    good = solve(problem_on("vee"), seconds=0).to_dict()
+
+    def refused(**parts: Any) -> str:
+        file.write_text(json.dumps(good | parts))
+        with pytest.raises(ParseError) as error:
+            zb.load_plan(file)
+        return str(error.value)
+
+    assert "less than the bound" in refused(bound={"time": 10**12, "reason": "none"})
+    assert "more than its limit" in refused(limits=[10**6] * 8)
+    swapped = json.loads(json.dumps(good["schedule"]))
+    swapped["rows"][0] = swapped["rows"][0][::-1]
+    assert "cannot run" in refused(schedule=swapped)
+    assert "lacks the key 'costs'" in refused() if good.pop("costs") else ""
+    with pytest.raises(InputError, match=r"cannot read .*none\.json"):
+        zb.load_plan(tmp_path / "none.json")
+    with pytest.raises(InputError, match="cannot write"):
+        zb.save_plan(solve(problem_on("vee"), seconds=0), tmp_path / "no" / "plan.json")
+
+
+# The front.
+
+
+def test_more_memory_never_means_more_bubble() -> None:
+    front = pareto(WORK, 16, [9, 4, 5, 6.5, 9], placements=["linear", "vee"], evaluations=600)
+    assert [point.memory for point in front.points] == [4, 5, 6.5, 9]
+    for name in ("linear", "vee"):
+        answers = [next(c.solved for c in point.plan.choices if c.name == name) for point in front.points]
+        found = [answer.time or 0 for answer in answers]
+        assert found == sorted(found, reverse=True)
+        for point, answer in zip(front.points, answers, strict=True):
+            check(answer)
+            assert (answer.peak_microbatches or 0) <= point.memory
+    assert str(front).count("\n") == 4
+    with pytest.raises(InputError, match="at least one memory limit"):
+        pareto(WORK, 16, [])

@@ -1,0 +1,108 @@
+"""Boundaries and schedule chosen together: never worse than one after the other, and better where layers are unequal."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from zerobubble import InputError, Limits, Placement, memory_faults, schedule_faults, simulate
+from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
+from zerobubble.plan.choose import solve
+from zerobubble.plan.joint import LayersPlan, plan_layers
+from zerobubble.plan.problem import Objective, Problem, Solved
+
+MS = 1_000_000
+
+
+def layer(forward: float, backward: float, weight: float, parameters: int = 0) -> Layer:
+    return Layer(round(forward * MS), round(backward * MS), round(weight * MS), 1000, 900, parameters, MS // 2)
+
+
+HEADED = [layer(3, 3, 1.6)] * 22 + [layer(8, 9, 4)]
+"""A model with a heavy head; on 4 ranks of 6 layers the head's rank is not the slowest, and yet in everybody's way."""
+
+
+def one_after_the_other(layers: list[Layer], placement: Placement, microbatches: int, limits: Limits, objective: Objective) -> Solved:
+    """The plan for the balanced cuts, with the budget of the tests."""
+    cuts = balance_placement(layers, placement, limits)
+    room = activation_limits(layers, cuts, placement, limits)
+    problem = Problem(placement, microbatches, stage_costs(layers, cuts), room, objective)
+    return solve(problem, seconds=1, evaluations=100)
+
+
+def together(layers: list[Layer], placement: Placement, microbatches: int, limits: Limits, objective: Objective) -> LayersPlan:
+    return plan_layers(layers, placement, microbatches, limits, objective=objective, seconds=1, evaluations=100)
+
+
+@pytest.mark.parametrize("objective", Objective)
+@pytest.mark.parametrize("placement", [Placement.linear(3), Placement.vee(2), Placement.looped(2, 2)], ids=lambda placement: placement.name)
+def test_never_worse_than_balanced_cuts_and_then_a_plan(placement: Placement, objective: Objective) -> None:
+    dice = random.Random(placement.num_stages)
+    for _ in range(3):
+        times = [[dice.uniform(0.2, 3) for _ in range(3)] for _ in range(placement.num_stages + 4)]
+        layers = [layer(*three, parameters=dice.randint(0, 2000)) for three in times]
+        limits = Limits((60_000,) * placement.num_ranks)
+        found = together(layers, placement, 5, limits, objective)
+        apart = one_after_the_other(layers, placement, 5, limits, objective)
+        assert (found.balanced.time, found.balanced.schedule) == (apart.time, apart.schedule)
+        assert found.solved.time is not None
+        assert apart.time is not None
+        assert found.solved.time <= apart.time
+        assert found.gain == 1 - found.solved.time / apart.time
+
+
+def test_a_heavy_head_is_planned_shorter_with_other_cuts() -> None:
+    found = together(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), Objective.SPAN)
+    assert found.cuts != found.balanced_cuts
+    assert found.gain > 0.03
+    assert found.cuts_planned > 1
+
+
+def test_the_plan_runs_on_its_cuts_within_all_memory() -> None:
+    placement, limits = Placement.vee(2), Limits((30_000, 26_000))
+    layers = [layer(3, 3, 1.6, parameters=1500)] * 9 + [layer(8, 9, 4, parameters=6000)]
+    found = together(layers, placement, 6, limits, Objective.SPAN)
+    schedule = found.solved.schedule
+    assert schedule is not None
+    costs = stage_costs(layers, found.cuts)
+    kept = parameter_bytes(layers, found.cuts, placement)
+    left = Limits(tuple(limit - held for limit, held in zip(limits.memory, kept, strict=True)))
+    assert schedule_faults(schedule) == ()
+    assert memory_faults(schedule, costs, left) == ()
+    assert simulate(schedule, costs).span == found.solved.time
+
+
+def test_small_models_come_near_the_best_of_all_cuts() -> None:
+    placement, limits = Placement.linear(3), Limits((9_000,) * 3)
+    layers = [layer(1, 1, 1), layer(4, 3, 1), layer(1, 2, 2), layer(2, 2, 2), layer(5, 5, 2), layer(1, 1, 0)]
+    found = together(layers, placement, 6, limits, Objective.SPAN)
+    times = []
+    for cuts in combinations(range(1, len(layers)), 2):
+        problem = Problem(placement, 6, stage_costs(layers, cuts), limits)
+        times.append(solve(problem, seconds=1, evaluations=100).time or 0)
+    assert found.solved.time is not None
+    assert found.solved.time <= 1.03 * min(times)
+
+
+def test_the_same_budget_and_seed_give_the_same_plan() -> None:
+    one, other = (together(HEADED, Placement.vee(2), 4, Limits((60_000,) * 2), Objective.SPAN) for _ in range(2))
+    assert (one.cuts, one.solved.schedule, one.cuts_planned) == (other.cuts, other.solved.schedule, other.cuts_planned)
+
+
+def test_without_limits_there_is_room_for_every_microbatch() -> None:
+    found = plan_layers(HEADED, Placement.linear(2), 3, seconds=1, evaluations=50)
+    assert found.solved.problem.limits.memory == (3 * 23 * 1000 + 1,) * 2
+
+
+def test_parameters_that_fill_every_rank_are_an_input_error() -> None:
+    with pytest.raises(InputError, match="no cuts fit the memory limits"):
+        plan_layers([layer(1, 1, 1, parameters=500)] * 4, Placement.linear(2), 3, Limits((900, 900)), seconds=1, evaluations=10)
+
+
+def test_the_json_form_names_both_cuts_and_the_gain() -> None:
+    found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.SPAN)
+    data = found.to_dict()
+    assert (data["cuts"], data["balanced_cuts"], data["gain"]) == (list(found.cuts), list(found.balanced_cuts), found.gain)
+    assert Solved.from_dict(data["plan"]).time == data["time"] == found.solved.time

@@ -1,0 +1,218 @@
+"""Our planner's engine: what it finds is legal, fits, and takes the time it says; budgets, seeds and interrupts do what they promise."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.pure.shapes import TRAINING, grid
+from zerobubble import (
+    SCHEDULES,
+    Costs,
+    Kind,
+    Limits,
+    Op,
+    Placement,
+    Schedule,
+    make,
+    memory_faults,
+    peak_memory,
+    schedule_faults,
+    simulate,
+)
+from zerobubble.bounds import lower_bounds
+from zerobubble.errors import InputError
+from zerobubble.plan.problem import Objective, Problem, Workload
+from zerobubble.plan.search import Found, Progress, play, search
+
+MODEL = (18.522, 18.086, 9.337)
+"""Times of F, B and W in ms: the 1.5B model of the papers, 8 ranks."""
+
+PLACEMENTS = [
+    *(Placement.linear(p) for p in (1, 2, 5)),
+    *(Placement.vee(p) for p in (2, 3)),
+    *(Placement.looped(2, v) for v in (2, 3, 4)),
+    *(Placement.wave(2, n) for n in (1, 2)),
+    Placement.custom((0, 2, 1, 1, 0)),
+    Placement.custom((0, 1, 2, 3, 4, 5, 1, 1)),
+    Placement.vee(16),
+]
+
+
+def random_costs(dice: random.Random, stages: int) -> Costs:
+    """Unequal stages, one value in four a zero."""
+
+    def column(length: int) -> tuple[int, ...]:
+        return tuple(dice.choice((0, dice.randint(1, 9), dice.randint(1, 99), dice.randint(1, 999))) for _ in range(length))
+
+    return Costs(column(stages), column(stages), column(stages), column(stages - 1), column(stages), column(stages))
+
+
+def one_at_a_time(placement: Placement, microbatches: int) -> Schedule:
+    """Every microbatch ends before the next begins: no schedule holds less."""
+    rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
+    route = placement.routes[0]
+    for j in range(microbatches):
+        for stage, rank in enumerate(route):
+            rows[rank].append(Op(Kind.F, stage, j))
+        for stage, rank in reversed(list(enumerate(route))):
+            rows[rank] += [Op(Kind.B, stage, j), Op(Kind.W, stage, j)]
+    return Schedule("one at a time", placement, microbatches, tuple(map(tuple, rows)))
+
+
+def tight(placement: Placement, costs: Costs, extra: int = 0) -> Limits:
+    """What one microbatch needs, and `extra` bytes."""
+    return Limits(tuple(max(1, peak + extra) for peak in peak_memory(one_at_a_time(placement, 1), costs)))
+
+
+def check(problem: Problem, found: Found) -> int:
+    """Hold what was found against the plain judges; its time."""
+    assert schedule_faults(found.schedule) == ()
+    assert memory_faults(found.schedule, problem.costs, problem.limits) == ()
+    timeline = simulate(found.schedule, problem.costs)
+    assert play(problem, found.schedule) == (timeline.span, timeline.makespan, True)
+    return problem.objective.of(timeline)
+
+
+def with_pieces(schedule: Schedule) -> Schedule:
+    """The schedule with every backward cut into B and W."""
+    cut = {Kind.BW: (Kind.B, Kind.W)}
+    rows = tuple(tuple(Op(kind, op.stage, op.microbatch) for op in row for kind in cut.get(op.kind, (op.kind,))) for row in schedule.rows)
+    return replace(schedule, rows=rows, overlaps=frozenset())
+
+
+def paper(placement: Placement, memory: float, microbatches: int = 24, objective: Objective = Objective.SPAN) -> Problem:
+    work = Workload.uniform(placement.num_ranks, MODEL, 0.601, 32 / 34)
+    return Problem(placement, microbatches, work.costs(placement), work.limits(memory), objective)
+
+
+def bound(problem: Problem) -> int:
+    bounds = lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits)
+    return (bounds.span if problem.objective is Objective.SPAN else bounds.makespan).time
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_compiled_simulator_gives_the_plain_ones_times(name: str) -> None:
+    dice = random.Random(name)
+    for p, m in grid(name, SCHEDULES[name].stages_per_rank, [(1, 2), (2, 4), (3, 6), (4, 8)]):
+        schedule = make(name, p, m)
+        if len(schedule.placement.routes) > 1:
+            continue
+        costs = random_costs(dice, schedule.num_stages)
+        pieces = with_pieces(schedule)
+        timeline, peaks = simulate(pieces, costs), peak_memory(pieces, costs)
+        room = Limits(tuple(max(1, peak) for peak in peaks))
+        problem = Problem(schedule.placement, m, costs, room)
+        assert play(problem, schedule) == (timeline.span, timeline.makespan, True)
+        if max(peaks) > 1:
+            short = Limits(tuple(max(1, limit - (limit == max(peaks))) for limit in room.memory))
+            assert play(replace(problem, limits=short), schedule)[2] is False
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: f"{placement.name}-{placement.num_ranks}-{placement.num_stages}")
+@pytest.mark.parametrize("objective", Objective)
+def test_whatever_is_found_is_legal_and_fits_and_takes_its_time(placement: Placement, objective: Objective) -> None:
+    dice = random.Random(f"{placement}{objective}")
+    for _ in range(4):
+        costs = random_costs(dice, placement.num_stages)
+        limits = tight(placement, costs, dice.choice((0, 1, 500, 5000)))
+        problem = Problem(placement, dice.randint(1, 6), costs, limits, objective)
+        found = search(problem, bound(problem), seconds=0, evaluations=150, seed=dice.randint(0, 99))
+        assert check(problem, found) >= bound(problem)
+
+
+def test_memory_that_holds_no_microbatch_is_refused_and_one_byte_more_is_enough() -> None:
+    placement = Placement.vee(3)
+    for seed in range(20):
+        costs = random_costs(random.Random(seed), 6)
+        limits = tight(placement, costs)
+        problem = Problem(placement, 3, costs, limits)
+        check(problem, search(problem, 0, seconds=0))
+        fullest = max(limits.memory)
+        if fullest > 1:
+            short = Limits(tuple(limit - (limit == fullest) for limit in limits.memory))
+            with pytest.raises(InputError, match="must hold one microbatch"):
+                search(replace(problem, limits=short), 0, seconds=0)
+
+
+@pytest.mark.parametrize("microbatches", [24, 64])
+@pytest.mark.parametrize("memory", [5, 6, 8])
+def test_the_bound_is_met_for_the_v_at_the_papers_memory(memory: int, microbatches: int) -> None:
+    problem = paper(Placement.vee(8), memory, microbatches)
+    found = search(problem, bound(problem), seconds=0, evaluations=60_000)
+    assert check(problem, found) == bound(problem)
+    assert found.evaluations < 60_000
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16, 32])
+def test_the_bound_is_met_for_one_stage_a_rank(ranks: int) -> None:
+    problem = paper(Placement.linear(ranks), ranks, 3 * ranks)
+    assert check(problem, search(problem, bound(problem), seconds=0, evaluations=2000)) == bound(problem)
+
+
+def test_the_same_seed_and_evaluations_give_the_same_schedule() -> None:
+    problem = paper(Placement.wave(4, 2), 4, 8)
+    runs = [search(problem, 0, seconds=0, evaluations=3000, seed=seed) for seed in (7, 7, 8)]
+    assert runs[0].schedule == runs[1].schedule
+    assert runs[0].evaluations == runs[1].evaluations
+    assert runs[0].schedule != runs[2].schedule
+
+
+def test_a_seed_is_never_made_worse_and_without_budget_it_is_the_answer() -> None:
+    problem = paper(Placement.vee(8), 5)
+    lean, wide = make("v-half", 8, 24), make("zb-v", 8, 24)
+    assert memory_faults(wide, problem.costs, problem.limits) != ()
+    found = search(problem, 0, [wide, lean], seconds=0)
+    assert found.schedule.rows == lean.rows
+    assert found.how == "seed"
+    more = search(problem, 0, [wide, lean], seconds=0, evaluations=4000)
+    assert check(problem, more) < check(problem, found)
+
+
+def test_a_seed_for_something_else_is_refused() -> None:
+    with pytest.raises(InputError, match="'zb-v' is for another placement"):
+        search(paper(Placement.vee(4), 4, 8), 0, [make("zb-v", 4, 12)], seconds=0)
+
+
+def test_progress_tells_each_new_best_and_an_interrupt_keeps_it() -> None:
+    heard: list[Progress] = []
+    problem = paper(Placement.vee(8), 4)
+    found = search(problem, 7, seconds=0, evaluations=5000, progress=heard.append)
+    times = [news.time_ns for news in heard]
+    assert times == sorted(set(times), reverse=True)
+    assert len(times) > 2
+    assert (heard[-1].time_ns, heard[-1].how, heard[-1].bound) == (check(problem, found), found.how, 7)
+
+    def stop(news: Progress) -> None:
+        if news.time_ns <= times[2]:
+            raise KeyboardInterrupt
+
+    assert check(problem, search(problem, 7, seconds=0, evaluations=5000, progress=stop)) == times[2]
+
+
+def test_seconds_end_a_search() -> None:
+    problem = paper(Placement.vee(4), 2, 12)
+    found = search(problem, 0, seconds=0.05)
+    assert check(problem, found) > 0
+    assert found.evaluations > 1
+
+
+def test_without_numba_it_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["numba"] = None
+from zerobubble.plan.problem import Problem, Workload
+from zerobubble.plan.search import search
+from zerobubble import InputError, Placement
+work, line = Workload.uniform(2, (1, 1, 1)), Placement.linear(2)
+try:
+    search(Problem(line, 2, work.costs(line), work.limits(2)), 0, seconds=0)
+except InputError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "the planner's search needs numba: pip install 'zerobubble[plan]'\n"
