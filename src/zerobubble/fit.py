@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median_low
 
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
 from zerobubble.rules import BACKWARD
-from zerobubble.timeline import Span, Timeline
+from zerobubble.timeline import Span, Timeline, together
 
 Samples = dict[tuple[Kind, int], list[int]]
 """Measurements of each kind of pass, by (kind, stage)."""
@@ -44,21 +43,15 @@ def _times(timeline: Timeline) -> Samples:
     return _collect((span.op.kind, span.op.stage, span.duration) for span in alone)
 
 
-def _pairs(row: Sequence[Span]) -> list[tuple[Span, Span]]:
-    """The spans of overlapped steps."""
-    return [(first, second) for first, second in pairwise(row) if second.start < first.end]
-
-
 def _alone(row: Sequence[Span]) -> list[Span]:
-    overlapped = {span.op for pair in _pairs(row) for span in pair}
-    return [span for span in row if span.op not in overlapped]
+    return [spans[0] for spans in together(row) if len(spans) == 1]
 
 
 def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
     """Per stage, what the overlapped steps that begin with a pass of it take less than their passes apart."""
     saved: dict[int, list[int]] = defaultdict(list)
     for row in timeline.rows:
-        for first, second in _pairs(row):
+        for first, second in (spans for spans in together(row) if len(spans) == 2):
             both = apart.step_time((first.op,)) + apart.step_time((second.op,))
             saved[first.op.stage].append(both - (max(first.end, second.end) - first.start))
     for stage in range(apart.num_stages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -169,6 +169,16 @@ def _busy(row: tuple[Span, ...]) -> int:
         busy += max(0, span.end - max(span.start, end))
         end = max(end, span.end)
     return busy
+
+
+def together(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
+    """The spans of a rank, alone or two that ran overlapped."""
+    place = 0
+    while place < len(row):
+        pair = tuple(row[place : place + 2])
+        overlapped = len(pair) == 2 and pair[1].start < pair[0].end
+        yield pair if overlapped else pair[:1]
+        place += 2 if overlapped else 1
 
 
 def _span_to_list(span: Span) -> list[Any]:

@@ -362,3 +362,10 @@ def test_more_memory_never_means_more_bubble() -> None:
     assert str(front).count("\n") == 4
     with pytest.raises(InputError, match="at least one memory limit"):
         pareto(WORK, 16, [])
+
+
+def test_splitting_takes_overlapped_steps_apart() -> None:
+    schedule = split(zb.make("dualpipe-v", 2, 4))
+    assert schedule.overlaps == frozenset()
+    assert Kind.BW not in {op.kind for _, _, op in schedule.ops()}
+    assert zb.schedule_faults(schedule) == ()

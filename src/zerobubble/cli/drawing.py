@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from zerobubble.export.lanes import together
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
 from zerobubble.export.units import ms, ticks
 from zerobubble.rules import RULES
-from zerobubble.timeline import Span, Timeline
+from zerobubble.timeline import Span, Timeline, together
 
 EDGE, DARK = "▏", "#1b1f24"
 TICK_WIDTH = 9

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from zerobubble.timeline import Span
-
-
-def together(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
-    """The spans of a rank, alone or two that ran overlapped."""
-    place = 0
-    while place < len(row):
-        pair = tuple(row[place : place + 2])
-        overlapped = len(pair) == 2 and pair[1].start < pair[0].end
-        yield pair if overlapped else pair[:1]
-        place += 2 if overlapped else 1
+from zerobubble.timeline import Span, together
 
 
 def lanes(row: Sequence[Span]) -> list[tuple[int, int]]:

@@ -38,9 +38,9 @@ def _routes(recipe: Recipe, ranks: int, stages: int) -> tuple[tuple[int, ...], .
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The same order with each BW as B and W: its gradient leaves earlier, and nothing has to wait longer."""
+    """The same order, one pass at a time, with each BW as B and W: its gradient leaves earlier, and nothing has to wait longer."""
     rows = tuple(tuple(part for op in row for part in _parts(op)) for row in schedule.rows)
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, overlaps=frozenset())
 
 
 def _parts(op: Op) -> tuple[Op, ...]:

@@ -16,6 +16,7 @@ from zerobubble.plan.papers.board import Pass, one_by_one, pass_needs, refuse_sh
 from zerobubble.plan.papers.zb_heuristic import zb_heuristic
 from zerobubble.plan.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.plan.problem import Objective, Problem, Status
+from zerobubble.plan.seeds import split
 from zerobubble.simulate import memory_faults, simulate
 
 
@@ -81,12 +82,8 @@ def _quick(problem: Problem) -> Iterator[Schedule]:
 def _in_order(schedule: Schedule) -> Schedule:
     """Backward passes split and microbatches numbered in the order in which they come to each pass: no pass has to wait longer."""
     count: Counter[Pass] = Counter()
-    rows = tuple(tuple(_next(count, kind, op.stage) for op in row for kind in _parts(op.kind)) for row in schedule.rows)
+    rows = tuple(tuple(_next(count, op.kind, op.stage) for op in row) for row in split(schedule).rows)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
-
-
-def _parts(kind: Kind) -> tuple[Kind, ...]:
-    return (Kind.B, Kind.W) if kind is Kind.BW else (kind,)
 
 
 def _next(count: Counter[Pass], kind: Kind, stage: int) -> Op:
