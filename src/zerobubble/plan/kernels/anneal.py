@@ -5,34 +5,51 @@ Every move is played exactly, but only from the time it can matter and only unti
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import NamedTuple
 
-from zerobubble.plan.kernels.play import Rows, fits, play
+import numpy as np
+
+from zerobubble.plan.kernels.compiled import compiled, inlined
+from zerobubble.plan.kernels.play import Rows, Stand, copy, fits, play, stand_of
 from zerobubble.plan.kernels.tables import Ints, Tables
 
 REACH = 24
 """A move takes a pass past at most so many others."""
 
 
-@njit(cache=True)
+@compiled
 def sow(seed: int) -> None:
     """Seed the dice of the kernels."""
     np.random.seed(seed)
 
 
-@njit(cache=True)
+class Trial(NamedTuple):
+    """Room for moves: the times of the rows as they were, where each rank is played from, and a critical path."""
+
+    end: Ints
+    idle: Ints
+    resume: Ints
+    path: Ints
+    stand: Stand
+
+
+def trial_of(tables: Tables, rows: Rows) -> Trial:
+    """Room to move passes of `rows`, played before."""
+    return Trial(rows.end.copy(), rows.idle.copy(), np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.word), stand_of(tables))
+
+
+@compiled
 def anneal(
-    tables: Tables, rows: Rows, best: Ints, goal: int, target: int, share: float, hot: float, cold: float, moves: int
+    tables: Tables, rows: Rows, trial: Trial, best: Ints, goal: int, target: int, share: float, hot: float, cold: float, moves: int
 ) -> tuple[int, int]:
     """Try `moves` moves on `rows`, played before, while the temperature (ns) falls from `hot` to `cold`.
 
-    `goal` is the longest time of the word `best`; both are replaced by what is better, and reaching `target` ends the search. Gives
-    the goal and the number of moves tried. Cost is longest + share * sum, see `play`.
+    `trial` holds the times of `rows`. `goal` is the longest time of the word `best`; both are replaced by what is better, and reaching
+    `target` ends the search. Gives the goal and the number of moves tried. Cost is longest + share * sum, see `play`.
     """
     ranks = len(tables.ranks)
-    end, idle, head, resume = rows.end.copy(), rows.idle.copy(), tables.ranks["first"].copy(), tables.ranks["first"].copy()
-    path, known = np.zeros(len(rows.word), np.int64), 0
+    end, idle, resume, path, known = trial.end, trial.idle, trial.resume, trial.path, 0
+    head = trial.stand.head
     longest, total = lengths(tables, rows)
     cost = longest + share * total
     for tried in range(moves):
@@ -64,15 +81,14 @@ def anneal(
                 resume[q] = low if q == r else first_after(tables, rows, q, free)
                 head[q] = resume[q]
             cutoff = cost - heat * np.log(np.random.random() + 1e-300)
-            longest, total = play(tables, rows, head, share, cutoff)
+            longest, total = play(tables, rows, trial.stand, share, cutoff)
             accepted = longest >= 0
             for q in range(ranks):
-                if accepted:
-                    end[resume[q] : head[q]] = rows.end[resume[q] : head[q]]
-                    idle[resume[q] : head[q]] = rows.idle[resume[q] : head[q]]
-                else:
-                    rows.end[resume[q] : head[q]] = end[resume[q] : head[q]]
-                    rows.idle[resume[q] : head[q]] = idle[resume[q] : head[q]]
+                for at in range(resume[q], head[q]):
+                    if accepted:
+                        end[at], idle[at] = rows.end[at], rows.idle[at]
+                    else:
+                        rows.end[at], rows.idle[at] = end[at], idle[at]
         if not accepted:
             if back_to != back_from:
                 slide(tables, rows, r, back_to, back_from)
@@ -82,13 +98,13 @@ def anneal(
         known, cost = 0, longest + share * total
         if longest < goal:
             goal = longest
-            best[:] = rows.word
+            copy(best, rows.word)
             if goal <= target:
                 return goal, tried + 1
     return goal, moves
 
 
-@njit(cache=True, forceinline=True)
+@inlined
 def lengths(tables: Tables, rows: Rows) -> tuple[int, int]:
     """The longest time of a rank and the sum over ranks, of rows played to the end."""
     longest, total = 0, 0
@@ -99,7 +115,7 @@ def lengths(tables: Tables, rows: Rows) -> tuple[int, int]:
     return longest, total
 
 
-@njit(cache=True, forceinline=True)
+@inlined
 def slide(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> int:
     """Move the pass at position `start` towards `stop`, up to a pass it must not change places with; where it comes to stand."""
     stop = max(tables.ranks[rank].first, min(stop, tables.ranks[rank].stop - 1))
@@ -114,7 +130,7 @@ def slide(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> int:
     return at
 
 
-@njit(cache=True, forceinline=True)
+@inlined
 def must_follow(tables: Tables, rows: Rows, before: int, after: int) -> bool:
     """Whether two neighbours of a row stand in the only order they can have."""
     first, second = rows.word[before], rows.word[after]
@@ -122,7 +138,7 @@ def must_follow(tables: Tables, rows: Rows, before: int, after: int) -> bool:
     return first == second or (needs and rows.microbatch[before] == rows.microbatch[after])
 
 
-@njit(cache=True, forceinline=True)
+@inlined
 def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
     """Let two passes change places."""
     word, microbatch, where = rows.word, rows.microbatch, rows.where
@@ -132,7 +148,7 @@ def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
     where[word[other] * tables.microbatches + microbatch[other]] = other
 
 
-@njit(cache=True, forceinline=True)
+@inlined
 def first_after(tables: Tables, rows: Rows, rank: int, time: int) -> int:
     """The first position of `rank` whose pass starts at `time` or later."""
     low, high = tables.ranks[rank].first, tables.ranks[rank].stop
@@ -145,7 +161,7 @@ def first_after(tables: Tables, rows: Rows, rank: int, time: int) -> int:
     return low
 
 
-@njit(cache=True, forceinline=True)
+@inlined
 def into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
     """A pass to pull into the first gap after a random position, and that gap's position."""
     gap = np.random.randint(len(rows.word))
@@ -159,7 +175,7 @@ def into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
     return start, gap
 
 
-@njit(cache=True, forceinline=True)
+@inlined
 def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
     """Fill `path` with the positions that hold up the end of the longest rank, last first; their number."""
     worst, longest = 0, -1

@@ -2,58 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
+import numpy as np
 
-from zerobubble.plan.kernels.dates import keys_of, num_legs, shaken
-from zerobubble.plan.kernels.desk import Desk
-from zerobubble.plan.kernels.greedy import Keys
-from zerobubble.plan.policy import Policy, drawn, nudged
+from zerobubble.plan.kernels.compiled import compiled
+from zerobubble.plan.kernels.dates import Keys, copy_keys, follow, shake
+from zerobubble.plan.kernels.greedy import Sheet, greedy
+from zerobubble.plan.kernels.play import copy
+from zerobubble.plan.kernels.policy import cross, draw, nudge
+from zerobubble.plan.kernels.tables import Floats, Ints, Tables
 
-Ranked = tuple[float, Policy]
-
-
-def ranked(desk: Desk, policies: Sequence[Policy]) -> list[Ranked]:
-    """Each of `policies`, or of the plainest ones where there are none, with its cost, best first."""
-    legs = num_legs(desk.tables)
-    return sorted((_tried(desk, policy) for policy in policies or (Policy.plain(legs), Policy.plain(legs, float("inf")))), key=_cost)
+CROSSED = 0.5
+"""The share of tries that mix two policies of the pool."""
 
 
-def search_policies(desk: Desk, dice: Random, tries: int, known: list[Ranked], fresh: float) -> list[Ranked]:
-    """The best four of `known` and so many more: first a share of `fresh` policies at random, then some near the best."""
-    best = list(known)
+@compiled
+def cost_of(tables: Tables, keys: Keys, sheet: Sheet, weight: float) -> tuple[float, int]:
+    """The longest time plus `weight` times the mean over ranks of what `keys` lead to, and the longest alone; infinite if it stops."""
+    longest, total = greedy(tables, keys.due, keys.habits, sheet)
+    return (longest + weight * total / len(tables.ranks) if longest >= 0 else np.inf), longest
+
+
+@compiled
+def search_policies(
+    tables: Tables,
+    leg: Ints,
+    sheet: Sheet,
+    keys: Keys,
+    pool: Floats,
+    costs: Floats,
+    policy: Floats,
+    best: Ints,
+    goal: int,
+    bound: int,
+    tries: int,
+    fresh: int,
+) -> tuple[int, int]:
+    """Try `tries` policies, the first `fresh` of them at random and the rest near those in the `pool`, which takes what is better.
+
+    A policy of the pool whose cost is not known yet (NaN) is tried as it is. `goal` is the longest time of the word `best`; both are
+    replaced by what is better, and `bound` ends the search; `policy` is room for one. Gives the goal and the number of tries made.
+    """
     for attempt in range(tries):
-        if desk.done:
-            break
-        if attempt < fresh * tries:
-            best = sorted([*best, _tried(desk, drawn(dice, num_legs(desk.tables)))], key=_cost)[:4]
+        if goal <= bound:
+            return goal, attempt
+        at = int(np.argmax(costs))
+        if np.isnan(costs[at]):
+            costs[at] = np.inf
+            copy(policy, pool[at])
+        elif attempt < fresh:
+            draw(policy)
         else:
-            at = dice.randrange(len(best))
-            found = _tried(desk, nudged(dice, best[at][1]))
-            if found[0] <= best[at][0]:
-                best[at] = found
-    return sorted(best, key=_cost)
+            at = np.random.randint(len(costs))
+            copy(policy, pool[at])
+            if np.random.random() < CROSSED:
+                cross(policy, pool[np.random.randint(len(costs))])
+            else:
+                nudge(policy)
+        follow(tables, leg, policy, bound, keys)
+        cost, longest = cost_of(tables, keys, sheet, 0.02)
+        if cost <= costs[at]:
+            costs[at] = cost
+            copy(pool[at], policy)
+        if 0 <= longest < goal:
+            goal = longest
+            copy(best, sheet.word)
+    return goal, tries
 
 
-def _cost(ranked: Ranked) -> float:
-    return ranked[0]
+@compiled
+def search_dates(
+    tables: Tables, sheet: Sheet, new: Keys, keys: Keys, best: Ints, goal: int, bound: int, done: float, tries: int
+) -> tuple[int, int]:
+    """The same from the due dates `keys`, by so many small changes; worse ones are taken early on, if hardly worse.
 
-
-def _tried(desk: Desk, policy: Policy) -> Ranked:
-    return desk.schedule(keys_of(desk.tables, policy, desk.bound), "policy", 0.02), policy
-
-
-def search_keys(desk: Desk, dice: Random, tries: int, policy: Policy) -> Keys:
-    """The best due dates that so many small changes lead to from those of `policy`; worse ones are taken early on, if hardly worse."""
-    keys = best = keys_of(desk.tables, policy, desk.bound)
-    cost = lowest = desk.schedule(keys, "policy", 0.1)
+    `keys` change too; `done` is the share of the search that is over.
+    """
+    cost, longest = cost_of(tables, keys, sheet, 0.1)
     for attempt in range(tries):
-        if desk.done:
-            break
-        changed = shaken(dice, desk.tables, keys)
-        found = desk.schedule(changed, "due dates", 0.1)
-        if found <= cost * (1 + 5e-4 * dice.random() * (1 - attempt / tries)):
-            keys, cost = changed, found
-        if found < lowest:
-            best, lowest = changed, found
-    return best
+        if 0 <= longest < goal:
+            goal = longest
+            copy(best, sheet.word)
+        if goal <= bound:
+            return goal, attempt
+        shake(tables, new, keys)
+        found, longest = cost_of(tables, new, sheet, 0.1)
+        if found <= cost * (1 + 5e-4 * np.random.random() * (1 - done)):
+            copy_keys(keys, new)
+            cost = found
+    return goal, tries

@@ -2,43 +2,88 @@
 
 from __future__ import annotations
 
-from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
-from zerobubble.plan.kernels.greedy import HABITS, Keys
-from zerobubble.plan.kernels.tables import Floats, Ints, Tables
-from zerobubble.plan.policy import Policy
-
-NEVER = 1e300
-"""Stands for a habit left out; compiled code compares with it as with any number."""
+from zerobubble.plan.kernels.compiled import compiled, inlined
+from zerobubble.plan.kernels.greedy import HABITS
+from zerobubble.plan.kernels.policy import ALLOWANCE, BACKLOG, DELAY, NEVER, PATCH, PATIENCE, PERIOD, STRICT
+from zerobubble.plan.kernels.tables import Floats, Ints, Records, Tables
 
 
-def keys_of(tables: Tables, policy: Policy, bound: int) -> Keys:
-    """What `policy` means for a problem whose longest rank takes at least `bound` ns."""
-    legs = len(policy.pace) // 2
-    mean = mean_pass(tables)
-    leg = _legs(tables)
-    due, clock, before = np.zeros(len(tables.codes)), 0.0, -1
-    for code in tables.life.tolist():
-        here = leg[code] + (legs if tables.codes["after"][code] >= 0 else 0)
+class Keys(NamedTuple):
+    """What the list scheduler goes by: when every code is due for microbatch 0 in ns, and `HABITS` per rank."""
+
+    due: Floats
+    habits: Records
+
+
+def keys_for(tables: Tables) -> Keys:
+    """Room for keys."""
+    return Keys(np.zeros(len(tables.codes)), np.zeros(len(tables.ranks), HABITS))
+
+
+@compiled
+def follow(tables: Tables, leg: Ints, policy: Floats, bound: int, keys: Keys) -> None:
+    """Fill in `keys` with what `policy` means for a problem whose longest rank takes at least `bound` ns."""
+    legs, mean, busiest = len(policy) // 4 - 1, mean_pass(tables), busiest_work(tables)
+    clock, before = 0.0, -1
+    for code in tables.life:
+        here = leg[code]
         if before >= 0:
-            clock += float(tables.codes["lag"][code])
+            clock += tables.codes[code].lag
             if here != before:
-                clock += policy.rest[before] * mean
-        due[code] = clock
-        clock += policy.pace[here] * float(tables.codes["time"][code])
+                clock += policy[2 * legs + before] * mean
+        keys.due[code] = clock
+        clock += policy[here] * tables.codes[code].time
         before = here
-    spare = float(bound - tables.ranks["work"].max())
-    allowance = NEVER if policy.allowance == float("inf") else policy.allowance * spare
-    habits = np.zeros(len(tables.ranks), HABITS)
-    habits[:] = (policy.patience * mean, min(policy.strict * mean, NEVER), policy.patch, allowance, max(1.0, policy.backlog))
-    return Keys(due, policy.period * float(tables.ranks["work"].max()) / tables.microbatches, min(policy.delay * mean, NEVER), habits)
+    date_weights(keys.due)
+    habits = policy[4 * legs :]
+    for one in keys.habits:
+        one.period = habits[PERIOD] * busiest / tables.microbatches
+        one.patience = habits[PATIENCE] * mean
+        one.strict = min(habits[STRICT] * mean, NEVER)
+        one.patch = habits[PATCH]
+        one.allowance = habits[ALLOWANCE] * (bound - busiest) if habits[ALLOWANCE] < NEVER else NEVER
+        one.backlog = max(1.0, habits[BACKLOG])
+        one.delay = min(habits[DELAY] * mean, NEVER)
 
 
+@inlined
+def date_weights(due: Floats) -> None:
+    """W is due when its B was."""
+    third = len(due) // 3
+    for back in range(third, 2 * third):
+        due[back + third] = due[back]
+
+
+@compiled
 def mean_pass(tables: Tables) -> float:
     """The mean time of a pass in ns."""
-    return max(1.0, float(tables.codes["time"].mean()))
+    total = 0
+    for code in range(len(tables.codes)):
+        total += tables.codes[code].time
+    return max(1.0, total / len(tables.codes))
+
+
+@compiled
+def busiest_work(tables: Tables) -> int:
+    """The ns the busiest rank works."""
+    most = 0
+    for rank in range(len(tables.ranks)):
+        most = max(most, tables.ranks[rank].work)
+    return most
+
+
+def legs_of(tables: Tables) -> Ints:
+    """For every code of F and B the leg it belongs to: how many stages of its rank a microbatch passes before, backs after all forths."""
+    leg = np.zeros(len(tables.codes), np.int64)
+    then, legs = tables.codes["then"].tolist(), num_legs(tables)
+    for start, stop in tables.ranks[["lane", "lane_stop"]].tolist():
+        for visit, code in enumerate(tables.lanes[start:stop].tolist()):
+            leg[code], leg[then[code]] = visit, legs + visit
+    return leg
 
 
 def num_legs(tables: Tables) -> int:
@@ -46,36 +91,39 @@ def num_legs(tables: Tables) -> int:
     return int((tables.ranks["lane_stop"] - tables.ranks["lane"]).max())
 
 
-def _legs(tables: Tables) -> list[int]:
-    """For every code of F and B, how many stages of its rank a microbatch passes before."""
-    leg = [0] * len(tables.codes)
-    then = tables.codes["then"].tolist()
-    for start, stop in tables.ranks[["lane", "lane_stop"]].tolist():
-        for visit, code in enumerate(tables.lanes[start:stop].tolist()):
-            leg[code] = leg[then[code]] = visit
-    return leg
+@inlined
+def copy_keys(keys: Keys, old: Keys) -> None:
+    """Let `keys` say what `old` says."""
+    for code in range(len(old.due)):
+        keys.due[code] = old.due[code]
+    for rank in range(len(old.habits)):
+        keys.habits[rank] = old.habits[rank]
 
 
-def shaken(dice: Random, tables: Tables, keys: Keys) -> Keys:
-    """`keys` with the due dates of a stretch of passes, or a habit of a stretch of ranks, moved a little."""
-    mean = mean_pass(tables)
-    size = dice.choice((4.0, 1.0, 0.3, 0.1)) * mean
-    kind = dice.random()
+@compiled
+def shake(tables: Tables, keys: Keys, old: Keys) -> None:
+    """Fill in `keys` with `old`, the due dates of a stretch of passes, or a habit of a stretch of ranks, moved a little."""
+    copy_keys(keys, old)
+    size = (4.0, 1.0, 0.3, 0.1)[np.random.randint(4)] * mean_pass(tables)
+    kind = np.random.random()
     if kind < 0.75:
-        due = keys.due.copy()
-        _push(dice, due, tables.life, size)
-        return keys._replace(due=due)
-    habits = keys.habits.copy()
-    name, reach = ("patience", size / 3) if kind < 0.85 else ("allowance", 3 * size)
-    values = np.minimum(habits[name], float(tables.ranks["work"].max()))
-    _push(dice, values, np.arange(len(values)), reach)
-    habits[name] = np.maximum(values, 0.0)
-    return keys._replace(habits=habits)
+        start, stop, first, last = stretch(len(tables.life), size)
+        for at in range(start, stop):
+            keys.due[tables.life[at]] += first + (last - first) * (at - start) / max(1, stop - 1 - start)
+        date_weights(keys.due)
+        return
+    start, stop, first, last = stretch(len(tables.ranks), size / 3 if kind < 0.85 else 3 * size)
+    for at in range(start, stop):
+        more = first + (last - first) * (at - start) / max(1, stop - 1 - start)
+        if kind < 0.85:
+            keys.habits[at].patience = max(0.0, keys.habits[at].patience + more)
+        else:
+            keys.habits[at].allowance = max(0.0, min(keys.habits[at].allowance, 1.0 * busiest_work(tables)) + more)
 
 
-def _push(dice: Random, values: Floats, order: Ints, size: float) -> None:
-    """Add a step or a ramp to a stretch of `values`, next to each other in `order`."""
-    start = dice.randrange(len(order))
-    stretch = order[start : start + dice.randint(1, len(order))]
-    amount = dice.gauss(0, size)
-    values[stretch] += amount if dice.random() < 0.5 else amount * np.linspace(0, 1, len(stretch))
+@compiled
+def stretch(count: int, size: float) -> tuple[int, int, float, float]:
+    """A random stretch of so many, and what to add to its first and to its last: the same, or more and more."""
+    start = np.random.randint(count)
+    last = np.random.normal(0, size)
+    return start, min(count, start + np.random.randint(1, count + 1)), last if np.random.random() < 0.5 else 0.0, last

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
+
+import numpy as np
 
 from zerobubble.bounds import lower_bounds
 from zerobubble.costs import Costs, Limits
 from zerobubble.ir import Placement
-from zerobubble.plan.kernels.climb import ranked, search_policies
-from zerobubble.plan.kernels.desk import Budget, Desk
+from zerobubble.plan.kernels.dates import num_legs
+from zerobubble.plan.kernels.desk import Budget, Desk, Pool
+from zerobubble.plan.kernels.policy import NEVER, plain, stretched
 from zerobubble.plan.kernels.tables import tables_of
-from zerobubble.plan.policy import Policy
 from zerobubble.plan.problem import Objective, Problem
+
+KEPT = 8
+"""Policies that go up from rung to rung."""
 
 SMALL = 8
 """Ranks of the smallest problem on the way to a larger one; a problem of so many starts at half of them."""
 
-TRIES, BATCH = 4000, 25
+TRIES, BATCH = 40_000, 50
 """Policies tried on a rung at most, and between two looks at how much of its time is left."""
 
 STEADY = 3
@@ -56,21 +60,25 @@ def rungs(problem: Problem) -> list[Problem]:
     return [small for small in smaller if small.placement.stages_per_rank == problem.placement.stages_per_rank]
 
 
-def climbed(desk: Desk, problem: Problem, dice: Random, share: float) -> list[Policy]:
-    """Good policies for `problem`, found on the rungs below it within the given share of the whole budget."""
-    best: list[Policy] = []
+def climbed(desk: Desk, problem: Problem, share: float) -> Pool:
+    """Good policies for `problem`, found on the rungs below it within the given share of the whole budget, not tried on it yet."""
+    legs = num_legs(desk.tables)
+    pool = Pool.of(np.array([plain(legs, 1.0), plain(legs, NEVER)] * (KEPT // 2)))
     below = rungs(problem)
     for rung, small in enumerate(below):
         bounds = lower_bounds(small.placement, small.num_microbatches, small.costs, small.limits)
         bound = bounds.span if small.objective is Objective.SPAN else bounds.makespan
         part = _part(desk.budget, share * (rung + 1) / len(below))
         step = Desk(tables_of(small), bound.time, part, lambda time, how: None)
-        known = ranked(step, best)
-        for _ in range(TRIES // BATCH):
-            known = search_policies(step, dice, BATCH, known, 1.0 if rung == 0 and part.spent < 0.5 else 0.0)
-        best = [policy for _, policy in known]
+        step.climb(pool, len(pool.costs))
+        pool = pool.best(KEPT)
+        tries = 0
+        while not step.done and tries < TRIES:
+            step.climb(pool, BATCH, BATCH if rung == 0 and part.spent < 0.5 else 0)
+            tries += BATCH
         desk.budget.used += part.used
-    return best
+        pool = Pool.of(np.concatenate([pool.policies, stretched(pool.policies)]))
+    return pool
 
 
 def _part(budget: Budget, upto: float) -> Budget:

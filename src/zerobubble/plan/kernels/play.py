@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numpy.typing import NDArray
 
+from zerobubble.plan.kernels.compiled import compiled, inlined
 from zerobubble.plan.kernels.tables import Ints, Tables
 
 
@@ -24,18 +25,41 @@ class Rows(NamedTuple):
     """The ns the rank has idled, up to the pass."""
 
 
+class Stand(NamedTuple):
+    """How far a play has come, by rank."""
+
+    head: Ints
+    """The position of the next pass."""
+    blocked: Ints
+    """The position of the pass whose message the next one waits for, or -1."""
+    stack: Ints
+    """Room for the ranks that can go on."""
+
+
+def stand_of(tables: Tables) -> Stand:
+    """Where every play begins."""
+    first = tables.ranks["first"].copy()
+    return Stand(first, np.zeros_like(first), np.zeros_like(first))
+
+
 def rows_of(tables: Tables, word: Ints) -> Rows:
     """Rows that have not been played yet."""
     size = len(word)
     rows = Rows(word.copy(), *(np.zeros(size, np.int64) for _ in range(5)))
-    number(tables, rows)
+    number(tables, rows, np.zeros(len(tables.codes), np.int64))
     return rows
 
 
-@njit(cache=True)
-def number(tables: Tables, rows: Rows) -> None:
-    """Fill in `microbatch` and `where` from the word."""
-    count = np.zeros(len(tables.codes), np.int64)
+@inlined
+def copy(into: NDArray[Any], values: NDArray[Any]) -> None:
+    """Write `values` into another array."""
+    for at in range(len(values)):
+        into[at] = values[at]
+
+
+@compiled
+def number(tables: Tables, rows: Rows, count: Ints) -> None:
+    """Fill in `microbatch` and `where` from the word, given a zero per code."""
     for i in range(len(rows.word)):
         code = rows.word[i]
         rows.microbatch[i] = count[code]
@@ -43,7 +67,7 @@ def number(tables: Tables, rows: Rows) -> None:
         count[code] += 1
 
 
-@njit(cache=True)
+@compiled
 def fits(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
     """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the limit is passed."""
     held = rows.held[start - 1] if start > tables.ranks[rank].first else 0
@@ -55,7 +79,7 @@ def fits(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def all_fit(tables: Tables, rows: Rows) -> bool:
     """Whether every rank stays within its limit; fills in `held`."""
     within = True
@@ -64,18 +88,18 @@ def all_fit(tables: Tables, rows: Rows) -> bool:
     return within
 
 
-@njit(cache=True)
-def play(tables: Tables, rows: Rows, head: Ints, share: float, cutoff: float) -> tuple[int, int]:
-    """Play every row from position `head[rank]` on, what stands before being played already.
+@compiled
+def play(tables: Tables, rows: Rows, stand: Stand, share: float, cutoff: float) -> tuple[int, int]:
+    """Play every row from the head of its rank on, what stands before being played already.
 
     Gives the longest time of a rank (span, or makespan if `from_start`) and the sum over ranks; (-1, 0) where the rows stop, or as soon
-    as longest + share * sum must pass `cutoff`. Moves `head` to where it came.
+    as longest + share * sum must pass `cutoff`. Moves the heads to where it came.
     """
     ranks, m = len(tables.ranks), tables.microbatches
-    stack, depth = np.arange(ranks)[::-1].copy(), ranks
-    blocked = np.full(ranks, -1, np.int64)
-    longest, total = 0, 0
+    head, blocked, stack = stand.head, stand.blocked, stand.stack
+    longest, total, depth = 0, 0, ranks
     for r in range(ranks):
+        blocked[r], stack[ranks - 1 - r] = -1, r
         length = tables.ranks[r].work
         if head[r] > tables.ranks[r].first:
             length += rows.idle[head[r] - 1]
@@ -125,4 +149,4 @@ def play(tables: Tables, rows: Rows, head: Ints, share: float, cutoff: float) ->
 
 def time_of(tables: Tables, rows: Rows) -> int:
     """The longest time of a rank, -1 if the rows stop."""
-    return int(play(tables, rows, tables.ranks["first"].copy(), 0.0, np.inf)[0])
+    return int(play(tables, rows, stand_of(tables), 0.0, np.inf)[0])

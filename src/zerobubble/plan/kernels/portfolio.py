@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 import numpy as np
 
 from zerobubble.plan.kernels.anneal import sow
-from zerobubble.plan.kernels.climb import Ranked, ranked, search_keys, search_policies
-from zerobubble.plan.kernels.dates import keys_of, num_legs
-from zerobubble.plan.kernels.desk import Desk
-from zerobubble.plan.kernels.greedy import greedy
-from zerobubble.plan.kernels.ladder import climbed
+from zerobubble.plan.kernels.dates import num_legs
+from zerobubble.plan.kernels.desk import Desk, Pool
+from zerobubble.plan.kernels.ladder import KEPT, climbed
+from zerobubble.plan.kernels.policy import plain
 from zerobubble.plan.kernels.tables import Ints
-from zerobubble.plan.policy import Policy
 from zerobubble.plan.problem import Problem
 
 HEATS = (0.03, 0.01, 0.1, 0.004)
 """Starting temperatures of annealing runs in turn, in mean pass times."""
+
+TRIED = 3
+"""Seeds that are annealed."""
 
 LARGE = 50_000
 """Passes from which the list scheduler is too slow to learn much on the problem itself."""
@@ -26,29 +26,28 @@ LARGE = 50_000
 
 def run(desk: Desk, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
     """Search until the bound is met or the budget is spent; the best stays on the desk."""
-    dice = Random(seed)
     sow(seed)
-    roots = sorted(((desk.offer(word, "seed")[0], k) for k, word in enumerate(seeds)))
+    roots = sorted(((desk.offer(word, "seed"), k) for k, word in enumerate(seeds)))
     words = [seeds[k] for time, k in roots if time >= 0]
     if desk.word is None:
         _begin(desk)
+    if desk.word is None or desk.done:
+        return
     size = desk.tables.size
-    moves, round_ = max(500, 20_000_000 // size), 0
-    known: list[Ranked] = []
-    while desk.word is not None and not desk.done:
-        if words:
-            _polish(desk, words[round_ % min(len(words), 3)], moves, round_)
-        if round_ == 0:
-            share = 0.3 if words else 0.8 if size > LARGE else 0.5
-            known = ranked(desk, climbed(desk, problem, dice, share))
-        known = search_policies(desk, dice, max(20, moves // 40), known, 0.5)
-        found = np.empty(size, np.int64)
+    moves = max(500, 20_000_000 // size)
+    for turn, word in enumerate(words[:TRIED]):
+        _polish(desk, word, moves, turn)
+    pool = climbed(desk, problem, 0.4 if words else 0.8 if size > LARGE else 0.5)
+    desk.climb(pool, len(pool.costs))
+    pool, turn = pool.best(KEPT), 0
+    while not desk.done:
+        desk.climb(pool, max(20, moves // 6))
+        if words and turn > 0:
+            _polish(desk, words[turn % min(len(words), TRIED)], moves, turn)
         if not desk.done:
-            keys = search_keys(desk, dice, max(20, moves // 40), known[round_ % len(known)][1])
-            if greedy(desk.tables, keys, found) and desk.offer(found, "due dates")[0] >= 0:
-                _polish(desk, found, moves, round_)
-        _polish(desk, desk.word, moves, round_ + 1)
-        moves, round_ = min(2 * moves, 1_000_000_000 // size), round_ + 1
+            _polish(desk, desk.redate(pool.best(KEPT).policies[turn % KEPT], max(20, moves // 20)), moves, turn)
+        _polish(desk, desk.word, moves, turn + 1)
+        moves, turn = min(2 * moves, 1_000_000_000 // size), turn + 1
 
 
 def _polish(desk: Desk, word: Ints, moves: int, turn: int) -> None:
@@ -58,7 +57,7 @@ def _polish(desk: Desk, word: Ints, moves: int, turn: int) -> None:
 
 def _begin(desk: Desk) -> None:
     """One pass of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
-    desk.schedule(keys_of(desk.tables, Policy.plain(num_legs(desk.tables)), desk.bound), "policy", 0.0)
+    desk.climb(Pool.of(plain(num_legs(desk.tables), 1.0)[None]), 1)
     if desk.word is None:
         desk.offer(serial(desk), "one microbatch after the other")
 
