@@ -69,6 +69,14 @@ TIMES = {
 }
 """F, B, W and a message in ms, from the paper's profiles (m = 24, 32, 48)."""
 
+PROFILES = {
+    "1.5B": (8, 24, (18.522, 18.086, 9.337, 0.601)),
+    "6.2B": (8, 24, (29.718, 29.444, 19.927, 0.527)),
+    "14.6B": (16, 48, (11.347, 11.248, 8.132, 0.377)),
+    "28.3B": (32, 96, (10.419, 10.207, 7.715, 0.408)),
+}
+"""Ranks, microbatches and the same times of the paper's first experiment with each model."""
+
 
 def paper(model: str, ranks: int, placement: str, microbatches: int, share: float) -> zb.Problem:
     """A model of the paper over any number of ranks with room for `share` of 1F1B's memory."""

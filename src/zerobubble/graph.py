@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.rules import RULES, Stuff, used_stages
@@ -39,17 +39,17 @@ def resolve(schedule: Schedule) -> Graph:
 
     Passes out of range (stage or microbatch) must have been refused before; of duplicates the first one counts.
     """
-    ops = [op for row in schedule.rows for op in row]
-    rank = [r for r, row in enumerate(schedule.rows) for _ in row]
+    ops = list(chain.from_iterable(schedule.rows))
+    rank = list(chain.from_iterable(repeat(r, len(row)) for r, row in enumerate(schedule.rows)))
     first = [0]
     for row in schedule.rows:
         first.append(first[-1] + len(row))
     used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
     maker = [-1] * (len(Stuff) * schedule.num_stages * schedule.num_microbatches)
-    for number, (kind, stage, microbatch) in enumerate(ops):
+    for number in reversed(range(len(ops))):
+        kind, stage, microbatch = ops[number]
         for value in made[kind][stage]:
-            if maker[value + microbatch] < 0:
-                maker[value + microbatch] = number
+            maker[value + microbatch] = number
     needs = [tuple([maker[v + microbatch] for v in used[kind][stage]]) for kind, stage, microbatch in ops]
     if -1 in maker:
         needs = [tuple(need for need in known if need >= 0) if -1 in known else known for known in needs]
@@ -84,28 +84,27 @@ def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(heads)))[::-1]
     order: list[int] = []
+    done = bytearray(len(graph.ops))
+    for start, head in zip(graph.first, heads, strict=False):
+        done[start:head] = b"\1" * (head - start)
     while ready:
         here = ready.pop()
-        number = heads[here]
-        while number < graph.first[here + 1]:
-            blocker = _blocker(graph.rank, heads, needs[number])
-            if blocker >= 0:
-                waiting.setdefault(blocker, []).append(here)
-                break
-            order.append(number)
-            heads[here] = number + 1
-            if number in waiting:
-                ready += waiting.pop(number)
-            number += 1
+        number, end = heads[here], graph.first[here + 1]
+        blocker = -1
+        while number < end and blocker < 0:
+            for need in needs[number]:
+                if not done[need]:
+                    blocker = need
+                    waiting.setdefault(need, []).append(here)
+                    break
+            else:
+                order.append(number)
+                done[number] = 1
+                if number in waiting:
+                    ready += waiting.pop(number)
+                number += 1
+        heads[here] = number
     return order
-
-
-def _blocker(rank: list[int], heads: list[int], needs: tuple[int, ...]) -> int:
-    """The first of `needs` that has not run, -1 if all have."""
-    for need in needs:
-        if need >= heads[rank[need]]:
-            return need
-    return -1
 
 
 def circles(graph: Graph, needs: Needs, heads: list[int]) -> list[list[tuple[int, int]]]:

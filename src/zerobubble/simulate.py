@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from zerobubble.bulk import in_bulk
 from zerobubble.costs import Costs, Limits
@@ -22,59 +23,90 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
     the schedule cannot run, `InputError` when the costs are for another number of stages.
     """
+    graph, played = _played(schedule, costs)
+    spans = list(map(Span, graph.ops, played.begin, played.end, _whys(graph, played.after)))
+    rows = tuple(tuple(spans[start:end]) for start, end in pairwise(graph.first))
+    changes = _changes(costs)
+    return Timeline(schedule.name, rows, tuple(_steps(row, changes) for row in rows))
+
+
+class Lengths(NamedTuple):
+    """How long a schedule takes, in ns: `span` and `makespan` are those of its timeline."""
+
+    span: int
+    makespan: int
+
+
+@in_bulk()
+def lengths(schedule: Schedule, costs: Costs) -> Lengths:
+    """How long `schedule` takes under `costs`: `simulate` without the spans, and with the same errors."""
+    graph, (begin, end, _) = _played(schedule, costs)
+    rows = [(begin[first], end[stop - 1]) for first, stop in pairwise(graph.first) if first < stop]
+    start = min((first for first, _ in rows), default=0)
+    return Lengths(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
+
+
+class _Played(NamedTuple):
+    """When each pass begins and ends, and the pass it comes right after (-1 for none), by number."""
+
+    begin: list[int]
+    end: list[int]
+    after: list[int]
+
+
+def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, _Played]:
+    """The graph of `schedule`, and its passes as early as they can be."""
     if costs.num_stages != schedule.num_stages:
         raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, the costs describe {costs.num_stages}")
     graph, order = checked(schedule)
-    spans = _play(graph, order, costs)
-    rows = tuple(tuple(spans[start:end]) for start, end in pairwise(graph.first))
-    return Timeline(schedule.name, rows, tuple(memory_steps(row, costs) for row in rows))
-
-
-def _play(graph: Graph, order: list[int], costs: Costs) -> list[Span]:
-    """The span of every pass, by number."""
-    ops, rank, needs, end = graph.ops, graph.rank, graph.needs, [0] * len(order)
-    spans: list[Span] = [_UNPLAYED] * len(ops)
+    ops, rank, needs, pairs, comm = graph.ops, graph.rank, graph.needs, graph.pairs, costs.comm
     times = {kind: [costs.time(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
-    starts, pairs, comm = set(graph.first), graph.pairs, costs.comm
+    starts, played = set(graph.first), _Played(*([0] * len(ops) for _ in range(3)))
+    begin, end, after = played
     for number in order:
-        if spans[number] is not _UNPLAYED:
+        if number - 1 in pairs:
+            begin[number], end[number], after[number] = begin[number - 1], end[number - 1], after[number - 1]
             continue
-        kind, stage, _ = op = ops[number]
-        begin, cause, last = (0, Cause.NOTHING, -1) if number in starts else (end[number - 1], Cause.ROW, number - 1)
-        together = (number, number + 1) if number in pairs else (number,)
-        for user in together:
+        free, last = (0, -1) if number in starts else (end[number - 1], number - 1)
+        for user in (number, number + 1) if number in pairs else (number,):
             for need in needs[user]:
-                arrival = end[need]
-                if rank[need] != rank[number]:
-                    arrival += comm[min(ops[user][1], ops[need][1])]
-                if arrival > begin:
-                    begin, cause, last = arrival, Cause.MESSAGE, need
-        duration = times[kind][stage] if len(together) == 1 else costs.step_time((op, ops[number + 1]))
-        why = Why(cause, ops[last] if last >= 0 else None)
-        for user in together:
-            end[user] = begin + duration
-            spans[user] = Span(ops[user], begin, begin + duration, why)
-    return spans
+                if rank[need] != rank[user]:
+                    arrival = end[need] + comm[min(ops[user][1], ops[need][1])]
+                    if arrival > free:
+                        free, last = arrival, need
+        kind, stage, _ = ops[number]
+        takes = costs.step_time((ops[number], ops[number + 1])) if number in pairs else times[kind][stage]
+        begin[number], end[number], after[number] = free, free + takes, last
+    return graph, played
 
 
-_UNPLAYED = Span(Op(Kind.F, 0, 0), 0, 0)
+def _whys(graph: Graph, after: list[int]) -> Iterator[Why]:
+    """The reason each pass did not start earlier."""
+    ops, rank, nothing = graph.ops, graph.rank, Why(Cause.NOTHING)
+    for here, last in zip(rank, after, strict=True):
+        yield nothing if last < 0 else Why(Cause.ROW if rank[last] == here else Cause.MESSAGE, ops[last])
 
 
 def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:
     """Bytes held by one rank over time, (time, bytes) at each change: F takes at its start, other passes give back at their end."""
-    held = _held([span.op for span in row], costs)
+    return _steps(row, _changes(costs))
+
+
+def _steps(row: Sequence[Span], changes: Changes) -> tuple[tuple[int, int], ...]:
+    held = _held([span[0] for span in row], changes)
     steps = [(row[0].start, 0)] if row else []
     before = 0
-    for span, now in zip(row, held, strict=True):
+    for (op, start, end, _), now in zip(row, held, strict=True):
         if now != before:
-            steps.append((span.start if span.op[0] is Kind.F else span.end, now))
+            steps.append((start if op[0] is Kind.F else end, now))
         before = now
     return tuple(steps)
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times."""
-    return tuple(max(_held(row, costs), default=0) for row in schedule.rows)
+    changes = _changes(costs)
+    return tuple(max(_held(row, changes), default=0) for row in schedule.rows)
 
 
 def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fault, ...]:
@@ -94,9 +126,16 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     return tuple(faults)
 
 
-def _held(row: Sequence[Op], costs: Costs) -> list[int]:
+Changes = dict[Kind, list[int]]
+"""By how many bytes a pass of each kind and stage changes what its rank holds."""
+
+
+def _changes(costs: Costs) -> Changes:
+    return {kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+
+
+def _held(row: Sequence[Op], changes: Changes) -> list[int]:
     """Bytes held once each pass is done; inference forwards hold nothing."""
     if all(op[0] is Kind.F for op in row):
         return [0] * len(row)
-    change = {kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
-    return list(accumulate(change[kind][stage] for kind, stage, _ in row))
+    return list(accumulate([changes[kind][stage] for kind, stage, _ in row]))

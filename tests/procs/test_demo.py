@@ -136,7 +136,7 @@ def test_interrupting_it_ends_every_rank(tmp_path: Path, number: signal.Signals)
     while "Training" not in running.stdout.readline():
         assert running.poll() is None
     running.send_signal(number)
-    _, noise = running.communicate(timeout=30)  # ends only when every rank has closed its output
+    _, noise = running.communicate(timeout=60)  # ends only when every rank has closed its output
     assert running.returncode == 128 + number
     assert noise == ""
 

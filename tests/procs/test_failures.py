@@ -16,6 +16,9 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 
+TIMEOUT, PROMPT = 60.0, 30.0
+"""Seconds after which a rank gives up by itself, and by which it must have been told, on a busy machine too."""
+
 
 @pytest.fixture
 def doomed() -> Iterator[Ranks]:
@@ -92,23 +95,23 @@ def train_with(group: Any, name: str, stage: int, bomb: nn.Module, timeout: floa
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_an_exception_ends_every_rank_with_its_cause(world: Ranks, name: str, stage: int) -> None:
-    for took, text, rank, op in world.run(train_with, name, stage, Bomb(boom, 3), 60.0, ranks=4):
-        assert took < 10
+    for took, text, rank, op in world.run(train_with, name, stage, Bomb(boom, 3), TIMEOUT, ranks=4):
+        assert took < PROMPT
         assert (rank, op) == (stage, f"run {stage}F3")
         assert text == f"rank {stage} failed at 'run {stage}F3': ValueError: boom"
 
 
 def test_an_exception_in_backward_names_the_backward_pass(world: Ranks) -> None:
-    for took, text, _, _ in world.run(train_with, "zb-v", 5, BackwardBomb(), 60.0, ranks=4):
-        assert took < 10
+    for took, text, _, _ in world.run(train_with, "zb-v", 5, BackwardBomb(), TIMEOUT, ranks=4):
+        assert took < PROMPT
         assert text == "rank 2 failed at 'run 5B2': ValueError: boom in backward"
 
 
 def test_a_failure_in_an_overlapped_step_of_a_bidirectional_schedule_reaches_every_rank(world: Ranks) -> None:
-    outcomes = world.run(train_with, "dualpipe", 1, Bomb(boom, 3), 60.0, ranks=4)
+    outcomes = world.run(train_with, "dualpipe", 1, Bomb(boom, 3), TIMEOUT, ranks=4)
     assert len({text for _, text, _, _ in outcomes}) == 1
     for took, text, rank, op in outcomes:
-        assert took < 10
+        assert took < PROMPT
         assert rank in (1, 2)  # the ranks that hold a copy of the stage
         assert "&" in str(op)
         assert text == f"rank {rank} failed at '{op}': ValueError: boom"
@@ -116,7 +119,7 @@ def test_a_failure_in_an_overlapped_step_of_a_bidirectional_schedule_reaches_eve
 
 def train_twice(group: Any) -> float:
     """A failed step, then a fresh pipeline in the same processes."""
-    train_with(group, "zb-v", 2, Bomb(boom, 1), 60.0)
+    train_with(group, "zb-v", 2, Bomb(boom, 1), TIMEOUT)
     with zb.Pipeline(build, "zb-v", 8, loss_fn, group=group) as pipe:
         return pipe.step(*batch(8)).item()
 
@@ -128,10 +131,10 @@ def test_a_new_pipeline_works_after_a_failure(world: Ranks) -> None:
 
 @pytest.mark.parametrize("victim", range(4))
 def test_a_killed_rank_ends_the_others(doomed: Ranks, victim: int) -> None:
-    outcomes = doomed.outcomes(train_with, "zb-h1", victim, Bomb(die, 2), 60.0, ranks=4)
+    outcomes = doomed.outcomes(train_with, "zb-h1", victim, Bomb(die, 2), TIMEOUT, ranks=4)
     assert [state for state, _ in outcomes] == ["gone" if rank == victim else "ok" for rank in range(4)]
     for took, text, rank, _ in (result for state, result in outcomes if state == "ok"):
-        assert took < 10
+        assert took < PROMPT
         assert rank == victim
         assert f"lost contact with rank {victim}" in text
     doomed.processes[victim].join(5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +17,9 @@ from rich.console import Console
 import zerobubble as zb
 from zerobubble.cli import main
 from zerobubble.cli import plan as verb
+from zerobubble.cli.layers import equal_room, read_layers
 from zerobubble.export.schedule_file import load_schedule
+from zerobubble.partition import Layer, stage_costs
 from zerobubble.plan.attempt import News
 from zerobubble.plan.families import FAMILIES
 
@@ -149,6 +153,82 @@ def test_the_file_and_the_options_must_agree(tmp_path: Path) -> None:
     assert "--ranks 4 does not fit" in refused("plan", "--per-rank", written(tmp_path, COLUMNS), "--ranks", "4", "--microbatches", "4")
 
 
+# Layers.
+
+HEADED = [[3, 3, 1.6]] * 22 + [[8, 9, 4]]
+"""A heavy head: on 4 ranks of 6 layers the head's rank is not the slowest, and yet in everybody's way."""
+
+ON_LAYERS = ("--ranks", "4", "--microbatches", "12", "--memory", "4", "--comm", "0.5", "--held", "0.5", "--evaluations", "400")
+
+
+def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
+    file, saved = written(tmp_path, HEADED), tmp_path / "plan.json"
+    told = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear,looped-4", "--json", "-o", str(saved)))
+    ordinary = json.loads(printed("plan", *SHAPE, "--memory", "8", "--budget", "0", "--json"))
+    assert list(told) == [*ordinary, "cuts", "balanced_cuts", "gain", "left_out"]
+    layers = read_layers(file, 0.5, 0.5)
+    timeline = zb.simulate(load_schedule(told["csv"]), stage_costs(layers, tuple(told["cuts"])))
+    assert told["bubble_span"] == timeline.bubble_span
+    assert told["cuts"] != told["balanced_cuts"]
+    assert told["gain"] > 0.01
+    assert told["choices"][0]["bubble_span"] == told["bubble_span"]
+    assert zb.load_plan(saved).problem.costs == stage_costs(layers, tuple(told["cuts"]))
+
+
+def test_the_text_tells_the_cuts_and_what_cannot_be_cut(tmp_path: Path) -> None:
+    lines = printed("plan", "--layers", written(tmp_path, HEADED[-9:]), *ON_LAYERS, "--placement", "linear,looped-3").splitlines()
+    assert re.match(r"The winner has stages of (\d )+layers: ", lines[-3])
+    assert sum(map(int, re.findall(r"\b\d\b", lines[-3].split(" layers")[0]))) == 9
+    assert lines[-1] == "Left out: looped-3: 9 layers cannot be cut into 12 stages: a stage is at least one layer"
+
+
+def test_both_forms_of_layers_are_the_same(tmp_path: Path) -> None:
+    form = {"format": "zerobubble layers 1", "layers": [asdict(layer) for layer in read_layers(written(tmp_path, HEADED), 0.5, 0.5)]}
+    assert read_layers(written(tmp_path, form), 0, 1) == read_layers(written(tmp_path, HEADED), 0.5, 0.5)
+    assert read_layers(written(tmp_path, HEADED), 0.5, 0.5)[-1] == Layer(8_000_000, 9_000_000, 4_000_000, 12_000_000, 6_000_000, 0, 500_000)
+
+
+def test_memory_is_an_equal_share_of_parameters_and_activations() -> None:
+    layers = [Layer(1, 1, 1, held, 0, parameters) for held, parameters in ((10, 40), (20, 0), (30, 20))]
+    assert equal_room(layers, 3, 2.5).memory == (70, 70, 70)
+
+
+GOOD = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after_b": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ([[1, 1, 1], [1, -2, 1]], "backward of layer 1 must be a finite number of ms >= 0, got -2"),
+        ("[[1, 1, 1], [1, 1, NaN]]", "weight of layer 1 must be a finite number of ms >= 0, got nan"),
+        ([[1, 1, 1], [1, 1]], "layer 1 needs three times in ms, [F, B, W], got [1, 1]"),
+        ({"layers": [GOOD, GOOD | {"forward": 0.5}]}, "forward of layer 1 must be a whole number >= 0 of ns or bytes, got 0.5"),
+        ({"layers": [GOOD, GOOD | {"held_after_b": -1}]}, "held_after_b of layer 1 must be a whole number >= 0 of ns or bytes, got -1"),
+        ({"layers": [GOOD, {"forward": 1}]}, "layer 1 lacks 'backward'"),
+        ({"layers": [GOOD | {"wieght": 1}]}, "layer 0 has 'wieght', which no layer has"),
+        ({"layers": [3]}, "layer 0 must be an object, got 3"),
+        ({"format": "zerobubble workload 1"}, "give a list of [F, B, W] in ms, a row per layer, or the JSON form of layers"),
+        ("{", "line 1 is not JSON"),
+        ([[1, 1, 1]], "linear: 1 layers cannot be cut into 2 stages"),
+    ],
+)
+def test_wrong_layers_are_named(tmp_path: Path, data: Any, reason: str) -> None:
+    told = refused("plan", "--layers", written(tmp_path, data), "--ranks", "2", "--microbatches", "4", "--placement", "linear")
+    assert reason in told
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--per-rank", "x"), "--layers and --per-rank contradict each other"),
+        (("--baseline", "zb-heuristic"), "--layers and --baseline contradict each other"),
+        (("--microbatches", "4"), "plan needs --ranks P"),
+    ],
+)
+def test_layers_need_ranks_and_stand_alone(tmp_path: Path, options: tuple[str, ...], reason: str) -> None:
+    assert reason in refused("plan", "--layers", written(tmp_path, HEADED), *options)
+
+
 # Wrong requests.
 
 
@@ -210,6 +290,11 @@ def test_a_front_has_a_point_for_each_limit(tmp_path: Path) -> None:
     heights = [float(circle.get("cy", "")) for circle in circles if "best" in circle.get("class", "")]
     assert heights == sorted(heights), "a smaller bubble is further down"
     page = html.read_text()
+    above = [
+        float(picture.find("{*}circle").get("cy")) - float(picture.get("viewBox").split()[1])  # type: ignore[union-attr]
+        for picture in map(ElementTree.fromstring, (svg.read_text(), page[page.index("<svg") : page.index("</svg>") + 6]))
+    ]
+    assert above == [52, 20], "the legend is below the title in the picture, and at the top where the page has the title"
     assert page.count("<tr>") == 9
     assert "nothing fits" in page
 
@@ -233,3 +318,17 @@ def test_a_front_is_a_table_over_the_usual_limits() -> None:
 )
 def test_a_front_that_cannot_be_is_refused(options: tuple[str, ...], reason: str) -> None:
     assert reason in refused("pareto", *options)
+
+
+def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    asked = ("plan", *SHAPE, "--memory", "5", "--placement", "vee", "--evaluations", "3000")
+    plain = json.loads(printed(*asked, "--json"))
+    steady = json.loads(printed(*asked, "--noise", "5", "--json", "-o", file))
+    noise = steady["noise"]
+    assert steady["span_ms"] <= plain["span_ms"]
+    assert 0 < noise["gain"] == pytest.approx(1 - (1 - noise["bubble_before"]) / (1 - noise["bubble_after"]))
+    assert load_schedule(steady["csv"]).rows == zb.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
+    text = printed(*asked, "--noise", "5")
+    assert "its order was changed for that" in text
+    assert "steadied" in text.splitlines()[1]

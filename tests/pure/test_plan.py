@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 import zerobubble as zb
 from tests.pure.golden import TABLE_5
 from zerobubble import SCHEDULES, Costs, InputError, Kind, Limits, ParseError, Placement, Problem, ScheduleError, Solved, Workload
-from zerobubble.plan import Status, solve
+from zerobubble.plan import Status, attempt, choose, solve
 from zerobubble.plan import search as engine
+from zerobubble.plan.attempt import Budget
 from zerobubble.plan.families import FAMILIES, family, to_try
 from zerobubble.plan.pareto import pareto
-from zerobubble.plan.seeds import one_by_one, published, split
+from zerobubble.plan.seeds import ENOUGH, STEADY, one_by_one, promising, published, split, stretched
 
 PROFILE = TABLE_5[0]
 WORK = Workload.uniform(8, PROFILE.times, PROFILE.comm, 0.941)
@@ -80,6 +81,44 @@ def test_seeds_are_all_published_schedules_of_the_placement(name: str) -> None:
         assert zb.simulate(split(seed), costs).makespan <= zb.simulate(seed, costs).makespan
 
 
+@pytest.mark.parametrize(("name", "stages"), [(name, recipe.stages_per_rank) for name, recipe in SCHEDULES.items() if recipe.torch_csv])
+def test_a_stretched_schedule_is_the_long_one(name: str, stages: int) -> None:
+    for ranks, more in ((3, 1), (8, 5), (9, 20)):
+        few, many = STEADY * ranks, STEADY * ranks + more
+        if SCHEDULES[name].allows(ranks, few, stages) and SCHEDULES[name].allows(ranks, many, stages):
+            long = stretched(zb.make(name, ranks, few, stages), many)
+            assert long is None or long.rows == zb.make(name, ranks, many, stages).rows
+
+
+def test_schedules_that_repeat_themselves_are_stretched() -> None:
+    def can_be(name: str) -> bool:
+        return stretched(zb.make(name, 8, STEADY * 8), 50) is not None
+
+    assert all(map(can_be, ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-min", "v-half", "1f1b-v"]))
+    assert not any(map(can_be, ["gpipe", "breadth-first", "interleaved-1f1b", "two-thirds"]))
+
+
+@pytest.mark.parametrize(
+    ("placement", "memory", "first"),
+    [("vee", 8, "zb-v"), ("vee", 6, "v-half"), ("vee", 4, "v-min"), ("linear", 8, "zb-h1"), ("linear", 16, "zb-h2")],
+)
+def test_the_seed_tried_first_fits_and_has_the_smallest_bubble(placement: str, memory: float, first: str) -> None:
+    problem = problem_on(placement, memory, microbatches=40)
+    names = [seed.name for seed in promising(problem)]
+    assert names[0] == first
+    assert sorted(names) == sorted(seed.name for seed in published(problem.placement, 40))
+
+
+@pytest.mark.parametrize(
+    ("placement", "memory", "made"),
+    [("vee", 8, ["zb-v"]), ("vee", 6, []), ("vee", 5, ["v-half"]), ("vee", 20, []), ("linear", 16, ["zb-h2"]), ("linear", 12, [])],
+)
+def test_in_a_hurry_only_a_seed_that_fills_the_memory_is_made(placement: str, memory: float, made: list[str]) -> None:
+    problem = problem_on(placement, memory, microbatches=40)
+    assert [seed.name for seed in promising(problem, ENOUGH * problem.num_passes)] == made
+    assert next(promising(problem, 0.0)).name == next(promising(problem)).name
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_microbatch_alone_fits_wherever_anything_does(name: str) -> None:
     work = Workload.uniform(3, (1, 1, 1), held=2.0)
@@ -121,6 +160,73 @@ def test_a_search_starts_from_given_seeds() -> None:
     again = solve(problem, seconds=0, seeds=[good])
     assert again.schedule == good
     assert (again.time or 0) < (solve(problem, seconds=0).time or 0)
+
+
+def test_where_no_seed_fits_the_search_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_on("wave-3", 4)
+    alone = solve(problem, seconds=0)
+    assert alone.how == "one by one"
+    offered: list[int] = []
+    search = engine.search
+    monkeypatch.setattr(
+        engine, "search", lambda given, bound, seeds, **rest: offered.append(len(seeds)) or search(given, bound, seeds, **rest)
+    )
+    found = solve(problem, evaluations=300)
+    check(found)
+    assert offered == [0]
+    assert (found.time or 0) < (alone.time or 0) / 2
+
+
+# The budget.
+
+
+class Clock:
+    """A clock that tells what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        for module in (attempt, choose):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize(("seconds", "made"), [(1.0, 2), (0.1, 1), (0.0, 6)])
+def test_seeds_take_half_of_the_budget_but_one_is_always_made(seconds: float, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, given = Clock(monkeypatch), list[Any]()
+
+    def slowly() -> Any:
+        for _ in range(6):
+            clock.now += 0.3
+            given.append(zb.make("v-half", 8, 24))
+            yield given[-1]
+
+    begun = attempt.begin("vee", problem_on("vee", 6), Budget(seconds), slowly())
+    assert len(given) == made
+    assert set(given) <= set(begun.seeds)
+
+
+def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    given: list[float] = []
+    of = Solved.of
+
+    def checked(problem: Problem, *parts: Any) -> Solved:
+        clock.now += attempt.CHECKING * problem.num_passes
+        return of(problem, *parts)
+
+    def search(problem: Problem, bound: int, seeds: Any, *, seconds: float, **rest: Any) -> engine.Found:
+        given.append(seconds)
+        clock.now += 1.1 * seconds
+        return engine.Found(one_by_one(problem.placement, problem.num_microbatches), "nothing", 0, seconds)
+
+    monkeypatch.setattr(Solved, "of", checked)
+    monkeypatch.setattr(engine, "search", search)
+    monkeypatch.setattr(engine, "compile_kernels", lambda: 0.0)
+    made = zb.plan(WORK, 24, 6, seconds=3)
+    assert len(given) > 7
+    assert 2.9 < made.seconds == clock.now < 3.1
+    clock.now, given[:] = 0.0, []
+    assert 0.95 < solve(problem_on("vee", 6), seconds=1).seconds < 1.1
+    assert len(given) == 1
 
 
 def test_too_little_memory_is_infeasible_with_the_rank() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
 from zerobubble import InputError, Limits, Placement, memory_faults, schedule_faults, simulate
 from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
+from zerobubble.plan import search as engine
 from zerobubble.plan.choose import solve
 from zerobubble.plan.joint import LayersPlan, plan_layers
 from zerobubble.plan.problem import Objective, Problem, Solved
@@ -54,7 +57,7 @@ def test_never_worse_than_balanced_cuts_and_then_a_plan(placement: Placement, ob
 
 
 def test_a_heavy_head_is_planned_shorter_with_other_cuts() -> None:
-    found = together(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), Objective.SPAN)
+    found = plan_layers(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), seconds=1, evaluations=400)
     assert found.cuts != found.balanced_cuts
     assert found.gain > 0.03
     assert found.cuts_planned > 1
@@ -106,3 +109,32 @@ def test_the_json_form_names_both_cuts_and_the_gain() -> None:
     data = found.to_dict()
     assert (data["cuts"], data["balanced_cuts"], data["gain"]) == (list(found.cuts), list(found.balanced_cuts), found.gain)
     assert Solved.from_dict(data["plan"]).time == data["time"] == found.solved.time
+
+
+def test_placements_compete_and_the_winner_moves_its_cuts() -> None:
+    placements = {"line": Placement.linear(2), "vee": Placement.vee(2), "fine": Placement.looped(2, 12)}
+    found = plan_layers(HEADED, placements, 6, Limits((60_000,) * 2), seconds=1, evaluations=200)
+    names = [choice.name for choice in found.plan.choices]
+    assert sorted(names) == ["line", "vee"]
+    assert found.left_out == ("fine: 23 layers cannot be cut into 24 stages: a stage is at least one layer",)
+    apart = {name: one_after_the_other(HEADED, placements[name], 6, Limits((60_000,) * 2), Objective.SPAN) for name in names}
+    assert found.solved.problem.placement == placements[names[0]]
+    assert found.solved.problem.costs == stage_costs(HEADED, found.cuts)
+    assert found.solved.time is not None
+    assert found.solved.time <= min(solved.time or 0 for solved in apart.values())
+    (other,) = found.plan.choices[1:]
+    assert other.solved.problem.costs == apart[other.name].problem.costs
+
+
+def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, times = engine.search, [0]
+
+    def interrupted(*parts: Any, **options: Any) -> engine.Found:
+        times[0] += 1
+        return replace(search(*parts, **options), interrupted=True)
+
+    monkeypatch.setattr(engine, "search", interrupted)
+    found = together(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), Objective.SPAN)
+    assert times == [2]
+    assert found.cuts_planned == 2
+    assert found.gain >= 0

@@ -45,9 +45,11 @@ def test_the_plan_in_python_is_saved_as_shown(tmp_path: Path, monkeypatch: pytes
 
 def test_commands_run_and_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    mine = re.search(r"```text\n(zerobubble schedule 1\n.*?)```", OWN, re.DOTALL)
+    mine, layers = (re.search(shown, README, re.DOTALL) for shown in (r"```text\n(zerobubble schedule 1\n.*?)```", r"```json\n(.*?)```"))
     assert mine is not None
+    assert layers is not None
     Path("mine.txt").write_text(mine[1])
+    Path("layers.json").write_text(layers[1])
     commands = re.findall(COMMAND, README + gallery()["README.md"], re.MULTILINE)
     assert len(commands) > 8
     for command, shown in commands:

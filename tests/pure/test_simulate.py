@@ -10,6 +10,7 @@ from hypothesis import given
 import zerobubble as zb
 from tests.pure.problems import delay, needs, problems, slow_ends, step_time
 from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, peak_memory, simulate
+from zerobubble.simulate import lengths
 from zerobubble.timeline import Cause, Span, Why
 
 Problem = tuple[Schedule, Costs]
@@ -44,6 +45,12 @@ def test_every_reason_is_true(problem: Problem) -> None:
     for row in schedule.steps:
         for before, step in zip((None, *row), row, strict=False):
             check_reason(schedule, costs, spans, spans[before[-1]] if before else None, step)
+
+
+@given(problems())
+def test_lengths_are_those_of_the_timeline(problem: Problem) -> None:
+    timeline = simulate(*problem)
+    assert lengths(*problem) == (timeline.span, timeline.makespan)
 
 
 def check_reason(schedule: Schedule, costs: Costs, spans: dict[Op, Span], before: Span | None, step: tuple[Op, ...]) -> None:

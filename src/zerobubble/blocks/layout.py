@@ -139,11 +139,13 @@ def squeeze(layout: Layout) -> Layout:
     order = walk(graph, graph.needs, graph.first[:-1])
     if len(order) < len(graph.ops):
         checked(layout.schedule)
-    takes = lengths(layout.times)
+    takes, firsts = lengths(layout.times), set(graph.first)
     begin, end = [0] * len(order), [0] * len(order)
     for number in order:
-        free = end[number - 1] if graph.position(number) else 0
-        begin[number] = max([free, *[end[need] for need in graph.needs[number]]])
-        end[number] = begin[number] + takes[graph.ops[number].kind]
+        slot = 0 if number in firsts else end[number - 1]
+        for need in graph.needs[number]:
+            if end[need] > slot:
+                slot = end[need]
+        begin[number], end[number] = slot, slot + takes[graph.ops[number][0]]
     starts = list(map(Start, graph.ops, begin))
     return replace(layout, rows=tuple(tuple(starts[here:there]) for here, there in pairwise(graph.first)))

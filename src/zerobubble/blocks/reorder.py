@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from zerobubble.blocks.block import Start, Times, lengths
 from zerobubble.blocks.layout import Layout
@@ -59,24 +59,28 @@ class _Board:
 
     def in_order(self) -> tuple[list[int], int, int]:
         """The passes in order of their slots, lower ranks first; where in it the first microbatch comes home and the last one enters."""
-        order = sorted(self.active, key=lambda number: (self.begin[number], self.graph.rank[number]))
-        kinds = [(k, self.graph.ops[number].kind) for k, number in enumerate(order) if self.graph.ops[number].stage == 0]
-        home = min((k for k, kind in kinds if kind in BACKWARD), default=len(order))
-        return order, home, max(k for k, kind in kinds if kind is Kind.F)
+        order, ops = sorted(self.active, key=self.begin.__getitem__), self.graph.ops
+        ends = [k for k, number in enumerate(order) if ops[number][1] == 0]
+        home = next((k for k in ends if ops[order[k]].kind in BACKWARD), len(order))
+        return order, home, next(k for k in reversed(ends) if ops[order[k]].kind is Kind.F)
 
     def squeeze(self) -> None:
         """Let every pass start as soon as its rank is free and what it uses is there, in the order of their slots."""
-        free, end = [0] * (len(self.graph.first) - 1), [0] * len(self.begin)
-        for number in sorted(self.active, key=self.begin.__getitem__):
-            rank = self.graph.rank[number]
-            self.begin[number] = max([free[rank], *[end[need] for need in self.graph.needs[number]]])
-            free[rank] = end[number] = self.begin[number] + self.length[number]
+        begin, rank, needs = self.begin, self.graph.rank, self.graph.needs
+        free, end = [0] * len(self.graph.first), [0] * len(begin)
+        for number in sorted(self.active, key=begin.__getitem__):
+            slot = free[rank[number]]
+            for need in needs[number]:
+                if end[need] > slot:
+                    slot = end[need]
+            begin[number] = slot
+            free[rank[number]] = end[number] = slot + self.length[number]
 
     def lift(self) -> dict[Op, int]:
         """Take all W off the board; their numbers."""
-        ops = self.graph.ops
-        self.active = [number for number in self.active if ops[number].kind is not Kind.W]
-        return {op: number for number, op in enumerate(ops) if op.kind is Kind.W}
+        ops, weight = self.graph.ops, Kind.W
+        self.active = [number for number in self.active if ops[number][0] is not weight]
+        return {op: number for number, op in enumerate(ops) if op[0] is weight}
 
     def put(self, starts: Iterable[Start], numbers: dict[Op, int]) -> None:
         """Put passes of these `numbers` on the board."""
@@ -87,8 +91,9 @@ class _Board:
     def rows(self) -> list[list[Start]]:
         """The passes of each rank, first to last."""
         rows: list[list[Start]] = [[] for _ in self.graph.first[1:]]
-        for number in sorted(self.active, key=self.begin.__getitem__):
-            rows[self.graph.rank[number]].append(Start(self.graph.ops[number], self.begin[number]))
+        ops, begin, rank = self.graph.ops, self.begin, self.graph.rank
+        for number in sorted(self.active, key=begin.__getitem__):
+            rows[rank[number]].append(Start(ops[number], begin[number]))
         return rows
 
 
@@ -115,6 +120,15 @@ class _Sweep:
             yield slot
             slot = taken.find(gap, slot + 1)
 
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Leave passes, given in order of their slots, where they are."""
+        ops, rank, begin, length, taken = self.board.graph.ops, self.board.graph.rank, self.board.begin, self.board.length, self._taken
+        full = {slots: b"\1" * slots for slots in set(length)}
+        for number in numbers:
+            slot, slots = begin[number], length[number]
+            taken[rank[number]][slot : slot + slots] = full[slots]
+        self._last.update({ops[number][:2]: number for number in numbers})
+
     def place(self, number: int, slot: int) -> None:
         """Put a pass in its final slot."""
         kind, stage, _ = self.board.graph.ops[number]
@@ -128,11 +142,12 @@ def _advance(board: _Board, held: list[list[int]], most: int, steady: bool) -> N
     """Move passes up, all or those of warm-up and cool-down; `held` is what each rank holds in each slot."""
     sweep = _Sweep(board)
     order, home, entry = board.in_order()
-    for k, number in enumerate(order):
-        slot = board.begin[number]
-        if not (steady and home <= k <= entry):
-            slot = _move_up(sweep, number, held[board.graph.rank[number]], most)
-        sweep.place(number, slot)
+    home, entered = (home, max(home, entry + 1)) if steady else (len(order), len(order))
+    for number in order[:home]:
+        sweep.place(number, _move_up(sweep, number, held[board.graph.rank[number]], most))
+    sweep.keep(order[home:entered])
+    for number in order[entered:]:
+        sweep.place(number, _move_up(sweep, number, held[board.graph.rank[number]], most))
 
 
 def _move_up(sweep: _Sweep, number: int, held: list[int], most: int) -> int:
@@ -160,12 +175,11 @@ def _advance_lifted(board: _Board, flows: list[_Flow], most: int) -> None:
     """On a board without W, move the passes of the cool-down up as far as memory holds once W take the idle slots."""
     sweep = _Sweep(board)
     order, _, entry = board.in_order()
-    for k, number in enumerate(order):
+    sweep.keep(order[: entry + 1])
+    for number in order[entry + 1 :]:
         slot = board.begin[number]
-        if k > entry:
-            flow, idle = flows[board.graph.rank[number]], sweep.idle(number, sweep.earliest(number))
-            slot = next((new for new in idle if flow.move(slot, new, most)), slot)
-        sweep.place(number, slot)
+        flow, idle = flows[board.graph.rank[number]], sweep.idle(number, sweep.earliest(number))
+        sweep.place(number, next((new for new in idle if flow.move(slot, new, most)), slot))
 
 
 State = tuple[int, int, int]
@@ -176,42 +190,47 @@ class _Flow:
     """The passes of one rank without W, and the state before each when W take every idle slot they can."""
 
     def __init__(self, row: Iterable[Start], times: Times) -> None:
-        self.times = times
+        self.takes = lengths(times)
         self.row = list(row)
-        self.before, _ = self._states((0, 0, 0), self.row)
+        self.before: list[State] = [(0, 0, 0)]
+        for start in self.row:
+            self.before.append(self._after(self.before[-1], start))
 
     def move(self, old: int, new: int, most: int) -> bool:
-        """Move the pass in slot `old` to `new` unless the rank would then hold more than `most`; whether it did."""
+        """Move the pass in slot `old` to `new` unless the rank would then hold more than `most`, which it does not now; whether it did.
+
+        From where the state is what it was, all is as before.
+        """
         here, there = (bisect_left(self.row, slot, key=lambda start: start.slot) for slot in (new, old))
-        row = [Start(self.row[there].op, new), *self.row[here:there], *self.row[there + 1 :]]
-        states, peak = self._states(self.before[here], row)
-        if peak > most:
-            return False
-        self.row[here:], self.before[here:] = row, states
+        moved = [Start(self.row[there].op, new), *self.row[here:there]]
+        states = [self.before[here]]
+        for start in chain(moved, (self.row[k] for k in range(there + 1, len(self.row)))):
+            states.append(self._after(states[-1], start))
+            if states[-1][1] > most:
+                return False
+            if len(states) > len(moved) and states[-1] == self.before[here + len(states) - 1]:
+                break
+        self.row[here : there + 1] = moved
+        self.before[here : here + len(states)] = states
         return True
 
-    def _states(self, state: State, row: list[Start]) -> tuple[list[State], int]:
-        """The states before the passes of `row`, and the most held after any."""
-        takes = lengths(self.times)
+    def _after(self, state: State, start: Start) -> State:
+        (kind, _, _), slot = start
         free, held, waiting = state
-        states, peak = [], 0
-        for (kind, _, _), slot in row:
-            states.append((free, held, waiting))
-            done = min(waiting, (slot - free) // takes[Kind.W])
-            free, held, waiting = slot + takes[kind], held - done + _TAKES[kind], waiting - done + (kind is Kind.B)
-            peak = max(peak, held)
-        return states, peak
+        done = min(waiting, (slot - free) // self.takes[Kind.W])
+        return slot + self.takes[kind], held - done + _TAKES[kind], waiting - done + (kind is Kind.B)
 
 
 def _weights(row: Iterable[Start], times: Times) -> Iterator[Start]:
     """A W for every B of `row`, in the first idle slots after it, those of the rank's last stage first."""
     waiting: list[tuple[int, int]] = []
-    free, takes = 0, lengths(times)
-    for op, slot in [*row, Start(Op(Kind.F, 0, 0), sys.maxsize)]:
-        while waiting and free + takes[Kind.W] <= slot:
-            stage, microbatch = heappop(waiting)
-            yield Start(Op(Kind.W, -stage, microbatch), free)
-            free += takes[Kind.W]
-        free = slot + takes[op.kind]
-        if op.kind is Kind.B:
-            heappush(waiting, (-op.stage, op.microbatch))
+    takes, backward, weight = lengths(times), Kind.B, Kind.W
+    free, gap = 0, takes[weight]
+    for (kind, stage, microbatch), slot in [*row, Start(Op(Kind.F, 0, 0), sys.maxsize)]:
+        while waiting and free + gap <= slot:
+            last, first = heappop(waiting)
+            yield Start(Op(weight, -last, first), free)
+            free += gap
+        free = slot + takes[kind]
+        if kind is backward:
+            heappush(waiting, (-stage, microbatch))

@@ -72,7 +72,7 @@ def pareto_verb(
             work,
             microbatches,
             limits,
-            placements=asked_placements(placement, work, microbatches),
+            placements=asked_placements(placement, p, microbatches),
             objective=objective,
             seconds=budget,
             seed=seed,

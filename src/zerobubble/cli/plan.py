@@ -5,33 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zerobubble.cli.files import write_text
-from zerobubble.cli.workload import Times, asked_placements, asked_work, planning_options
+from zerobubble.cli.layers import cuts_dict, cuts_text, equal_room, read_layers
+from zerobubble.cli.workload import Times, asked_placements, asked_shape, asked_work, planning_options
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.export.units import ms
-from zerobubble.plan import Plan, Solved, plan
+from zerobubble.plan import Plan, Solved, plan, plan_layers
 from zerobubble.plan.attempt import News, Watch
 from zerobubble.plan.plan_file import plan_text
 from zerobubble.plan.reasons import percent
+from zerobubble.plan.steady import steadied, steady_dict, steady_text
 from zerobubble.plan.what_if import what_if, what_if_text
+
+Told = tuple[dict[str, object], str]
+"""What is told beside the plan: keys for the JSON form, and text."""
 
 
 @click.command("plan")
 @planning_options
 @click.option("--memory", type=float, metavar="X", help="Room on each rank, in microbatches of all its stages; all if not given.")
 @click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours.")
+@click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times.")
 @click.option(
     "--what-if",
     "error",
     type=click.FloatRange(0, 100, True, True),
     metavar="PERCENT",
     help="Also tell what becomes of the winner if times are off.",
+)
+@click.option(
+    "--noise",
+    type=click.FloatRange(0, 100, True, True),
+    metavar="PERCENT",
+    help="Search the winner on, as long again, for an order that stands passes which vary by so much.",
 )
 @click.option("--format", "form", type=click.Choice(["torch-csv"]), help="Print the winner as PyTorch's schedule CSV and nothing else.")
 @click.option("-o", "--output", metavar="FILE", help="Also save the winner with its bound and figures, for zb.load_plan.")
@@ -50,7 +63,9 @@ def plan_verb(
     as_json: bool,
     memory: float | None,
     baseline: str | None,
+    layers: str | None,
     error: float | None,
+    noise: float | None,
     form: str | None,
     output: str | None,
 ) -> None:
@@ -59,41 +74,54 @@ def plan_verb(
     Prints the winner and the other placements with their bubbles, memory and messages, the bound of each, which no schedule can
     beat, and the reason. Ctrl-C ends the search with the best so far.
 
+    With --layers, a list of [F, B, W] in ms per layer or layers in their JSON form, the cut into stages is chosen together with the
+    schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory is
+    then the room for microbatches in an equal share of the layers, beside an equal share of their parameters.
+
     \b
     Examples:
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
       zerobubble plan --ranks 8 --microbatches 24 --placement vee,wave-4 --memory 5 --budget 20 -o plan.json
       zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
+      zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 8
     """
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    work, microbatches = asked_work("plan", ranks, microbatches, times, comm, held, per_rank)
+    for option, value in (("--per-rank", per_rank), ("--baseline", baseline)):
+        if layers is not None and value is not None:
+            raise click.UsageError(f"--layers and {option} contradict each other: give one")
     if memory is not None and 0 < memory < 1:
         raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
-    with progress_bar(budget if evaluations is None else None) as watch:
-        found = plan(
-            work,
-            microbatches,
-            memory,
-            placements=asked_placements(placement, work, microbatches),
-            objective=objective,
-            seconds=budget,
-            seed=seed,
-            evaluations=evaluations,
-            baseline=baseline,
-            progress=watch,
-        )
+    told: list[Told] = []
+    with progress_bar(budget * (1 if layers is None else 2) if evaluations is None else None) as watch:
+        search: dict[str, Any] = {"objective": objective, "seconds": budget, "seed": seed, "evaluations": evaluations, "progress": watch}
+        if layers is None:
+            work, microbatches = asked_work("plan", ranks, microbatches, times, comm, held, per_rank)
+            search |= {"placements": asked_placements(placement, work.num_ranks, microbatches), "baseline": baseline}
+            found = plan(work, microbatches, memory, **search)
+        else:
+            ranks, microbatches = asked_shape("plan", ranks, microbatches)
+            named, model = asked_placements(placement, ranks, microbatches), read_layers(layers, comm, held)
+            limits = None if memory is None else equal_room(model, ranks, memory)
+            together = plan_layers(model, named, microbatches, limits, **search)
+            found, told = together.plan, [(cuts_dict(together), cuts_text(together, len(model)))]
+    if noise is not None:
+        found, steady = steadied(found, noise / 100, seconds=budget, seed=seed, evaluations=evaluations)
+        problem = found.best.problem
+        told.append(({"noise": steady_dict(problem, steady)}, steady_text(problem, steady, noise / 100)))
     schedule = found.schedule
     if output is not None:
         write_text(output, plan_text(found.best))
-    moved = None if error is None or form is not None else what_if(found.best, error / 100, seed=seed)
+    if error is not None and form is None:
+        moved = what_if(found.best, error / 100, seed=seed)
+        told.append(({"what_if": moved.to_dict()}, what_if_text(moved)))
     if as_json:
-        click.echo(json.dumps(as_dict(found) | ({} if moved is None else {"what_if": moved.to_dict()}), indent=2))
+        click.echo(json.dumps(as_dict(found) | {key: value for data, _ in told for key, value in data.items()}, indent=2))
     elif form is not None:
         click.echo(to_torch_csv(schedule), nl=False)
     else:
-        click.echo(found if moved is None else f"{found}\n\n{what_if_text(moved)}")
+        click.echo("\n\n".join([str(found), *(text for _, text in told)]))
 
 
 @contextmanager

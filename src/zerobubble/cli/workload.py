@@ -11,6 +11,7 @@ import click
 from zerobubble.cli.files import read_text, require_size
 from zerobubble.cli.options import comm_option, held_option, json_option, microbatches_option, ranks_option, times_option
 from zerobubble.errors import InputError, ParseError
+from zerobubble.ir import Placement
 from zerobubble.plan import Objective, Workload
 from zerobubble.plan.families import ANY, FAMILIES, to_try
 
@@ -47,25 +48,30 @@ def asked_work(
 ) -> tuple[Workload, int]:
     """The work of each rank and the number of microbatches; raises `InputError` for what is missing or contradicts the file."""
     work = None if per_rank is None else read_workload(per_rank, comm, held)
-    ranks = work.num_ranks if ranks is None and work else ranks
+    ranks, microbatches = asked_shape(verb, work.num_ranks if ranks is None and work else ranks, microbatches)
+    if work is not None and work.num_ranks != ranks:
+        raise InputError(f"--ranks {ranks} does not fit {per_rank}, which has times for {work.num_ranks}: leave the option out")
+    return work or Workload.uniform(ranks, times, comm, held), microbatches
+
+
+def asked_shape(verb: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+    """The numbers of ranks and microbatches; raises `InputError` for one that is missing, below 1 or too large."""
     missing = [option for option, count in (("--ranks P", ranks), ("--microbatches M", microbatches)) if count is None]
     if ranks is None or microbatches is None:
         raise InputError(f"{verb} needs {' and '.join(missing)}")
     for option, count in (("--ranks", ranks), ("--microbatches", microbatches)):
         if count < 1:
             raise InputError(f"{option} must be at least 1, got {count}")
-    if work is not None and work.num_ranks != ranks:
-        raise InputError(f"--ranks {ranks} does not fit {per_rank}, which has times for {work.num_ranks}: leave the option out")
     require_size("a plan", 3 * ranks * microbatches)
-    return work or Workload.uniform(ranks, times, comm, held), microbatches
+    return ranks, microbatches
 
 
-def asked_placements(placement: str, work: Workload, microbatches: int) -> list[str]:
-    """The names of the placements to try; raises `InputError` for an unknown one and for too many passes."""
-    named = to_try([name.strip() for name in placement.split(",")], work.num_ranks)
+def asked_placements(placement: str, num_ranks: int, microbatches: int) -> dict[str, Placement]:
+    """The placements to try by their names; raises `InputError` for an unknown one and for too many passes."""
+    named = to_try([name.strip() for name in placement.split(",")], num_ranks)
     most = max(made.num_stages for made in named.values())
     require_size("a plan", 3 * most * microbatches)
-    return list(named)
+    return named
 
 
 def read_workload(file: str, comm: float, held: float) -> Workload:

@@ -20,6 +20,7 @@ COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4
 
 LEFT, RIGHT, TOP, PLOT, BOTTOM = 70, 30, 84, 360, 64
 HEIGHT = TOP + PLOT + BOTTOM
+HEADING = 32
 
 NOTE = (
     "Each large dot is the best plan for that much memory, filled where it is proven optimal for its placement; small dots are the best "
@@ -52,7 +53,7 @@ class _Frame(NamedTuple):
 def front_svg(front: Front, title: str, width: int = 860) -> str:
     """An SVG document: bubble over memory, `width` pixels wide, with a dot for each plan and the bound as a dashed line.
 
-    Raises `InputError` for a width below 640, and when no point of the front has a schedule.
+    Without a title it begins at its legend. Raises `InputError` for a width below 640, and when no point of the front has a schedule.
     """
     if width < NARROWEST:
         raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
@@ -69,7 +70,8 @@ def _frame(points: Sequence[Point], width: int) -> _Frame:
 
 
 def _document(frame: _Frame, points: Sequence[Point], title: str) -> Iterator[str]:
-    size = f'viewBox="0 0 {frame.width} {HEIGHT}" width="{frame.width}" height="{HEIGHT}"'
+    above = 0 if title else HEADING
+    size = f'viewBox="0 {above} {frame.width} {HEIGHT - above}" width="{frame.width}" height="{HEIGHT - above}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{escape(title)}</title>"
     yield f"<style>{STYLE}{LINES}</style>"

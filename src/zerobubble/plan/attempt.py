@@ -15,7 +15,8 @@ from zerobubble.plan.papers import BASELINES
 from zerobubble.plan.papers.zb_heuristic import zb_heuristic
 from zerobubble.plan.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.plan.problem import Problem, Solved, Status
-from zerobubble.plan.seeds import fits, fitting, one_by_one, published, split
+from zerobubble.plan.reasons import split_shortage
+from zerobubble.plan.seeds import MAKING, fitting, one_by_one, promising
 
 if TYPE_CHECKING:
     from zerobubble.plan.search import Progress
@@ -44,9 +45,9 @@ class Budget(NamedTuple):
     def is_empty(self) -> bool:
         return self.seconds <= 0 if self.evaluations is None else self.evaluations <= 0
 
-    def share(self, parts: int) -> Budget:
-        """One of so many equal parts."""
-        return Budget(self.seconds / parts, None if self.evaluations is None else self.evaluations // parts)
+    def share(self, parts: int, done: int = 0, spent: float = 0.0) -> Budget:
+        """One of so many equal parts, where those `done` have taken `spent` seconds."""
+        return Budget(max(0.0, self.seconds - spent) / (parts - done), None if self.evaluations is None else self.evaluations // parts)
 
     @property
     def for_seeds(self) -> float:
@@ -54,8 +55,11 @@ class Budget(NamedTuple):
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
 
-QUICK_PASSES = 60_000
-"""Passes that the papers' planners order in a few seconds."""
+QUICK_PASSES, QUICK_PACE = 60_000, 20_000
+"""Passes that the papers' planners order in a few seconds, and in one."""
+
+CHECKING = 4e-6
+"""Seconds a pass to check and play an answer."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,15 @@ class Attempt:
         """Whether a search could still find something."""
         return self.solved.status is Status.FEASIBLE
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is an answer, but none has been made."""
+        return self.is_open and self.solved.schedule is None
 
-def quick(problem: Problem) -> Iterator[Schedule]:
-    """What the papers' quick planners find, as far as they have an answer; nothing where the problem is too large for them."""
-    if 3 * problem.placement.num_stages * problem.num_microbatches > QUICK_PASSES:
+
+def quick(problem: Problem, seconds: float) -> Iterator[Schedule]:
+    """What the papers' quick planners find, as far as they have an answer; nothing where it would take more than `seconds`."""
+    if problem.num_passes > min(QUICK_PASSES, seconds * QUICK_PACE):
         return
     for planner in (zb_v_greedy, zb_heuristic):
         with suppress(InputError):
@@ -86,61 +95,73 @@ def quick(problem: Problem) -> Iterator[Schedule]:
 def begin(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None) -> Attempt:
     """The best of what quick planners find and of `seeds` (if not given, the published schedules), until one meets the bound.
 
-    Where none fits, it is each microbatch by itself, which fits wherever anything does.
+    The first is always made, more while they take up to half of the budget. Where none fits, the attempt is blank.
     """
     started, bound = perf_counter(), problem.bound()
     if problem.lack:
         return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.lack))
-    best, kept = None, []
-    given = published(problem.placement, problem.num_microbatches) if seeds is None else seeds
-    for seed in fitting(chain(quick(problem), given), problem):
+    best, kept = Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, ""), []
+    given = chain(quick(problem, budget.for_seeds), promising(problem, budget.for_seeds) if seeds is None else seeds)
+    for seed in fitting(_until(given, started + budget.for_seeds - MAKING * problem.num_passes), problem):
         kept.append(seed)
         solved = Solved.of(problem, bound, seed, perf_counter() - started, seed.name)
-        best = solved if best is None else shorter(best, solved)
-        if best.status is Status.OPTIMAL or solved.seconds > budget.for_seeds:
+        best = shorter(best, solved)
+        if best.status is Status.OPTIMAL:
             break
-    if best is None:
-        alone = one_by_one(problem.placement, problem.num_microbatches)
-        best = Solved.of(problem, bound, alone, perf_counter() - started, alone.name)
     return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept))
 
 
+def _until(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
+    """The first of `seeds`, and those that are made while the clock is not past `end`."""
+    for seed in seeds:
+        yield seed
+        if perf_counter() > end:
+            return
+
+
 def sketch(attempt: Attempt) -> Attempt:
-    """The attempt after one pass of the list scheduler, where no seed fits."""
-    return attempt if attempt.seeds else _search(attempt, (), Budget(0.0), 0, None)
+    """The attempt after a few passes of the list scheduler, if it is blank."""
+    return _search(attempt, (), Budget(0.0), 0, None) if attempt.is_blank else attempt
+
+
+def settled(attempt: Attempt) -> Attempt:
+    """The attempt with each microbatch by itself, which fits wherever anything does, if it is still blank."""
+    if not attempt.is_blank:
+        return attempt
+    started, problem = perf_counter(), attempt.solved.problem
+    alone = one_by_one(problem.placement, problem.num_microbatches)
+    solved = Solved.of(problem, attempt.solved.bound, alone, 0.0, alone.name)
+    return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + perf_counter() - started))
 
 
 def improve(attempt: Attempt, budget: Budget, seed: int = 0, watch: Watch | None = None) -> Attempt:
-    """The attempt after a search, never worse; the compiling of the search must be done before, or it counts."""
-    if budget.is_empty or attempt.solved.schedule is None:
+    """The attempt after a search, never worse; checking the answer counts, and so does compiling the search unless it is done before."""
+    if budget.is_empty or not attempt.is_open:
         return attempt
-    return replace(_search(attempt, (attempt.solved.schedule, *attempt.seeds), budget, seed, watch), searched=True)
+    best = attempt.solved.schedule
+    seeds = attempt.seeds if best is None else (best, *attempt.seeds)
+    return replace(_search(attempt, seeds, budget, seed, watch), searched=True)
 
 
 def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed: int, watch: Watch | None) -> Attempt:
     from zerobubble.plan.search import search
 
-    solved = attempt.solved
-    if not attempt.is_open or not _can_split(solved.problem):
+    started, solved = perf_counter(), attempt.solved
+    if split_shortage(solved.problem):
         return attempt
     found = search(
         solved.problem,
         solved.bound.time,
         seeds,
-        seconds=budget.seconds,
+        seconds=max(0.0, budget.seconds - CHECKING * solved.problem.num_passes),
         seed=seed,
         evaluations=budget.evaluations,
         progress=None if watch is None else lambda progress: watch(_news(attempt, progress)),
     )
-    seconds, name = solved.seconds + found.seconds, f"planned by {found.how}"
+    name, before = f"planned by {found.how}", solved.seconds
     if solved.schedule is None or found.schedule.rows != solved.schedule.rows:
-        solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(found.schedule, name=name), seconds, name))
-    return replace(attempt, solved=replace(solved, seconds=seconds), interrupted=found.interrupted)
-
-
-def _can_split(problem: Problem) -> bool:
-    """Whether one microbatch with B and W apart fits, as all schedules of the search are; W may need more room than F saved."""
-    return fits(split(one_by_one(problem.placement, 1)), problem)
+        solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(found.schedule, name=name), before, name))
+    return replace(attempt, solved=replace(solved, seconds=before + perf_counter() - started), interrupted=found.interrupted)
 
 
 def _news(attempt: Attempt, progress: Progress) -> News:

@@ -9,14 +9,15 @@ from itertools import chain
 from math import ceil, isfinite
 from time import perf_counter
 
+from zerobubble.bulk import in_bulk
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.plan.attempt import Attempt, Budget, Watch, begin, by_baseline, improve, sketch
+from zerobubble.plan.attempt import Attempt, Budget, Watch, begin, by_baseline, improve, settled, sketch
 from zerobubble.plan.families import ANY, to_try
 from zerobubble.plan.problem import Objective, Problem, Solved, Workload
 from zerobubble.plan.reasons import can_beat, notes, show
-from zerobubble.plan.seeds import published
+from zerobubble.plan.seeds import promising
 
 SECONDS = 5.0
 """How long to search where nobody says."""
@@ -64,6 +65,7 @@ class Plan:
         return show([(choice.name, choice.solved, choice.note) for choice in self.choices])
 
 
+@in_bulk()
 def solve(
     problem: Problem,
     *,
@@ -74,19 +76,23 @@ def solve(
     seeds: Sequence[Schedule] = (),
     progress: Watch | None = None,
 ) -> Solved:
-    """The best schedule for `problem` that `seconds` of search find, or `evaluations` schedules played, which is always the same one.
+    """The best schedule for `problem` found in `seconds`, or by `evaluations` schedules played, which is always the same one.
 
-    With 0 of either it is the best of `seeds` and the published schedules. `baseline` names a planner of the papers to ask instead.
+    The seconds are for seeds, search and the last check together, compiling the search apart. With 0 of either it is the best of
+    `seeds` and the published schedules. `baseline` names a planner of the papers to ask instead.
     Ctrl-C gives the best so far. The answer is checked and played anew in plain Python. Raises `InputError` for a negative budget.
     """
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if baseline is not None:
         return by_baseline(name, baseline, problem).solved
-    attempt = begin(name, problem, budget, chain(seeds, published(problem.placement, problem.num_microbatches)))
+    started = perf_counter()
+    attempt = begin(name, problem, budget, chain(seeds, promising(problem, budget.for_seeds)))
     with suppress(KeyboardInterrupt):
+        spent = perf_counter() - started
         _compile([attempt], budget)
-        attempt = improve(attempt, budget, seed, progress)
-    return attempt.solved
+        if not budget.is_empty:
+            attempt = sketch(improve(attempt, budget.share(1, spent=spent), seed, progress))
+    return settled(attempt).solved
 
 
 def plan(
@@ -118,6 +124,7 @@ def plan(
     return decide(problems, as_budget(seconds, evaluations), seed, progress)
 
 
+@in_bulk()
 def decide(
     problems: Mapping[str, Problem],
     budget: Budget,
@@ -130,9 +137,10 @@ def decide(
     attempts = [begin(name, problem, budget.share(len(problems)), given.get(name)) for name, problem in problems.items()]
     compiling = 0.0
     with suppress(KeyboardInterrupt):
+        spent = perf_counter() - started
         compiling = _compile(_open(attempts), budget)
-        attempts = attempts if budget.is_empty else compete(attempts, budget, seed, watch)
-    return _ranked(attempts, started, compiling)
+        attempts = attempts if budget.is_empty else compete(attempts, budget.share(1, spent=spent), seed, watch)
+    return _ranked(list(map(settled, attempts)), started, compiling)
 
 
 def _ranked(attempts: Sequence[Attempt], started: float, compiling: float = 0.0) -> Plan:
@@ -157,20 +165,22 @@ def compete(attempts: Sequence[Attempt], budget: Budget, seed: int = 0, watch: W
 
 def _turns(known: Mapping[str, Attempt], budget: Budget, seed: int, watch: Watch | None) -> Iterator[Attempt]:
     """Each attempt as it is after its turn, which the caller makes known before the next."""
-    yield from map(sketch, list(known.values()))
-    keep = len(known)
+    started, keep = perf_counter(), len(known)
+    if keep > 1:
+        yield from map(sketch, list(known.values()))
     rounds = max(1, len(_open(known.values()))).bit_length()
     for turn in range(rounds):
         left = _open(known.values())[:keep]
-        for attempt in left:
-            yield improve(attempt, budget.share(rounds * len(left)), seed + turn, watch)
+        for done, attempt in enumerate(left, turn * len(left)):
+            yield improve(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, watch)
         keep = ceil(len(left) / 2)
 
 
 def _open(attempts: Iterable[Attempt]) -> list[Attempt]:
     """Those whose search may still give the winner, the best so far first."""
     ranked = sorted(attempts, key=_merit)
-    return [attempt for attempt in ranked if attempt.is_open and can_beat(attempt.solved, ranked[0].solved)]
+    best = ranked[0].solved
+    return [attempt for attempt in ranked if attempt.is_open and (best.time is None or can_beat(attempt.solved, best))]
 
 
 def _merit(attempt: Attempt) -> tuple[float, int, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from time import perf_counter
@@ -14,9 +15,10 @@ from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, activation_limits, balance_placement, stage_costs
 from zerobubble.partition.descent import moves
-from zerobubble.plan.attempt import Attempt, Budget, improve
-from zerobubble.plan.choose import SECONDS, solve
+from zerobubble.plan.attempt import Attempt, Budget, Watch, improve
+from zerobubble.plan.choose import SECONDS, Choice, Plan, as_budget, decide
 from zerobubble.plan.problem import Objective, Problem, Solved
+from zerobubble.plan.reasons import notes
 from zerobubble.plan.replay import Replay
 
 WIDTH = 4
@@ -28,13 +30,22 @@ ROUNDS = 6
 
 @dataclass(frozen=True)
 class LayersPlan:
-    """The cuts and the plan found together, and what the balanced cuts give: `cuts_planned` is how many cuts had a plan made."""
+    """The cuts and the plan found together, and what balanced cuts give: `cuts_planned` is how many cuts of the winner had a plan made.
+
+    In `plan` the winner stands on `cuts`, the other placements on balanced cuts. `left_out` says of each placement that cannot be cut why.
+    """
 
     cuts: Cuts
-    solved: Solved
+    plan: Plan
     balanced_cuts: Cuts
     balanced: Solved
     cuts_planned: int
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def solved(self) -> Solved:
+        """The winner."""
+        return self.plan.best
 
     @property
     def gain(self) -> float:
@@ -77,49 +88,73 @@ class Model:
 
 def plan_layers(
     layers: Sequence[Layer],
-    placement: Placement,
+    placements: Placement | Mapping[str, Placement],
     num_microbatches: int,
     limits: Limits | None = None,
     *,
-    objective: Objective = Objective.SPAN,
+    objective: str = Objective.SPAN,
     seconds: float = SECONDS,
     seed: int = 0,
     evaluations: int | None = None,
+    progress: Watch | None = None,
 ) -> LayersPlan:
-    """Cuts of `layers` for `placement` and a schedule, together at most as long as `solve` makes the balanced cuts with the same budget.
+    """Cuts of `layers` and a schedule, together at most as long as the best plan over `placements` on balanced cuts with the same budget.
 
-    That plan is made first and in full; what follows begins with it and may take as long again: half for quick plans of other cuts,
-    half for the best cuts found. `limits` are bytes for parameters and activations. Raises `InputError` as `balance_placement` does.
+    That plan is made first and in full; what follows moves the winner's cuts and may take as long again: half for quick plans of other
+    cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. `limits` are bytes for
+    parameters and activations. Raises `InputError` as `balance_placement` does, where no placement can be cut.
     """
-    model = Model(layers, placement, num_microbatches, limits, objective)
-    cuts = balance_placement(layers, placement, limits)
-    balanced = solve(model.problem(cuts), seconds=seconds, seed=seed, evaluations=evaluations)
-    if balanced.schedule is None:
-        raise InputError(f"nothing can run with balanced cuts: {balanced.reason}")
-    budget = Budget(seconds, evaluations).share(2)
-    start = Sketch(cuts, balanced, balanced.schedule)
-    sketches = _explored(model, start, budget, seed)
-    best = min(sketches, key=lambda sketch: sketch.time)
-    full = best.searched(budget, seed + 1)
-    return LayersPlan(full.cuts, full.solved, cuts, balanced, len(sketches))
+    named = {placements.name: placements} if isinstance(placements, Placement) else placements
+    aim, budget = Objective.named(objective), as_budget(seconds, evaluations)
+    models = {name: Model(layers, placement, num_microbatches, limits, aim) for name, placement in named.items()}
+    starts, left_out = _balanced(models)
+    balanced = decide({name: problem for name, (_, problem) in starts.items()}, budget, seed, progress)
+    winner, *others = balanced.choices
+    if winner.solved.schedule is None:
+        raise InputError(f"nothing can run with balanced cuts: {winner.solved.reason}")
+    began, cuts = perf_counter(), starts[winner.name][0]
+    tried = [Sketch(cuts, Attempt(winner.name, winner.solved))]
+    with suppress(KeyboardInterrupt):
+        for sketch in _turns(models[winner.name], tried[0], budget.share(2), seed, progress):
+            tried.append(sketch)
+            if sketch.attempt.interrupted:
+                break
+    best = min(tried, key=lambda sketch: sketch.time)
+    (note,) = notes([(best.attempt.solved, not budget.is_empty)])
+    choices = (Choice(winner.name, best.attempt.solved, note), *others)
+    plan = replace(balanced, choices=choices, seconds=balanced.seconds + perf_counter() - began)
+    return LayersPlan(best.cuts, plan, cuts, winner.solved, len({sketch.cuts for sketch in tried}), left_out)
+
+
+def _balanced(models: Mapping[str, Model]) -> tuple[dict[str, tuple[Cuts, Problem]], tuple[str, ...]]:
+    """The balanced cuts and their problem for each model that has them, and of the others why not; raises that where none has them."""
+    starts: dict[str, tuple[Cuts, Problem]] = {}
+    left_out: list[str] = []
+    for name, model in models.items():
+        try:
+            cuts = balance_placement(model.layers, model.placement, model.limits)
+            starts[name] = cuts, model.problem(cuts)
+        except InputError as error:
+            left_out.append(f"{name}: {error}")
+    if not starts:
+        raise InputError("; ".join(left_out) or "a plan needs at least one placement to try")
+    return starts, tuple(left_out)
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """Cuts with the best plan so far."""
+    """Cuts with what is known of them, a schedule at least."""
 
     cuts: Cuts
-    solved: Solved
-    schedule: Schedule
+    attempt: Attempt
 
     @property
     def time(self) -> int:
-        return self.solved.time or 0
+        return self.attempt.solved.time or 0
 
-    def searched(self, budget: Budget, seed: int) -> Sketch:
+    def searched(self, budget: Budget, seed: int, watch: Watch | None) -> Sketch:
         """The same cuts after a search, the plan no longer than before."""
-        solved = improve(Attempt(self.solved.problem.placement.name, self.solved), budget, seed).solved
-        return Sketch(self.cuts, solved, solved.schedule or self.schedule)
+        return Sketch(self.cuts, improve(self.attempt, budget, seed, watch))
 
 
 class Idea(NamedTuple):
@@ -130,8 +165,8 @@ class Idea(NamedTuple):
     schedule: Schedule
 
 
-def _explored(model: Model, start: Sketch, budget: Budget, seed: int) -> list[Sketch]:
-    """All cuts that had a plan made, `start` among them: in each round the most promising neighbours of the best so far."""
+def _turns(model: Model, start: Sketch, budget: Budget, seed: int, watch: Watch | None) -> Iterator[Sketch]:
+    """Other cuts, each after a quick search: in each round the most promising neighbours of the best so far. Last the best in full."""
     quick = budget.share(WIDTH * ROUNDS)
     ends = inf if budget.evaluations is not None else perf_counter() + budget.seconds
     beam, known, ideas = [start], {start.cuts: start}, list[Idea]()
@@ -139,36 +174,41 @@ def _explored(model: Model, start: Sketch, budget: Budget, seed: int) -> list[Sk
         best = min(sketch.time for sketch in known.values())
         ideas += [idea for sketch in beam for idea in _neighbours(model, sketch, ends)]
         ideas = sorted((idea for idea in ideas if idea.cuts not in known), key=lambda idea: idea[:2])
-        beam = [sketch.searched(quick, seed + turn) for sketch in islice(_promising(model, ideas, best), WIDTH)]
+        beam = []
+        for sketch in islice(_promising(model, start.attempt.name, ideas, best), WIDTH):
+            beam.append(sketch.searched(quick, seed + turn, watch))
+            yield beam[-1]
         known |= {sketch.cuts: sketch for sketch in beam}
         if perf_counter() > ends or min((sketch.time for sketch in beam), default=best) >= best:
             break
-    return list(known.values())
+    yield min(known.values(), key=lambda sketch: sketch.time).searched(budget, seed + 1, watch)
 
 
 def _neighbours(model: Model, sketch: Sketch, ends: float) -> Iterator[Idea]:
     """Every move of layers from the cuts of `sketch`, as far as the clock allows."""
-    replay = Replay.of(sketch.schedule)
+    schedule = sketch.attempt.solved.schedule
+    assert schedule is not None
+    replay = Replay.of(schedule)
     for cuts in moves(sketch.cuts, len(model.layers)):
         if perf_counter() > ends:
             return
-        yield Idea(replay.time(model.objective, stage_costs(model.layers, cuts)), cuts, sketch.schedule)
+        yield Idea(replay.time(model.objective, stage_costs(model.layers, cuts)), cuts, schedule)
 
 
-def _promising(model: Model, ideas: Iterable[Idea], best: int) -> Iterator[Sketch]:
+def _promising(model: Model, name: str, ideas: Iterable[Idea], best: int) -> Iterator[Sketch]:
     """The ideas that can be shorter than `best` and whose order fits the memory, each of different cuts."""
     taken: set[Cuts] = set()
     for idea in ideas:
-        sketch = None if idea.cuts in taken else _sketched(model, idea)
-        if sketch is not None and sketch.solved.bound.time < best:
+        solved = None if idea.cuts in taken else _solved(model, idea)
+        if solved is not None and solved.bound.time < best:
             taken.add(idea.cuts)
-            yield sketch
+            yield Sketch(idea.cuts, Attempt(name, solved))
 
 
-def _sketched(model: Model, idea: Idea) -> Sketch | None:
+def _solved(model: Model, idea: Idea) -> Solved | None:
     """The idea as a plan; None where the order does not fit the memory."""
     try:
         problem = model.problem(idea.cuts)
-        return Sketch(idea.cuts, Solved.of(problem, problem.bound(), idea.schedule, 0.0, "the order of other cuts"), idea.schedule)
+        return Solved.of(problem, problem.bound(), idea.schedule, 0.0, "the order of other cuts")
     except (InputError, ScheduleError):
         return None

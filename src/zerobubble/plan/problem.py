@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -13,7 +14,7 @@ from zerobubble.bounds import Bound, Bounds, lower_bounds, shortage
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs, Limits
 from zerobubble.errors import InputError, ParseError, ScheduleError, reading, whole
 from zerobubble.ir import Placement, Schedule
-from zerobubble.simulate import memory_faults, simulate
+from zerobubble.simulate import Lengths, lengths, memory_faults, peak_memory, simulate
 from zerobubble.timeline import Timeline
 
 RANK_BYTES = 12 * UNIT_BYTES
@@ -26,9 +27,9 @@ class Objective(StrEnum):
     SPAN = "span"
     MAKESPAN = "makespan"
 
-    def of(self, timeline: Timeline) -> int:
-        """The time of `timeline` that counts, in ns."""
-        return timeline.span if self is Objective.SPAN else timeline.makespan
+    def of(self, played: Timeline | Lengths) -> int:
+        """The time that counts of a schedule that was played, in ns."""
+        return played.span if self is Objective.SPAN else played.makespan
 
     @classmethod
     def named(cls, name: str) -> Objective:
@@ -63,11 +64,16 @@ class Problem:
             raise InputError(f"the placement has {ranks} ranks, the limits describe {len(self.limits.memory)}")
 
     @property
+    def num_passes(self) -> int:
+        """Passes of a schedule with B and W apart."""
+        return 3 * self.placement.num_stages * self.num_microbatches
+
+    @property
     def work(self) -> int:
         """The time of all passes of all ranks, in ns."""
         return self.num_microbatches * sum(sum(times) for times in (self.costs.forward, self.costs.backward, self.costs.weight))
 
-    def bubble(self, time: int) -> float:
+    def bubble(self, time: float) -> float:
         """The share of rank time that is idle when the objective is `time`."""
         return 1 - self.work / (self.placement.num_ranks * time) if time else 0.0
 
@@ -105,15 +111,15 @@ class Status(StrEnum):
 class Solved:
     """The best schedule found, and how far from perfect it can be at most.
 
-    `bound` is a proven lower bound on the problem's objective. `how` names what found the schedule in `seconds`, `reason` says why
-    there is none.
+    `time` is the problem's objective in ns and `bound` a proven lower bound on it. `how` names what found the schedule in `seconds`,
+    `reason` says why there is none.
     """
 
     problem: Problem
     status: Status
     bound: Bound
     schedule: Schedule | None
-    timeline: Timeline | None
+    time: int | None
     seconds: float
     how: str
     reason: str = ""
@@ -121,17 +127,17 @@ class Solved:
     @classmethod
     def of(cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str) -> Solved:
         """`schedule` as an answer to `problem`, checked and played anew; raises `ScheduleError` when it breaks the rules or the limits."""
-        timeline = simulate(schedule, problem.costs)
+        time = problem.objective.of(lengths(schedule, problem.costs))
         faults = memory_faults(schedule, problem.costs, problem.limits)
         if faults:
             raise ScheduleError(faults, schedule.name)
-        status = Status.OPTIMAL if problem.objective.of(timeline) == bound.time else Status.FEASIBLE
-        return cls(problem, status, bound, schedule, timeline, seconds, how)
+        status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
+        return cls(problem, status, bound, schedule, time, seconds, how)
 
-    @property
-    def time(self) -> int | None:
-        """The objective of the schedule in ns; None without one."""
-        return None if self.timeline is None else self.problem.objective.of(self.timeline)
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """What runs when; None without a schedule."""
+        return None if self.schedule is None else simulate(self.schedule, self.problem.costs)
 
     @property
     def gap(self) -> float | None:
@@ -151,13 +157,13 @@ class Solved:
     @property
     def peak_microbatches(self) -> float | None:
         """The most activations a rank holds, counted in microbatches of all its stages; None without a schedule."""
-        if self.timeline is None:
+        if self.schedule is None:
             return None
         return max(peak / whole_rank for peak, whole_rank in zip(self._peaks, microbatch_bytes(self.problem), strict=True))
 
-    @property
-    def _peaks(self) -> list[int]:
-        return [figures.peak_bytes or 0 for figures in self.timeline.ranks] if self.timeline else []
+    @cached_property
+    def _peaks(self) -> tuple[int, ...]:
+        return () if self.schedule is None else peak_memory(self.schedule, self.problem.costs)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of a plan; `from_dict` reads it back. Raises `InputError` when there is no schedule."""
@@ -173,7 +179,7 @@ class Solved:
                 "makespan": self.timeline.makespan,
                 "bubble_span": self.timeline.bubble_span,
                 "bubble_makespan": self.timeline.bubble_makespan,
-                "peak_bytes": self._peaks,
+                "peak_bytes": list(self._peaks),
                 "messages": self.problem.messages,
             },
             "how": self.how,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from textwrap import fill
 
-from zerobubble.plan.problem import Solved, Status
+from zerobubble.plan.problem import Problem, Solved, Status, microbatch_bytes
+from zerobubble.plan.seeds import one_by_one, split
+from zerobubble.simulate import peak_memory
 
 WIDTH = 118
 """Columns of the notes under a table."""
@@ -46,7 +48,19 @@ def _note(solved: Solved, searched: bool) -> str:
     if solved.status is Status.OPTIMAL:
         return f"nothing on this placement is shorter: {solved.bound.reason}"
     ended = "the search ended" if searched else "without a search this is"
+    if searched and (obstacle := split_shortage(solved.problem)):
+        ended = f"nothing was searched, since {obstacle}; this is"
     return f"{ended} {percent(solved.gap)} above the bound: {solved.bound.reason}"
+
+
+def split_shortage(problem: Problem) -> str:
+    """Why no schedule of the search fits, in all of which B and W are apart: B may leave W more than F saved; empty where one fits."""
+    peaks = peak_memory(split(one_by_one(problem.placement, 1)), problem.costs)
+    for rank, (peak, limit, whole) in enumerate(zip(peaks, problem.limits.memory, microbatch_bytes(problem), strict=True)):
+        if peak > limit:
+            takes = f"one microbatch then takes the room of {peak / whole:.4g} on rank {rank}"
+            return f"the search runs W apart from B and {takes}, which has room for {limit / whole:.4g}: raise its limit"
+    return ""
 
 
 def percent(share: float) -> str:

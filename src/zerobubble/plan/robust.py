@@ -103,8 +103,7 @@ def sensitivity(
 
     Raises `ScheduleError` when the schedule cannot run, `InputError` for an error outside 0 to 1 or without samples.
     """
-    if not 0 < error < 1:
-        raise InputError(f"the error of measured times is a share between 0 and 1, such as 0.1 for 10 %, got {error}")
+    refuse_no_share(error)
     if samples < 1:
         raise InputError(f"a spread needs at least 1 sample, got {samples}")
     replay, dice = Replay.of(schedule), Random(seed)
@@ -120,6 +119,12 @@ def sensitivity(
     noisy = [replay.play(objective, jittered(durations, error, dice), costs.comm) for _ in range(samples)]
     spare = None if limits is None else _spare(schedule, costs, limits)
     return Sensitivity(objective, time, error, effects, off(entries, error), profile, _spread(time, noisy), spare)
+
+
+def refuse_no_share(error: float) -> None:
+    """Raise `InputError` unless the error of measured times is a share."""
+    if not 0 < error < 1:
+        raise InputError(f"the error of measured times is a share between 0 and 1, such as 0.1 for 10 %, got {error}")
 
 
 def scaled(costs: Costs, factors: dict[Entry, float]) -> Costs:

@@ -54,7 +54,7 @@ def search(
     is given. Seeds over the limits are left out. Raises `InputError` when numba is missing, when a seed has another placement or number of
     microbatches, or when memory does not hold one microbatch.
     """
-    kernels = _kernels()
+    kernels = load_kernels()
     for other in seeds:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
             raise InputError(f"the seed {other.name!r} is for another placement or number of microbatches: leave it out")
@@ -83,7 +83,7 @@ def play(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
 
     A backward in one piece is played as B and W. Raises `InputError` for a schedule that cannot run.
     """
-    kernels = _kernels()
+    kernels = load_kernels()
     word = kernels.word_of(schedule)
     both = [kernels.tables_of(replace(problem, objective=objective)) for objective in (Objective.SPAN, Objective.MAKESPAN)]
     span, makespan = (kernels.time_of(tables, kernels.rows_of(tables, word)) for tables in both)
@@ -95,14 +95,12 @@ def play(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
 def compile_kernels() -> float:
     """The seconds it took to compile what `search` uses, or to load it where it was compiled before."""
     start = perf_counter()
-    costs = Costs.uniform(2)
-    found = search(Problem(Placement.linear(2), 2, costs, Limits((2 * UNIT_BYTES,) * 2)), 0, seconds=0, evaluations=200)
-    if found.interrupted:
-        raise KeyboardInterrupt
+    load_kernels().rehearse(Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2)))
     return perf_counter() - start
 
 
-def _kernels() -> ModuleType:
+def load_kernels() -> ModuleType:
+    """What is compiled; raises `InputError` with what to install when numba is missing."""
     try:
         from zerobubble.plan import kernels
     except ModuleNotFoundError as error:

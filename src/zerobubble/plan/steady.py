@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from random import Random
+from textwrap import fill
+from typing import Any, NamedTuple
 
-from zerobubble.errors import InputError, ScheduleError
-from zerobubble.ir import Op, Schedule
-from zerobubble.plan.problem import Problem
-from zerobubble.plan.replay import Replay
-from zerobubble.simulate import memory_faults
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.plan.choose import Plan
+from zerobubble.plan.problem import Problem, Solved
+from zerobubble.plan.reasons import WIDTH, percent
+from zerobubble.plan.robust import refuse_no_share
+from zerobubble.plan.search import load_kernels
+from zerobubble.plan.seeds import fits, split
+from zerobubble.simulate import simulate
 
-REACH = 6
-"""How many places a pass is moved at most."""
+
+class Standing(NamedTuple):
+    """The objective of an order in ns: by the measured times, and on average where every pass takes its own."""
+
+    measured: int
+    noisy: float
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Samples of what passes really take: factors on their measured times, the same for every order that is compared."""
+class Steady:
+    """The order that stands noise best of those as short as the shortest; `before` is how that one stands it, `after` how this one does."""
 
-    samples: tuple[dict[Op, float], ...]
+    schedule: Schedule
+    before: Standing
+    after: Standing
 
-    @classmethod
-    def of(cls, schedules: Iterable[Schedule], error: float, samples: int, seed: int) -> Noise:
-        """Normal factors of standard deviation `error` for the passes of `schedules`, drawn from `seed`."""
-        dice = Random(seed)
-        ops = sorted({op for schedule in schedules for _, _, op in schedule.ops()})
-        return cls(tuple({op: max(0.0, dice.gauss(1, error)) for op in ops} for _ in range(samples)))
+    @property
+    def gain(self) -> float:
+        """How much shorter the objective is under noise, as a share."""
+        return 1 - self.after.noisy / self.before.noisy if self.before.noisy else 0.0
 
-    def mean(self, problem: Problem, replay: Replay) -> float:
-        """The objective in ns, on average over the samples."""
-        measured = replay.durations(problem.costs)
-        drawn = [self.drawn(factors, replay, measured) for factors in self.samples]
-        return sum(replay.play(problem.objective, durations, problem.costs.comm) for durations in drawn) / len(drawn)
 
-    @staticmethod
-    def drawn(factors: dict[Op, float], replay: Replay, measured: Sequence[int]) -> list[int]:
-        """What the steps take in one sample, in ns."""
-        return [round(duration * factors[step[0]]) if step else 0 for step, duration in zip(replay.steps, measured, strict=True)]
+def steadied(found: Plan, error: float, **search: Any) -> tuple[Plan, Steady]:
+    """The plan with its winner made steady, and what that gains; `error` and `search` as in `steadiest`."""
+    best = found.best
+    steady = steadiest(best.problem, [found.schedule], error=error, **search)
+    if steady.gain > 0:
+        solved = Solved.of(best.problem, best.bound, steady.schedule, best.seconds, f"{best.how}, steadied")
+        found = replace(found, choices=(replace(found.choices[0], solved=solved), *found.choices[1:]))
+    return found, steady
+
+
+def steady_dict(problem: Problem, steady: Steady) -> dict[str, float]:
+    """The bubble under noise before and after, and the gain as a share of the time."""
+    before, after = (problem.bubble(standing.noisy) for standing in (steady.before, steady.after))
+    return {"bubble_before": before, "bubble_after": after, "gain": steady.gain}
+
+
+def steady_text(problem: Problem, steady: Steady, error: float) -> str:
+    """The same in a sentence."""
+    before, after = (percent(problem.bubble(standing.noisy)) for standing in (steady.before, steady.after))
+    noise = f"Where every pass takes {percent(error)} more or less, the winner has a bubble of"
+    if steady.gain == 0:
+        return fill(f"{noise} {before}, and no order as short by the measured times was found that has less.", WIDTH)
+    return fill(f"{noise} {after}; its order was changed for that, from {before}, and is as short by the measured times.", WIDTH)
 
 
 def steadiest(
@@ -47,59 +69,32 @@ def steadiest(
     candidates: Sequence[Schedule],
     *,
     error: float = 0.1,
-    allow: float = 0.0,
-    samples: int = 16,
-    tries: int = 200,
+    seconds: float = 3.0,
     seed: int = 0,
-) -> Schedule:
-    """The schedule with the shortest mean objective when every pass takes its own time, with `error` as its standard deviation.
+    evaluations: int | None = None,
+) -> Steady:
+    """The order with the shortest mean objective where every pass takes its own time, `error` being the standard deviation as a share.
 
-    It is one of the `candidates`, polished by `tries` moves of single passes where that also helps in other samples than those it was
-    polished in. By the measured times it takes no longer than the best candidate, or longer by the share `allow` at most. A try plays
-    the schedule in Python once per sample. Raises `InputError` where no candidate fits the limits, `ScheduleError` for one that
-    cannot run.
+    By the measured times it takes no longer than the shortest of the `candidates` that fit the limits: slack moves where it is free. It
+    is annealed for `seconds`, from the one of these that stands noise best, on samples drawn from `seed`; fresh ones judge it, and
+    where it does not stand those better, the first of the shortest is given back. With `evaluations`, the number of schedules to play,
+    the result depends on `seed` alone. Ctrl-C ends it with the best so far. Backward passes in one piece and overlapped steps are taken
+    apart. Raises `InputError` for an error outside 0 to 1, for candidates of another placement or number of microbatches, where none
+    fits and where numba is missing, `ScheduleError` for one that cannot run.
     """
-    fitting = [schedule for schedule in candidates if _fits(problem, schedule)]
+    refuse_no_share(error)
+    kernels = load_kernels()
+    for other in candidates:
+        if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
+            raise InputError(f"the candidate {other.name!r} is for another placement or number of microbatches: leave it out")
+    fitting = [each for each in map(split, candidates) if fits(each, problem)]
     if not fitting:
         raise InputError(f"none of the {len(candidates)} candidates fits the memory limits")
-    longest = min(Replay.of(schedule).time(problem.objective, problem.costs) for schedule in fitting) * (1 + allow)
-    known, fresh = (Noise.of(fitting, error, count, seed + turn) for turn, count in enumerate((samples, 4 * samples)))
-    best = min(fitting, key=lambda schedule: _judged(problem, schedule, known, longest))
-    polished = _polished(problem, best, known, longest, tries, Random(seed))
-    return min((best, polished), key=lambda schedule: _judged(problem, schedule, fresh, longest))
-
-
-def _polished(problem: Problem, best: Schedule, noise: Noise, longest: float, tries: int, dice: Random) -> Schedule:
-    """`best` after those of `tries` moves that do not make its mean objective longer."""
-    mean = _judged(problem, best, noise, longest)
-    for _ in range(tries):
-        moved = _nudged(best, dice)
-        now = _judged(problem, moved, noise, longest)
-        if now <= mean:
-            mean, best = now, moved
-    return best
-
-
-def _fits(problem: Problem, schedule: Schedule) -> bool:
-    return not memory_faults(schedule, problem.costs, problem.limits)
-
-
-def _judged(problem: Problem, schedule: Schedule, noise: Noise, longest: float) -> float:
-    """The mean objective over the samples; infinite for an order that breaks the rules or the limits, or takes more than `longest`."""
-    if not _fits(problem, schedule):
-        return inf
-    try:
-        replay = Replay.of(schedule)
-    except ScheduleError:
-        return inf
-    return noise.mean(problem, replay) if replay.time(problem.objective, problem.costs) <= longest else inf
-
-
-def _nudged(schedule: Schedule, dice: Random) -> Schedule:
-    """The schedule with one pass a few places away in its row, legal or not."""
-    rank = dice.randrange(schedule.num_ranks)
-    row = list(schedule.rows[rank])
-    op = row.pop(dice.randrange(len(row)))
-    at = schedule.rows[rank].index(op) + dice.choice((-1, 1)) * dice.randint(1, REACH)
-    row.insert(max(0, at), op)
-    return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))
+    tables = kernels.tables_of(problem)
+    words = [kernels.word_of(each) for each in fitting]
+    found = kernels.steadied(tables, words, error, seconds=seconds, seed=seed, evaluations=evaluations)
+    first = fitting[found.first]
+    steady = first if found.word is None else kernels.schedule_of(f"{first.name}, steadied", problem, tables, found.word)
+    times = (problem.objective.of(simulate(schedule, problem.costs)) for schedule in (first, steady))
+    before, after = (Standing(time, judged.noisy) for time, judged in zip(times, (found.before, found.after), strict=True))
+    return Steady(steady, before, after)

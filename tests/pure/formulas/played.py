@@ -19,11 +19,8 @@ TIMES: tuple[Times, ...] = (UNIT, (2, 3, 1), (3, 2, 1), (6, 6, 4), (1, 2, 2), (5
 COMMS = (0.25, 0.5, 1, 1.5, 2, 3)
 """Times of a message in ms."""
 
-GRID = [(p, m) for p in range(2, 17) for m in range(1, 4 * p + 1)]
-"""(ranks, microbatches) of every closed form, as far as its conditions go."""
-
-THIN = [(p, m) for p, m in GRID if p <= 8 or m % 5 == p % 5]
-"""Fewer of the large ones, for schedules with many passes."""
+GRID = [(p, m) for p in range(2, 17) for m in range(1, 4 * p + 1) if p <= 8 or m % p in (0, 1, p - 1) or m % 9 == p % 9]
+"""(ranks, microbatches) of every closed form, as far as its conditions go: of many ranks those around multiples of p, and some others."""
 
 FULL = [(p, m) for p, m in GRID if m >= 2 * p - 1]
 """Enough microbatches for no bubble at unit times."""

@@ -10,7 +10,7 @@ from tests.pure.formulas.played import TIMES, UNIT, Times, makespan_bubble, play
 from zerobubble import Costs, make, simulate
 from zerobubble.costs import NS_PER_MS
 
-ENOUGH = [(p, m) for p in range(2, 9) for m in range(p, 4 * p + 1)] + [(p, m) for p in range(9, 17) for m in (p, 2 * p - 1, 3 * p)]
+ENOUGH = [(p, m) for p in range(2, 7) for m in range(p, 4 * p + 1)] + [(p, m) for p in (7, 8, 9, 10, 12, 16) for m in (p, 2 * p - 1, 3 * p)]
 """Shapes with at least as many microbatches as ranks."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.formulas.peaks import PEAKS
-from tests.pure.formulas.played import GRID, THIN, TIMES, Times, drawn, makespan_bubble, played
+from tests.pure.formulas.played import GRID, TIMES, Times, drawn, makespan_bubble, played
 
 CHOICES = [(times, v) for times in (*TIMES, (0, 6, 4), (7, 1, 1), (1, 7, 3)) for v in (1, 2, 3, 4)]
 CLOSE = [(times, v) for times, v in CHOICES if abs(times[0] - times[1]) <= times[2] <= max(times[:2])]
@@ -24,7 +24,7 @@ def bubble(name: str, p: int, m: int, times: Times, v: int) -> float:
 
 @pytest.mark.parametrize("name", ["gis", "gis-h"])
 def test_bubble(name: str) -> None:
-    for p, m, (times, v) in drawn(THIN, CLOSE):
+    for p, m, (times, v) in drawn(GRID, CLOSE):
         f, b, w = times
         g, h = group_sizes(name, p, m)
         if name == "gis-h" and g != h:

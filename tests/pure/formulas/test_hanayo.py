@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pure.formulas.played import THIN, TIMES, drawn, makespan_bubble, played
+from tests.pure.formulas.played import GRID, TIMES, drawn, makespan_bubble, played
 from zerobubble import InputError, make
 
 
 def test_bubble() -> None:
-    for p, m, (times, v) in drawn(THIN, [(t, v) for t in TIMES for v in (2, 4, 6)]):
+    for p, m, (times, v) in drawn(GRID, [(t, v) for t in TIMES for v in (2, 4, 6)]):
         f, b, w = times
         last = (m - 1) % p + 1
         bubble = (2 * (p - 1) + (v - 2) * (p - last)) * (b + w) + v * max(p - m, 0) * f

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pure.formulas.played import THIN, TIMES, UNIT, drawn, makespan_bubble, played
+from tests.pure.formulas.played import GRID, TIMES, UNIT, drawn, makespan_bubble, played
 from zerobubble.costs import NS_PER_MS
 
 SHORT = [(f, b, w) for f, b, w in TIMES if w <= min(f, b)]
@@ -12,7 +12,7 @@ SHORT = [(f, b, w) for f, b, w in TIMES if w <= min(f, b)]
 
 
 def test_bubble() -> None:
-    for p, m, (times, v) in drawn(THIN, [(t, v) for t in SHORT for v in (1, 2, 3, 4)]):
+    for p, m, (times, v) in drawn(GRID, [(t, v) for t in SHORT for v in (1, 2, 3, 4)]):
         f, b, w = times
         k = min(m, p)
         bubble = (p - 1) * (f + b) - (k - 1) * w + (v - 1) * ((p - k) * f + max((p - k) * b - k * w, 0))
@@ -20,7 +20,7 @@ def test_bubble() -> None:
 
 
 def test_bubble_of_enough_microbatches() -> None:
-    for p, m, (times, v) in drawn([(p, m) for p, m in THIN if m >= p], [(t, v) for t in SHORT for v in (2, 3)]):
+    for p, m, (times, v) in drawn([(p, m) for p, m in GRID if m >= p], [(t, v) for t in SHORT for v in (2, 3)]):
         f, b, w = times
         assert makespan_bubble(played("interleaved-zb", p, m, times, v=v), m, times, v) == (p - 1) * (f + b - w), (p, m, times, v)
 

@@ -94,9 +94,12 @@ class Desk:
             self.report(longest, how)
 
     def climb(self, pool: Pool, tries: int, fresh: int = 0) -> None:
-        """Try what is in the pool and not known, then `fresh` policies at random, then some near those of the pool, which gets better."""
+        """Try what is in the pool and not known, then `fresh` policies at random, then some near those of the pool, which gets better.
+
+        A few are tried even where the budget is spent.
+        """
         best, policy, tried = np.empty(self.tables.size, np.int64), np.empty(pool.policies.shape[1]), 0
-        while tried < tries and not self.done:
+        while tried == 0 or (tried < tries and not self.done):
             chunk = max(1, min(tries - tried, LISTED // self.tables.size))
             room = (self._sheet, self._keys, pool.policies, pool.costs, policy, best)
             longest, used = search_policies(self.tables, self._leg, *room, self.time, self.bound, chunk, fresh - tried)

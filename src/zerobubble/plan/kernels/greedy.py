@@ -105,11 +105,12 @@ def begin(tables: Tables, due: Floats, sheet: Sheet) -> None:
 @inlined
 def soonest(sheet: Sheet) -> int:
     """The rank that can start first."""
-    best, start = 0, sheet.begin[0]
-    for r in range(1, len(sheet.begin)):
-        if sheet.begin[r] < start:
-            best, start = r, sheet.begin[r]
-    return best
+    first, rank = FAR, 0
+    for start in sheet.begin:
+        first = min(first, start)
+    while sheet.begin[rank] > first:
+        rank += 1
+    return rank
 
 
 @inlined

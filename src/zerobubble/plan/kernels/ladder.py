@@ -16,14 +16,14 @@ from zerobubble.plan.kernels.policy import NEVER, plain, stretched
 from zerobubble.plan.kernels.tables import tables_of
 from zerobubble.plan.problem import Objective, Problem
 
-KEPT = 8
-"""Policies that go up from rung to rung."""
+KEPT, NICHES = 8, 3
+"""Policies that go up from rung to rung, and searches for them on the lowest rung, each by itself."""
 
 SMALL = 8
 """Ranks of the smallest problem on the way to a larger one; a problem of so many starts at half of them."""
 
-TRIES, BATCH = 40_000, 50
-"""Policies tried on a rung at most, and between two looks at how much of its time is left."""
+TRIES, BATCH = 40_000, 25
+"""Policies tried in a search on a rung at most, and between two looks at how much of its time is left."""
 
 STEADY = 3
 """Microbatches per rank at which warm-up, steady state and end all show."""
@@ -71,14 +71,22 @@ def climbed(desk: Desk, problem: Problem, share: float) -> Pool:
         part = _part(desk.budget, share * (rung + 1) / len(below))
         step = Desk(tables_of(small), bound.time, part, lambda time, how: None)
         step.climb(pool, len(pool.costs))
-        pool = pool.best(KEPT)
-        tries = 0
-        while not step.done and tries < TRIES:
-            step.climb(pool, BATCH, BATCH if rung == 0 and part.spent < 0.5 else 0)
-            tries += BATCH
+        niches = [pool.best(KEPT) for _ in range(1 if rung else NICHES)]
+        for n, niche in enumerate(niches):
+            _settle(step, niche, n / len(niches), (n + 1) / len(niches), 0.0 if rung else 0.4)
+        found = Pool(np.concatenate([niche.policies for niche in niches]), np.concatenate([niche.costs for niche in niches]))
+        best = found.best(len(found.costs)).policies
         desk.budget.used += part.used
-        pool = Pool.of(np.concatenate([pool.policies, stretched(pool.policies)]))
+        pool = Pool.of(np.concatenate([best, stretched(best)]))
     return pool
+
+
+def _settle(step: Desk, pool: Pool, start: float, stop: float, fresh: float) -> None:
+    """Better policies in the pool, by a search over that part of the budget, in the first `fresh` of it at random."""
+    for _ in range(TRIES // BATCH):
+        if step.done or step.budget.spent >= stop:
+            return
+        step.climb(pool, BATCH, BATCH if step.budget.spent < start + fresh * (stop - start) else 0)
 
 
 def _part(budget: Budget, upto: float) -> Budget:

@@ -8,10 +8,10 @@ import numpy as np
 
 from zerobubble.plan.kernels.anneal import sow
 from zerobubble.plan.kernels.dates import num_legs
-from zerobubble.plan.kernels.desk import Desk, Pool
+from zerobubble.plan.kernels.desk import Budget, Desk, Pool
 from zerobubble.plan.kernels.ladder import KEPT, climbed
 from zerobubble.plan.kernels.policy import plain
-from zerobubble.plan.kernels.tables import Ints
+from zerobubble.plan.kernels.tables import Ints, tables_of
 from zerobubble.plan.problem import Problem
 
 HEATS = (0.03, 0.01, 0.1, 0.004)
@@ -19,6 +19,9 @@ HEATS = (0.03, 0.01, 0.1, 0.004)
 
 TRIED = 3
 """Seeds that are annealed."""
+
+GUESSES = 20
+"""Policies tried at random where no seed fits."""
 
 LARGE = 50_000
 """Passes from which the list scheduler is too slow to learn much on the problem itself."""
@@ -39,15 +42,24 @@ def run(desk: Desk, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
         _polish(desk, word, moves, turn)
     pool = climbed(desk, problem, 0.4 if words else 0.8 if size > LARGE else 0.5)
     desk.climb(pool, len(pool.costs))
-    pool, turn = pool.best(KEPT), 0
+    pool, turn, moves = pool.best(KEPT), 0, 3 * moves
     while not desk.done:
-        desk.climb(pool, max(20, moves // 6))
+        desk.climb(pool, max(20, moves // 40))
         if words and turn > 0:
             _polish(desk, words[turn % min(len(words), TRIED)], moves, turn)
         if not desk.done:
-            _polish(desk, desk.redate(pool.best(KEPT).policies[turn % KEPT], max(20, moves // 20)), moves, turn)
+            _polish(desk, desk.redate(pool.best(KEPT).policies[turn % KEPT], max(20, moves // 100)), moves, turn)
         _polish(desk, desk.word, moves, turn + 1)
         moves, turn = min(2 * moves, 1_000_000_000 // size), turn + 1
+
+
+def rehearse(problem: Problem) -> None:
+    """Call everything compiled once, which compiles it or loads what was compiled before."""
+    desk = Desk(tables_of(problem), 0, Budget(0.0, 1 << 62), lambda time, how: None)
+    sow(0)
+    pool = Pool.of(plain(num_legs(desk.tables), 1.0)[None])
+    desk.climb(pool, 2)
+    desk.polish(desk.redate(pool.policies[0], 1), 1, 1.0, "annealing")
 
 
 def _polish(desk: Desk, word: Ints, moves: int, turn: int) -> None:
@@ -56,8 +68,8 @@ def _polish(desk: Desk, word: Ints, moves: int, turn: int) -> None:
 
 
 def _begin(desk: Desk) -> None:
-    """One pass of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
-    desk.climb(Pool.of(plain(num_legs(desk.tables), 1.0)[None]), 1)
+    """A few passes of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
+    desk.climb(Pool.of(plain(num_legs(desk.tables), 1.0)[None]), GUESSES, GUESSES)
     if desk.word is None:
         desk.offer(serial(desk), "one microbatch after the other")
 

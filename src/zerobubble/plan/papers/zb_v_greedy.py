@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.plan.papers.board import Board, StuckError, shortest
-from zerobubble.plan.problem import Problem
+from zerobubble.plan.problem import Problem, microbatch_bytes
 
 
 class Fills(NamedTuple):
@@ -38,8 +38,18 @@ def zb_v_greedy(problem: Problem) -> Schedule:
         except StuckError as error:
             stuck = error
     if not boards:
-        raise stuck
+        raise InputError(_refusal(problem, stuck))
     return shortest(boards).schedule("zb-v-greedy")
+
+
+def _refusal(problem: Problem, stuck: StuckError) -> str:
+    """Why there is no schedule: the memory that the rule counts on, where a rank has less."""
+    p = problem.placement.num_ranks
+    for rank, (limit, whole) in enumerate(zip(problem.limits.memory, microbatch_bytes(problem), strict=True)):
+        if limit < p * whole:
+            counts = f"the greedy of ZB-V counts on room for {p} microbatches"
+            return f"{counts}, rank {rank} has room for {limit / whole:.4g}: raise its limit or choose another planner"
+    return str(stuck)
 
 
 def _improving(problem: Problem, fills: Fills) -> Iterator[Board]:
