@@ -163,7 +163,7 @@ ON_LAYERS = ("--ranks", "4", "--microbatches", "12", "--memory", "4", "--comm", 
 
 def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     file, saved = written(tmp_path, HEADED), tmp_path / "plan.json"
-    told = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear,looped-4", "--json", "-o", str(saved)))
+    told = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear", "--json", "-o", str(saved)))
     ordinary = json.loads(printed("plan", *SHAPE, "--memory", "8", "--budget", "0", "--json"))
     assert list(told) == [*ordinary, "cuts", "balanced_cuts", "gain", "left_out"]
     layers = read_layers(file, 0.5, 0.5)

@@ -55,8 +55,8 @@ class Budget(NamedTuple):
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
 
-QUICK_PASSES, QUICK_PACE = 60_000, 20_000
-"""Passes that the papers' planners order in a few seconds, and in one."""
+AT_ONCE, QUICK_PASSES, QUICK_PACE = 3_500, 60_000, 20_000
+"""Passes that the papers' planners order in a tenth of a second, in a few seconds, and in one."""
 
 CHECKING = 4e-6
 """Seconds a pass to check and play an answer."""
@@ -85,7 +85,7 @@ class Attempt:
 
 def quick(problem: Problem, seconds: float) -> Iterator[Schedule]:
     """What the papers' quick planners find, as far as they have an answer; nothing where it would take more than `seconds`."""
-    if problem.num_passes > min(QUICK_PASSES, seconds * QUICK_PACE):
+    if problem.num_passes > min(QUICK_PASSES, max(AT_ONCE, seconds * QUICK_PACE)):
         return
     for planner in (zb_v_greedy, zb_heuristic):
         with suppress(InputError):

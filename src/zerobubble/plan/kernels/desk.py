@@ -120,18 +120,22 @@ class Desk:
             self._keep(best, longest, "due dates")
         return best
 
-    def polish(self, word: Ints, moves: int, hot: float, how: str) -> Ints:
-        """Anneal `word` with so many moves, from `hot` mean pass times to a tenth of it; the best rows of this run."""
+    def polish(self, word: Ints, moves: int, hot: float, share: float = 1.0) -> Ints:
+        """Anneal `word` from `hot` mean pass times to a tenth of it; the best rows of this run.
+
+        It is over after so many moves or a share of the budget, and cools down for whichever comes first.
+        """
         rows, best = self.played(word), word.copy()
         assert rows is not None, "only rows that have been played are polished"
-        trial = trial_of(self.tables, rows)
+        trial, start, over = trial_of(self.tables, rows), self.budget.spent, 0.0
         goal, mean, tried = self._longest(rows), mean_pass(self.tables), 0
-        while tried < moves and not self.done:
+        while over < 1 and not self.done:
             chunk = max(1, min(moves - tried, MOVED // len(word)))
-            warm, cool = (mean * hot * 0.1 ** ((tried + done) / moves) for done in (0, chunk))
-            share = 1 / len(self.tables.ranks)
-            goal, used = anneal(self.tables, rows, trial, best, goal, self.bound, share, warm, cool, chunk)
+            next_over = max((tried + chunk) / moves, over)
+            warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
+            goal, used = anneal(self.tables, rows, trial, best, goal, self.bound, 1 / len(self.tables.ranks), warm, cool, chunk)
             self.budget.used += used
             tried += chunk
-            self._keep(best, goal, how)
+            over = max(next_over, (self.budget.spent - start) / share)
+            self._keep(best, goal, "annealing")
         return best

@@ -14,14 +14,20 @@ from zerobubble.plan.kernels.policy import plain
 from zerobubble.plan.kernels.tables import Ints, tables_of
 from zerobubble.plan.problem import Problem
 
-HEATS = (0.03, 0.01, 0.1, 0.004)
-"""Starting temperatures of annealing runs in turn, in mean pass times."""
+HEATS, HOTTER = (0.02, 0.01, 0.05, 0.004), (0.3, 1.0)
+"""Starting temperatures of annealing runs in turn, in mean pass times, and those that only small problems have the time for."""
+
+SMALL = 1000
+"""Passes of a small problem."""
 
 TRIED = 3
 """Seeds that are annealed."""
 
 GUESSES = 20
 """Policies tried at random where no seed fits."""
+
+NEAR = 1.02
+"""How long a seed may be as a multiple of the bound to be annealed at length before anything else."""
 
 LARGE = 50_000
 """Passes from which the list scheduler is too slow to learn much on the problem itself."""
@@ -36,21 +42,25 @@ def run(desk: Desk, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
         _begin(desk)
     if desk.word is None or desk.done:
         return
-    size = desk.tables.size
-    moves = max(500, 20_000_000 // size)
-    for turn, word in enumerate(words[:TRIED]):
-        _polish(desk, word, moves, turn)
-    pool = climbed(desk, problem, 0.4 if words else 0.8 if size > LARGE else 0.5)
+    size, turn = desk.tables.size, 0
+    near = bool(words) and desk.time <= NEAR * desk.bound
+    moves = max(20_000, 12 * size) if near or size <= SMALL else 60_000_000 // size
+    tries = max(20, min(1000, 1_000_000 // size))
+    for word in words[:TRIED]:
+        _polish(desk, word, 20_000_000 // size, 0, 0.05)
+    if near:
+        _polish(desk, desk.word, moves, 0, 0.2)
+    pool = climbed(desk, problem, 0.4 if near else 0.8 if size > LARGE else 0.5)
     desk.climb(pool, len(pool.costs))
-    pool, turn, moves = pool.best(KEPT), 0, 3 * moves
+    pool = pool.best(KEPT)
     while not desk.done:
-        desk.climb(pool, max(20, moves // 40))
-        if words and turn > 0:
-            _polish(desk, words[turn % min(len(words), TRIED)], moves, turn)
+        desk.climb(pool, tries)
+        if near or (words and turn > 0):
+            _polish(desk, words[turn % min(len(words), TRIED)], moves, turn + 1, 0.2)
         if not desk.done:
-            _polish(desk, desk.redate(pool.best(KEPT).policies[turn % KEPT], max(20, moves // 100)), moves, turn)
-        _polish(desk, desk.word, moves, turn + 1)
-        moves, turn = min(2 * moves, 1_000_000_000 // size), turn + 1
+            _polish(desk, desk.redate(pool.best(KEPT).policies[turn % KEPT], tries // 2), moves, turn, 0.2)
+        _polish(desk, desk.word, moves, turn, 0.2)
+        moves, tries, turn = 2 * moves, 2 * tries, turn + 1
 
 
 def rehearse(problem: Problem) -> None:
@@ -59,12 +69,13 @@ def rehearse(problem: Problem) -> None:
     sow(0)
     pool = Pool.of(plain(num_legs(desk.tables), 1.0)[None])
     desk.climb(pool, 2)
-    desk.polish(desk.redate(pool.policies[0], 1), 1, 1.0, "annealing")
+    desk.polish(desk.redate(pool.policies[0], 1), 1, 1.0)
 
 
-def _polish(desk: Desk, word: Ints, moves: int, turn: int) -> None:
+def _polish(desk: Desk, word: Ints, moves: int, turn: int, share: float) -> None:
     if not desk.done:
-        desk.polish(word, moves, HEATS[turn % len(HEATS)], "annealing")
+        heats = HOTTER + HEATS if desk.tables.size <= SMALL else HEATS
+        desk.polish(word, moves, heats[turn % len(heats)], share)
 
 
 def _begin(desk: Desk) -> None:

@@ -20,7 +20,8 @@ class Fills(NamedTuple):
 
 
 def zb_v_greedy(problem: Problem) -> Schedule:
-    """The schedule that the greedy of ZB-V finds within the limits: the best of four, each made anew as long as that helps.
+    """The schedule that the greedy of ZB-V finds within the limits: the best of four, each made anew as long as that helps,
+    or the first that nothing beats.
 
     Warm-up by the times of the first microbatch; then, turn by turn, a B and an F on every rank, those on the way home first, with W
     in the gaps. Raises `InputError` for a placement other than the V, and where the limits hold no microbatch or too little for the
@@ -32,9 +33,13 @@ def zb_v_greedy(problem: Problem) -> Schedule:
     if placement.routes != Placement.vee(placement.num_ranks).routes:
         raise InputError(f"the greedy of ZB-V places stages in a V, which {placement.name!r} does not: choose the placement vee")
     boards: list[Board] = []
+    least = problem.bound().time
     for fills in product((True, False), repeat=2):
         try:
-            boards += _improving(problem, Fills(*fills))
+            for board in _improving(problem, Fills(*fills)):
+                boards.append(board)
+                if board.cost <= least:
+                    return board.schedule("zb-v-greedy")
         except StuckError as error:
             stuck = error
     if not boards:
