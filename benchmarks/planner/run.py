@@ -1,7 +1,8 @@
 """How short our plans are: beside the authors' own schedulers at equal memory, against the proven bound, and against an exact solver.
 
-Writes `results.json` next to this file, one line at a time; what is there already is not measured again unless `--fresh`. Each part can
-run by itself: `--part reference|baselines|targets|profiles|large|unequal|exact|speed`. One thread; compiling is done before and told apart.
+Writes `results.json` and its tables, `results.md`, next to this file, one line at a time; what is there already is not measured again
+unless `--fresh`. Each part can run by itself: `--part reference|baselines|targets|profiles|large|unequal|exact|speed`. One thread;
+compiling is done before and told apart.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
                 rows[key] = {name: rounded(value) for name, value in job().items()}
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
                 print(part, key, json.dumps(rows[key]), flush=True)
+    options.out.with_suffix(".md").write_text(tables(results))
     print(summary(results))
 
 
@@ -283,6 +285,17 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
             lines.append(f"{part:<12}{len(rows):>6}{hold:>6}{optimal:>9}{shorter:>9}{max(row.get('seconds', 0) for row in rows):>11.2f}")
     missed = [f"missed: {part} {key}" for part in PARTS for key, row in results.get(part, {}).items() if not row.get("holds", True)]
     return "\n".join(lines + missed)
+
+
+def tables(results: dict[str, dict[str, Row]]) -> str:
+    """The summary, and each part as a table, a line per problem."""
+    parts = ["# The planner, measured", f"```text\n{summary(results)}\n```"]
+    for part in PARTS:
+        rows = results.get(part, {})
+        names = list(dict.fromkeys(name for row in rows.values() for name, value in row.items() if not isinstance(value, (dict, list))))
+        lines = [f"| {key} | {' | '.join(str(row.get(name, '')) for name in names)} |" for key, row in rows.items()]
+        parts += [f"## {part}", "\n".join([f"| problem | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|", *lines])] if rows else []
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def run(desk: Desk, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
     size, turn = desk.tables.size, 0
     near = bool(words) and desk.time <= NEAR * desk.bound
     moves = max(20_000, 12 * size) if near or size <= SMALL else 60_000_000 // size
-    tries = max(20, min(1000, 1_000_000 // size))
+    tries = max(20, moves // 80 if near else min(1000, 1_000_000 // size))
     for word in words[:TRIED]:
         _polish(desk, word, 20_000_000 // size, 0, 0.05)
     if near:
