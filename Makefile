@@ -37,8 +37,10 @@ gallery: $(READY) ## draw every schedule again: docs/gallery and the README's pi
 bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/executor/run.py
 	$(RUN)/python benchmarks/split/run.py
+	$(RUN)/python benchmarks/split_matrix/run.py
 	$(RUN)/python benchmarks/scale/run.py
 	$(RUN)/python benchmarks/planner/run.py --fresh
+	$(RUN)/python benchmarks/planner/noise.py
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) demo-report build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -10,7 +10,7 @@ from statistics import median_low
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
-from zerobubble.rules import BACKWARD
+from zerobubble.rules import BACKWARD, MOVES, Stuff, makers, uses
 from zerobubble.timeline import Span, Timeline, together
 
 Samples = dict[tuple[Kind, int], list[int]]
@@ -36,6 +36,46 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
     after_b = tuple(held + _change_at_b(changes, stage) for stage, held in enumerate(after_f))
     apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), after_f, after_b)
     return replace(apart, hidden=tuple(_hidden(timeline, apart)))
+
+
+def fit_comm(timeline: Timeline) -> tuple[int, ...]:
+    """Per link, the time in ns from the end of the pass that sends a message to the start of the pass that waits for it.
+
+    Counts the messages that a rank had nothing to do but wait for, overlapped passes left out: the mean of their medians either way, so
+    that what clocks are apart cancels. A link between stages of one rank has 0.
+
+    Raises `InputError` for a link whose messages nobody had to wait for.
+    """
+    links = range(_num_stages(_times(timeline)) - 1)
+    delays = _delays(timeline, len(links) + 1)
+    return tuple(_link_time([delays[stuff, link] for stuff in sorted(MOVES) if (stuff, link) in delays], link) for link in links)
+
+
+def _link_time(ways: Sequence[Sequence[int]], link: int) -> int:
+    waited = [median_low(delays) for delays in ways if delays]
+    if ways and not waited:
+        raise InputError(
+            f"no rank had to wait for a message between stages {link} and {link + 1}, so its time is not known: run microbatches one by one"
+        )
+    return max(0, round(sum(waited) / len(waited))) if waited else 0
+
+
+def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list[int]]:
+    """By what a message carries and its link, how long after it was sent the pass that waited for it began; empty where none waited."""
+    ended = {span.op: (rank, span.end) for rank, span in timeline.spans()}
+    delays: dict[tuple[Stuff, int], list[int]] = defaultdict(list)
+    for rank, row in enumerate(timeline.rows):
+        free = timeline.start
+        for spans in together(row):
+            for value in (value for value in uses(spans[0].op, num_stages) if value.stuff in MOVES):
+                source, sent = next((ended[op] for op in makers(value) if op in ended), (rank, 0))
+                if source == rank:
+                    continue
+                found = delays[value.stuff, min(value.stage, spans[0].op.stage)]
+                if len(spans) == 1 and free <= sent:
+                    found.append(spans[0].start - sent)
+            free = max(span.end for span in spans)
+    return dict(delays)
 
 
 def _times(timeline: Timeline) -> Samples:

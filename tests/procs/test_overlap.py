@@ -118,7 +118,41 @@ def open_unequal(group: Any) -> str:
 
 def test_copies_of_different_shape_are_refused_everywhere(world: Ranks) -> None:
     for message in world.run(open_unequal, ranks=4):
-        assert message == "the copies of stage 0 on ranks 0 and 3 differ in their parameters or buffers"
+        assert message == "the copies of stage 0 on ranks 0 and 3 differ in their parameters or buffers, or in which they share"
+
+
+def sharing(group: Any, on_all: bool) -> list[list[float]]:
+    torch.manual_seed(0)
+    stages = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(2)]
+    if on_all or torch.distributed.get_rank() == 0:
+        stages[1].weight = stages[0].weight
+    with zb.Pipeline(stages, "chimera", 4, nn.functional.mse_loss, group=group) as pipe:
+        x = torch.randn(8, 3, dtype=torch.float64)
+        for _ in range(2):
+            pipe.step(x, torch.sin(x))
+    piped = [stages[0].weight.grad.flatten().tolist(), stages[1].bias.grad.tolist()]
+    for stage in stages:
+        stage.zero_grad()
+    for _ in range(2):
+        nn.functional.mse_loss(stages[1](stages[0](x)), torch.sin(x)).backward()
+    return [*piped, stages[0].weight.grad.flatten().tolist(), stages[1].bias.grad.tolist()]
+
+
+def test_a_parameter_that_two_copied_stages_share_is_summed_once(world: Ranks) -> None:
+    for weight, bias, whole_weight, whole_bias in world.run(sharing, True, ranks=2):
+        assert weight == pytest.approx(whole_weight, rel=1e-12, abs=1e-15)
+        assert bias == pytest.approx(whole_bias, rel=1e-12, abs=1e-15)
+
+
+def share_on_rank_0(group: Any) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        sharing(group, on_all=False)
+    return str(caught.value)
+
+
+def test_copies_must_share_alike(world: Ranks) -> None:
+    for message in world.run(share_on_rank_0, ranks=2):
+        assert message == "the copies of stage 1 on ranks 0 and 1 differ in their parameters or buffers, or in which they share"
 
 
 def breaks_on_rank_1(stage: int, num_stages: int) -> nn.Module:

@@ -332,3 +332,62 @@ def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
     text = printed(*asked, "--noise", "5")
     assert "its order was changed for that" in text
     assert "steadied" in text.splitlines()[1]
+
+
+# Costs of the stages of one placement.
+
+UNEVEN = zb.Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50))
+
+
+def costs_file(tmp_path: Path, costs: zb.Costs = UNEVEN) -> str:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(costs.to_dict()))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("placement", "made"),
+    [("linear", zb.Placement.linear(4)), ("vee", zb.Placement.vee(2)), ("looped-2", zb.Placement.looped(2, 2))],
+)
+def test_costs_of_stages_are_planned_on_their_placement(tmp_path: Path, placement: str, made: zb.Placement) -> None:
+    options = ("--costs", costs_file(tmp_path), "--placement", placement, "--microbatches", "6", "--evaluations", "300")
+    told = json.loads(printed("plan", *options, "--json"))
+    found = zb.plan(UNEVEN, 6, placements=made, evaluations=300)
+    assert load_schedule(told["csv"]).rows == found.schedule.rows
+    assert told["bubble_span"] == zb.simulate(found.schedule, UNEVEN).bubble_span
+    assert printed("plan", *options, "--ranks", str(made.num_ranks), "--format", "torch-csv") == told["csv"]
+
+
+def test_bytes_limit_a_plan_for_costs(tmp_path: Path) -> None:
+    asked = ("plan", "--costs", costs_file(tmp_path), "--placement", "vee", "--microbatches", "6", "--evaluations", "300")
+    file = str(tmp_path / "plan.json")
+    roomy = json.loads(printed(*asked, "--json"))
+    tight = json.loads(printed(*asked, "--memory-bytes", "700", "--json", "-o", file))
+    peak = max(zb.peak_memory(load_schedule(tight["csv"]), UNEVEN))
+    assert peak <= 700 < max(zb.peak_memory(load_schedule(roomy["csv"]), UNEVEN))
+    assert zb.load_plan(file).problem.limits == zb.Limits((700, 700))
+    assert zb.load_plan(file).problem.costs == UNEVEN
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--microbatches", "6"), "are those of the stages of one placement: name it, such as --placement linear"),
+        (("--microbatches", "6", "--placement", "vee,linear"), "are those of the stages of one placement"),
+        (("--microbatches", "6", "--placement", "looped-3"), "has costs of 4 stages, but looped-3 puts 3 on each rank: give"),
+        (("--microbatches", "6", "--placement", "vee", "--ranks", "4"), "has costs of 4 stages, but vee puts 2 on each of 4 ranks"),
+        (("--microbatches", "6", "--placement", "veee"), "did you mean 'vee'"),
+        (("--placement", "vee"), "plan needs --microbatches M"),
+        (("--memory", "4"), "--memory is not for --costs: give --memory-bytes"),
+        (("--times", "1,1,1"), "--costs and --times contradict each other"),
+        (("--layers", "x"), "--costs and --layers contradict each other"),
+        (("--per-rank", "x"), "--costs and --per-rank contradict each other"),
+        (("--microbatches", "6", "--placement", "linear", "--memory-bytes", "50", "--budget", "0"), "no schedule fits: rank 0"),
+    ],
+)
+def test_costs_that_cannot_be_used_are_refused(tmp_path: Path, options: tuple[str, ...], reason: str) -> None:
+    assert reason in refused("plan", "--costs", costs_file(tmp_path), *options)
+
+
+def test_bytes_without_costs_are_refused() -> None:
+    assert "--memory-bytes is for --costs" in refused("plan", *SHAPE, "--memory-bytes", "5")

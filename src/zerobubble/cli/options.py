@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from zerobubble.cli.files import require_size
 from zerobubble.errors import InputError
@@ -48,6 +49,14 @@ def _number(ctx: click.Context, param: click.Parameter, value: str) -> float:
     if not 0 <= number <= MOST_MS:
         raise click.BadParameter(f"{value} is not in 0 to {MOST_MS:g}", ctx, param)
     return number
+
+
+def refuse_beside(ctx: click.Context, option: str, *others: str) -> None:
+    """Raise where the parameter `option` is given and so is one of `others`, which say the same or have no meaning beside it."""
+    flags = {param.name: param.opts[-1] for param in ctx.command.params}
+    given = [name for name in (option, *others) if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if option in given and len(given) > 1:
+        raise click.UsageError(f"{flags[option]} and {flags[given[1]]} contradict each other: give one")
 
 
 def settings(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:

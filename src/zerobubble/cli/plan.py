@@ -13,7 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zerobubble.cli.files import write_text
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_room, read_layers
-from zerobubble.cli.workload import Times, asked_placements, asked_shape, asked_work, planning_options
+from zerobubble.cli.options import refuse_beside
+from zerobubble.cli.workload import Times, asked_placements, asked_shape, asked_stages, asked_work, planning_options
+from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.export.units import ms
@@ -32,6 +34,8 @@ Told = tuple[dict[str, object], str]
 @planning_options
 @click.option("--memory", type=float, metavar="X", help="Room on each rank, in microbatches of all its stages; all if not given.")
 @click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours.")
+@click.option("--costs", "costs_file", metavar="FILE", help="JSON with the costs of each stage of one placement, instead of --times.")
+@click.option("--memory-bytes", type=click.IntRange(1), metavar="N", help="Room on each rank in bytes, for --costs.")
 @click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times.")
 @click.option(
     "--what-if",
@@ -48,7 +52,9 @@ Told = tuple[dict[str, object], str]
 )
 @click.option("--format", "form", type=click.Choice(["torch-csv"]), help="Print the winner as PyTorch's schedule CSV and nothing else.")
 @click.option("-o", "--output", metavar="FILE", help="Also save the winner with its bound and figures, for zb.load_plan.")
+@click.pass_context
 def plan_verb(
+    ctx: click.Context,
     ranks: int | None,
     microbatches: int | None,
     times: Times,
@@ -63,6 +69,8 @@ def plan_verb(
     as_json: bool,
     memory: float | None,
     baseline: str | None,
+    costs_file: str | None,
+    memory_bytes: int | None,
     layers: str | None,
     error: float | None,
     noise: float | None,
@@ -78,6 +86,9 @@ def plan_verb(
     schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory is
     then the room for microbatches in an equal share of the layers, beside an equal share of their parameters.
 
+    With --costs, as Pipeline.profile measures them, the order is planned for the stages of the placement that they were measured on,
+    within --memory-bytes.
+
     \b
     Examples:
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
@@ -85,18 +96,26 @@ def plan_verb(
       zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 8
+      zerobubble plan --microbatches 24 --costs costs.json --placement vee --memory-bytes 8000000000
     """
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    for option, value in (("--per-rank", per_rank), ("--baseline", baseline)):
-        if layers is not None and value is not None:
-            raise click.UsageError(f"--layers and {option} contradict each other: give one")
+    refuse_beside(ctx, "layers", "per_rank", "baseline")
+    refuse_beside(ctx, "costs_file", "times", "comm", "held", "per_rank", "layers")
+    if memory is not None and costs_file is not None:
+        raise click.UsageError("--memory is not for --costs: give --memory-bytes, in bytes")
+    if memory_bytes is not None and costs_file is None:
+        raise click.UsageError("--memory-bytes is for --costs: give --memory, in microbatches")
     if memory is not None and 0 < memory < 1:
         raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
     told: list[Told] = []
     with progress_bar(budget * (1 if layers is None else 2) if evaluations is None else None) as watch:
         search: dict[str, Any] = {"objective": objective, "seconds": budget, "seed": seed, "evaluations": evaluations, "progress": watch}
-        if layers is None:
+        if costs_file is not None:
+            costs, made, microbatches = asked_stages(costs_file, ranks, microbatches, placement)
+            limits = None if memory_bytes is None else Limits((memory_bytes,) * made.num_ranks)
+            found = plan(costs, microbatches, limits, placements=made, baseline=baseline, **search)
+        elif layers is None:
             work, microbatches = asked_work("plan", ranks, microbatches, times, comm, held, per_rank)
             search |= {"placements": asked_placements(placement, work.num_ranks, microbatches), "baseline": baseline}
             found = plan(work, microbatches, memory, **search)

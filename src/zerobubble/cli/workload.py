@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
-from zerobubble.cli.files import read_text, require_size
+from zerobubble.cli.files import read_costs, read_text, require_size
 from zerobubble.cli.options import comm_option, held_option, json_option, microbatches_option, ranks_option, times_option
+from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Placement
 from zerobubble.plan import Objective, Workload
-from zerobubble.plan.families import ANY, FAMILIES, to_try
+from zerobubble.plan.families import ANY, FAMILIES, family, to_try
 
 Times = tuple[float, float, float]
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -64,6 +65,24 @@ def asked_shape(verb: str, ranks: int | None, microbatches: int | None) -> tuple
             raise InputError(f"{option} must be at least 1, got {count}")
     require_size("a plan", 3 * ranks * microbatches)
     return ranks, microbatches
+
+
+def asked_stages(file: str, ranks: int | None, microbatches: int | None, placement: str) -> tuple[Costs, Placement, int]:
+    """The costs in `file`, the placement whose stages they describe and the number of microbatches.
+
+    Raises `InputError` for what is missing, and where placement or ranks do not fit the file.
+    """
+    costs = read_costs(file)
+    if placement == ANY or "," in placement:
+        raise InputError(f"the costs in {file} are those of the stages of one placement: name it, such as --placement {FAMILIES[0]}")
+    legs = family(placement, 1).num_stages
+    shared, left = divmod(costs.num_stages, legs)
+    if left or ranks not in (None, shared):
+        puts = f"{placement} puts {legs} on each {'rank' if ranks is None else f'of {ranks} ranks'}"
+        raise InputError(f"{file} has costs of {costs.num_stages} stages, but {puts}: give the placement they were measured on")
+    shared, microbatches = asked_shape("plan", shared, microbatches)
+    (made,) = asked_placements(placement, shared, microbatches).values()
+    return costs, made, microbatches
 
 
 def asked_placements(placement: str, num_ranks: int, microbatches: int) -> dict[str, Placement]:

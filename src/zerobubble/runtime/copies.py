@@ -31,13 +31,15 @@ class Copies:
 
     def level(self) -> None:
         """Give every copy the parameters and buffers of the one on the first route; raises `InputError` where their shapes differ."""
-        mine = {stage: _outline(self._modules[stage]) for stage in self.ranks}
+        owners: dict[Tensor, str] = {}
+        mine = {stage: _outline(stage, self._modules[stage], owners) for stage in sorted(self.ranks)}
         told = self._transport.gather_objects(mine)
         for stage in sorted({stage for outlines in told for stage in outlines}):
             first, *others = [rank for rank, outlines in enumerate(told) if stage in outlines]
             for rank in others:
                 if told[rank][stage] != told[first][stage]:
-                    raise InputError(f"the copies of stage {stage} on ranks {first} and {rank} differ in their parameters or buffers")
+                    differ = "differ in their parameters or buffers, or in which they share"
+                    raise InputError(f"the copies of stage {stage} on ranks {first} and {rank} {differ}")
         for stage, ranks in sorted(self.ranks.items()):
             tensors = [t.detach() for t in (*self._modules[stage].parameters(), *self._modules[stage].buffers())]
             if ranks[0] == self._transport.rank:
@@ -55,9 +57,12 @@ class Copies:
             parameter.grad = None
 
     def sum(self) -> None:
-        """After a step: give every copy the sum of this step's gradients, added to what was set aside."""
+        """After a step: give every copy the sum of this step's gradients, added to what was set aside; a shared parameter counts once."""
+        summed: set[nn.Parameter] = set()
         for stage, ranks in sorted(self.ranks.items()):
-            self._sum_stage([p for p in self._modules[stage].parameters() if p.requires_grad], ranks)
+            parameters = [p for p in self._modules[stage].parameters() if p.requires_grad and p not in summed]
+            self._sum_stage(parameters, ranks)
+            summed.update(parameters)
         for parameter, before in self._aside.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
@@ -92,6 +97,7 @@ class Copies:
         return room
 
 
-def _outline(module: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+def _outline(stage: int, module: nn.Module, owners: dict[Tensor, str]) -> list[tuple[str, tuple[int, ...], str, str]]:
+    """Names, shapes and types of what a stage holds, and the first place of the rank that each is held in, which `owners` knows."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    return [(name, tuple(tensor.shape), str(tensor.dtype), owners.setdefault(tensor, f"{stage} {name}")) for name, tensor in named]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -17,12 +17,13 @@ from zerobubble.errors import InputError, PipelineError, ProgramError, ZeroBubbl
 from zerobubble.ir import Schedule
 from zerobubble.lower import lower
 from zerobubble.program import Program
-from zerobubble.runtime import trace
+from zerobubble.runtime import clip, profile, trace
 from zerobubble.runtime.batch import join_outputs, split_batch
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
 from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
 from zerobubble.runtime.loss import LossBook
+from zerobubble.runtime.meeting import meeting
 from zerobubble.runtime.memory import Meter
 from zerobubble.runtime.opening import Opening
 from zerobubble.runtime.pace import Pace
@@ -35,6 +36,7 @@ from zerobubble.verify_program import program_faults
 
 LossFunction = Callable[[Any, Any], Tensor]
 Build = Callable[[int, int], nn.Module]
+Progress = Callable[[int, int], object]
 
 
 class Pipeline:
@@ -67,6 +69,7 @@ class Pipeline:
         overlap: Overlap | None = None,
     ) -> None:
         self._closed: str | None = None
+        self._openings: dict[Executor, Opening] = {}
         self.metering = False
         self._transport = Transport(group, timeout)
         self.rank, ranks = self._transport.rank, self._transport.size
@@ -77,6 +80,7 @@ class Pipeline:
             self.device = _device(self.modules)
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
+            self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
@@ -86,11 +90,11 @@ class Pipeline:
         self._transport.open(self.device, sorted({channel for program in programs for _, _, channel, _ in program.channels()}))
         self._board = NoticeBoard(self._transport.store, ranks)
         self._copies = self._level()
-        self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
         self.pace = Pace(pace) if pace is not None else None
         self._train = Executor(programs[0], self._stages, self._transport, self.pace, overlap)
         self._infer = Executor(programs[1], self._stages, self._transport, None)
-        self._openings = {e: Opening(self.schedule.placement, self._transport) for e in (self._train, self._infer)}
+        for executor in (self._train, self._infer):
+            self._openings[executor] = Opening(self.schedule.placement, self._transport)
         self._losses = LossBook(self._transport, loss_fn)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
@@ -100,18 +104,7 @@ class Pipeline:
         dimension is the batch, a multiple of the number of microbatches; a bidirectional schedule has one such rank per route. Raises
         `PipelineError` on every rank when any rank fails.
         """
-        meter = Meter(p for m in self.modules.values() for p in (*m.parameters(), *m.buffers())) if self.metering else None
-        self._train.meter = meter
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.callback(stop_collecting)
-            for stage in self._stages.values():
-                stage.meter = meter
-                if stage.split:
-                    stack.enter_context(shadowing(stage.module))
-            loss = self._run(self._train, inputs, targets, None)
-        assert loss is not None
-        return loss
+        return self._train_with(self._train, self._stages, inputs, targets, self._meter() if self.metering else None)
 
     def eval_step(self, inputs: Any = None, targets: Any = None) -> tuple[Tensor | None, Any]:
         """Forward of one batch in evaluation mode: (mean loss on every rank, None without targets; outputs).
@@ -135,10 +128,46 @@ class Pipeline:
         """The parameters of this rank's stages, each once."""
         return nn.ModuleList(self.modules.values()).parameters()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
+
+        Every parameter counts once, whatever number of stages or copies of a stage share it. A norm that is not finite scales gradients
+        as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes from.
+        Raises `PipelineError` on every rank when any rank fails.
+        """
+        with self._ending_all("while clipping gradients"):
+            norms = clip.gather_norms(clip.norms_of(self.modules, norm_type), self._transport)
+        total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def profile(self, inputs: Any = None, targets: Any = None, *, steps: int = 3, progress: Progress | None = None) -> Costs:
+        """What the passes and messages of each stage take on these ranks and what they hold, the same `Costs` on every rank.
+
+        Runs a step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so that
+        passes and messages are measured undisturbed, B apart from W, in the memory of one microbatch. Times are medians over
+        microbatches and steps. Gradients, buffers and torch's random state are put back after it, to the bit. Every rank must call it;
+        `progress(done, total)` hears of every step. Raises `InputError` for less than 1 step, and `PipelineError` as `step` does.
+        """
+        if steps < 1:
+            raise InputError(f"a profile takes at least 1 step, got {steps}")
+        timelines: list[Timeline] = []
+        with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device):
+            stages = {s: Stage(m, s, split=True) for s, m in self.modules.items()}
+            executor = Executor(_proved(profile.one_by_one(self.schedule)), stages, self._transport, self.pace)
+            self._openings[executor] = Opening(self.schedule.placement, self._transport)
+            while len(timelines) <= steps:
+                self._train_with(executor, stages, inputs, targets, None if timelines else self._meter(inputs, targets))
+                timelines.append(self._timeline(executor))
+                if progress is not None:
+                    progress(len(timelines), steps + 1)
+            del self._openings[executor]
+        return profile.costs_of(timelines[0], timelines[1:])
+
     def timeline(self) -> Timeline:
         """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it."""
-        self._refuse_if_closed()
-        return trace.gather(self.schedule.name, self._train.spans, self._train.memory, self._transport)
+        with self._ending_all("while gathering a timeline"):
+            return self._timeline(self._train)
 
     def close(self) -> None:
         """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""
@@ -177,6 +206,30 @@ class Pipeline:
             raise PipelineError(str(error), rank=error.peer) from error
         return copies
 
+    def _meter(self, *batch: Any) -> Meter:
+        """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
+        own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
+        given = [tensor for part in batch for tensor in (part if isinstance(part, (tuple, list)) else (part,))]
+        return Meter([*own, *(tensor for tensor in given if isinstance(tensor, Tensor))])
+
+    def _train_with(self, executor: Executor, stages: dict[int, Stage], inputs: Any, targets: Any, meter: Meter | None) -> Tensor:
+        """One step of forward and backward passes; the mean loss."""
+        executor.meter = meter
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.callback(stop_collecting)
+            for stage in stages.values():
+                stage.meter = meter
+                if stage.split:
+                    stack.enter_context(shadowing(stage.module))
+            loss = self._run(executor, inputs, targets, None)
+        assert loss is not None
+        return loss
+
+    def _timeline(self, executor: Executor) -> Timeline:
+        with meeting("gathering a timeline"):
+            return trace.gather(executor.program.name, executor.spans, executor.memory, self._transport)
+
     def _run(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Tensor | None:
         self._refuse_if_closed()
         executor.at = -1
@@ -189,7 +242,20 @@ class Pipeline:
                 self._copies.sum()
             return self._losses.close()
         except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
-            self._fail(executor, error)
+            action = str(executor.row[executor.at]) if 0 <= executor.at < len(executor.row) else ""
+            when = f"at '{action}'" if action else "before its first pass" if executor.at < 0 else "after its last pass"
+            self._fail(error, when, action)
+
+    @contextmanager
+    def _ending_all(self, when: str) -> Iterator[None]:
+        """Between steps, too, whatever stops this rank stops them all."""
+        self._refuse_if_closed()
+        try:
+            yield
+        except PipelineError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
+            self._fail(error, when)
 
     def _refuse_if_closed(self) -> None:
         if self._closed is not None:
@@ -209,15 +275,14 @@ class Pipeline:
         known, announcing = self._openings[executor].open(cut)
         return Batch(cut, self._losses.finish, known, announcing)
 
-    def _fail(self, executor: Executor, error: BaseException) -> NoReturn:
-        action = str(executor.row[executor.at]) if 0 <= executor.at < len(executor.row) else ""
+    def _fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
         if isinstance(error, LostContactError):
             traceback.clear_frames(error.__traceback__)
             note = self._board.look(GRACE_S) or self._board.publish(Note(error.peer, action, f"rank {self.rank} {error}"))
         else:
-            what = f"at '{action}'" if action else "before its first pass" if executor.at < 0 else "after its last pass"
-            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {what}: {type(error).__name__}: {error}"))
-        executor.clear()
+            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {type(error).__name__}: {error}"))
+        for executor in self._openings:
+            executor.clear()
         self._losses.clear()
         self._shut(note.message)
         self._board.farewell()
@@ -225,6 +290,7 @@ class Pipeline:
 
     def _shut(self, reason: str) -> None:
         self._closed = reason
+        self._openings.clear()  # a message that was sent keeps its connection open
         self._transport.close()
 
 
@@ -256,7 +322,7 @@ def _proved(schedule: Schedule) -> Program:
 
 
 def _modules(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:
-    indices = [stage for _, stage in schedule.placement.stages(rank)]
+    indices = sorted({stage for _, stage in schedule.placement.stages(rank)})
     if isinstance(given, nn.Module):
         given = [given]
     if isinstance(given, Sequence):

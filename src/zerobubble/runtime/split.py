@@ -1,41 +1,57 @@
 """The backward pass in two: B computes input gradients and queues weight work, W does it later.
 
 For the length of a step the `forward` of every plain `nn.Linear` in a stage is shadowed on the instance: same kernel, same
-output, but its backward leaves `weight.grad` for later. Everything else in the stage is untouched and gets its gradients in B.
+output, but its backward leaves `weight.grad` for later. Everything else in the stage is untouched and gets its gradients in B, and so
+do Linears that are compiled, watched by hooks, under autocast, or whose weight is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from threading import get_ident
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from zerobubble.errors import InputError
 from zerobubble.runtime.memory import Held, Meter
 
 
 class WeightWork:
-    """The weight gradients that one B has left to do, in the order B met them."""
+    """The weight gradients that one B has left to do, in the order B met them; `held` are the tensors kept for them."""
 
-    __slots__ = ("_entries", "_held", "_meter")
+    __slots__ = ("_counted", "_entries", "_meter", "_versions", "held")
 
     def __init__(self, meter: Meter | None = None) -> None:
+        self.held: list[Tensor] = []
+        self._versions: list[int] = []
         self._entries: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        self._held: list[Held] = []
+        self._counted: list[Held] = []
         self._meter = meter
 
     def defer(self, weight: Tensor, gradient: Callable[[], Tensor], *held: Tensor) -> None:
-        """Leave `weight.grad += gradient()` for W. `held` are the tensors kept alive for it, for the memory count."""
+        """Leave `weight.grad += gradient()` for W; `held` are the tensors it reads, which nobody may change until then."""
         self._entries.append((weight, gradient))
+        self.held += held
+        self._versions += [tensor._version for tensor in held]
         if self._meter is not None:
-            self._held += [self._meter.hold(tensor) for tensor in held]
+            self._counted += [self._meter.hold(tensor) for tensor in held]
 
     def run(self) -> None:
-        """Add every queued gradient into its weight's `.grad`. A weight used twice is summed first, as autograd does."""
+        """Add every queued gradient into its weight's `.grad`. A weight used twice is summed first, as autograd does.
+
+        Raises `InputError` when a tensor that W reads was changed in place after B.
+        """
+        for tensor, version in zip(self.held, self._versions, strict=True):
+            if tensor._version != version:
+                raise InputError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was changed in place between B and W; "
+                    "give the Linear a copy (x.clone()), or choose a schedule that does not split this stage"
+                )
         totals: dict[Tensor, Tensor] = {}
         with torch.no_grad():
             for weight, compute in self._entries:
@@ -46,11 +62,13 @@ class WeightWork:
                 else:
                     weight.grad.add_(gradient)
         self._entries.clear()
-        self._held.clear()
+        self._counted.clear()
+        self._versions.clear()
+        self.held.clear()
 
 
 _collecting: dict[int, WeightWork | None] = {}
-_recomputing: WeightWork | None = None
+_in_backward: WeightWork | None = None
 
 
 def collect_into(work: WeightWork | None, *, backward: bool = False) -> None:
@@ -58,17 +76,17 @@ def collect_into(work: WeightWork | None, *, backward: bool = False) -> None:
 
     In a `backward`, autograd may run checkpointed forwards again on threads of its own, which then collect there too.
     """
-    global _recomputing
+    global _in_backward
     _collecting[get_ident()] = work
     if backward:
-        _recomputing = work
+        _in_backward = work
 
 
 def stop_collecting() -> None:
     """The step is over: no thread collects any more."""
-    global _recomputing
+    global _in_backward
     _collecting.clear()
-    _recomputing = None
+    _in_backward = None
 
 
 def pending_work() -> WeightWork | None:
@@ -76,7 +94,7 @@ def pending_work() -> WeightWork | None:
 
     An autograd Function of the user's own reads this in its forward, and in its backward defers to it what can wait.
     """
-    return _collecting.get(get_ident(), _recomputing)
+    return _collecting.get(get_ident(), _in_backward)
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -90,23 +108,25 @@ class _DeferredLinear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
+        work: WeightWork = ctx.work
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dy.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
         bias_gradient = dy.sum(0) if ctx.needs_input_grad[2] else None
         x = x.reshape(-1, x.shape[-1])
-        ctx.work.defer(ctx.parameter, lambda: dy.t().mm(x), x, dy)
+        if work is not _in_backward:  # the model asks for a gradient within its own forward, perhaps to go back through it
+            return dx, dy.t().mm(x), bias_gradient, None
+        work.defer(ctx.parameter, lambda: dy.t().mm(x), x, dy)
         return dx, None, bias_gradient, None
 
 
 @contextmanager
 def shadowing(module: nn.Module) -> Iterator[None]:
-    """Shadow every Linear of `module` whose weight gradient can wait: a plain trainable parameter that nobody watches."""
-    shadowed = [part for part in module.modules() if isinstance(part, nn.Linear) and _can_wait(part)]
+    """Shadow every plain Linear of `module`; each call then decides whether its weight gradient can wait."""
+    shadowed = [part for part in module.modules() if isinstance(part, nn.Linear) and _is_plain(part)]
     for linear in shadowed:
-        linear.__dict__["forward"] = partial(_forward, linear)
+        linear.__dict__["forward"] = MethodType(_forward, linear)
     try:
         yield
     finally:
@@ -114,16 +134,30 @@ def shadowing(module: nn.Module) -> Iterator[None]:
             linear.__dict__.pop("forward", None)
 
 
-def _can_wait(linear: nn.Linear) -> bool:
-    weight = linear.weight
+def _is_plain(linear: nn.Linear) -> bool:
+    weight = linear._parameters.get("weight")  # `linear.weight` may be computed, and computing it may change buffers
     own = type(linear).forward is nn.Linear.forward and "forward" not in linear.__dict__
-    watched = bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
-    return own and type(weight) is nn.Parameter and weight.requires_grad and not watched
+    return own and type(weight) is nn.Parameter and weight.is_floating_point() and weight.requires_grad and not _accumulator_is_kept(weight)
+
+
+def _accumulator_is_kept(weight: Tensor) -> bool:
+    """Whether somebody keeps the node that adds to `weight.grad`, as they must who hook it; else it lives only while it is used."""
+    of_its_node = get_gradient_edge(weight).node.metadata
+    return get_gradient_edge(weight).node.metadata is of_its_node
 
 
 def _forward(linear: nn.Linear, x: Tensor) -> Tensor:
-    work = pending_work()
-    if work is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-        return nn.functional.linear(x, linear.weight, linear.bias)
-    y: Tensor = _DeferredLinear.apply(x, linear.weight, linear.bias, work)  # type: ignore[no-untyped-call]
+    weight = linear.weight
+    work = None if torch.compiler.is_compiling() else pending_work()
+    if work is None or not _can_wait(weight, x):
+        return nn.functional.linear(x, weight, linear.bias)
+    y: Tensor = _DeferredLinear.apply(x, weight, linear.bias, work)  # type: ignore[no-untyped-call]
     return y
+
+
+def _can_wait(weight: Tensor, x: Tensor) -> bool:
+    """Whether the gradient would go to `weight.grad` and nowhere else, unwatched, from tensors that our Function understands."""
+    watched = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    trains = type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
+    transformed = torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active()
+    return trains and type(x) is Tensor and not watched and not transformed

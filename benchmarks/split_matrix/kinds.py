@@ -1,0 +1,351 @@
+"""The module kinds of the split matrix: whatever a stage may be made of, as small as it can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+D = 6
+
+
+class Way(nn.Module):
+    """Parts by name and a function of them and the inputs: the shortest way to write many small models."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.way = forward
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.way(self, *inputs)
+
+
+def lin(features: int = D, **options: Any) -> nn.Linear:
+    return nn.Linear(D, features, **options)
+
+
+def parameter(*size: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(size))
+
+
+class Block(nn.Module):
+    """A residual block with a norm, two Linears and an in-place activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(D), lin(2 * D), nn.ReLU(inplace=True), nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.act(self.up(self.norm(x))))
+        return y
+
+
+class Attention(nn.Module):
+    """A causal self-attention and MLP block, as GPTs have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out, self.mlp = nn.LayerNorm(D), lin(3 * D), lin(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.mlp(x + self.out(attended.transpose(1, 2).flatten(2)))
+        return y
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = lin().requires_grad_(False), lin(2, bias=False), nn.Linear(2, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+class Experts(nn.Module):
+    """A top-2 mixture of four experts, of which the last is never chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = lin(4), nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        scores = self.gate(rows).softmax(-1) * torch.tensor([1.0, 1.0, 1.0, 0.0])
+        weights, chosen = scores.topk(2)
+        y = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            row, slot = (chosen == index).nonzero(as_tuple=True)
+            y = y.index_add(0, row, expert(rows[row]) * weights[row, slot].unsqueeze(-1))
+        return y.view_as(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell = kind(D, D, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.cell(x)[0]
+        return y
+
+
+class HandMade(torch.autograd.Function):
+    """A Linear as a Python Function, as fp8 and Triton layers are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def selective(block: nn.Module) -> nn.Module:
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return Way(lambda m, x: checkpoint(m.block, x, use_reentrant=False, context_fn=contexts), block=block)
+
+
+def checkpointed(block: nn.Module, *, reentrant: bool = False) -> nn.Module:
+    return Way(lambda m, x: checkpoint(m.block, x, use_reentrant=reentrant), block=block)
+
+
+def compiled(block: nn.Module) -> nn.Module:
+    return torch.compile(block, backend="aot_eager")  # type: ignore[return-value]
+
+
+def compiled_in_place(block: nn.Module) -> nn.Module:
+    block.compile(backend="aot_eager")
+    return nn.Sequential(block)
+
+
+def with_tensor_hook() -> nn.Module:
+    module = Way(lambda m, x: m.up(m.down(x)), down=lin(), up=lin(), seen=[])
+    module.up.weight.register_hook(lambda gradient: module.seen.append(gradient.clone()))
+    module.down.weight.register_hook(lambda gradient: 2 * gradient)
+    return module
+
+
+def with_accumulated_hook() -> nn.Module:
+    module = Way(lambda m, x: m.linear(x), linear=lin(), seen=[])
+    module.linear.weight.register_post_accumulate_grad_hook(lambda weight: module.seen.append(weight.grad.clone()))
+    return module
+
+
+def with_node_hook() -> nn.Module:
+    """As data-parallel wrappers do: a hook on the node that adds to `.grad`, kept alive by whoever set it."""
+    module = Way(lambda m, x: m.linear(x), linear=lin(), seen=[])
+    weight = module.linear.weight
+    module.node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    module.node.register_hook(lambda *_: module.seen.append(weight.grad.clone()))
+    return module
+
+
+def with_module_hook() -> nn.Module:
+    module = Way(lambda m, x: m.linear(x), linear=lin(), seen=[])
+    module.linear.register_full_backward_hook(lambda _, gradients, outputs: module.seen.extend((*gradients, *outputs)))
+    return module
+
+
+def forces(m: Any, x: Tensor) -> Tensor:
+    """The gradient of an energy for the input, as force fields give it."""
+    with torch.enable_grad():
+        place = x if x.requires_grad else x.detach().requires_grad_()
+        energy = m.second(torch.tanh(m.first(place))).sum()
+        (force,) = torch.autograd.grad(energy, place, create_graph=True)
+    y: Tensor = m.third(force)
+    return y
+
+
+def frozen_for_a_while(m: Any, x: Tensor) -> Tensor:
+    """Only the second call of the Linear trains it."""
+    m.linear.requires_grad_(False)
+    y = m.linear(x)
+    m.linear.requires_grad_(True)
+    z: Tensor = m.linear(torch.tanh(y))
+    return z
+
+
+def offloaded(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        y: Tensor = m.block(x)
+    return y
+
+
+def in_half_precision(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y: Tensor = m.block(x.float())
+    return y.double()
+
+
+def fast_weights(m: Any, x: Tensor) -> Tensor:
+    weights = {"weight": m.linear.weight * m.scale, "bias": m.linear.bias}
+    y: Tensor = m.linear(torch.func.functional_call(m.linear, weights, (x,)))
+    return y
+
+
+def complex_linear(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.linear(torch.complex(x, x.flip(-1)))
+    return torch.view_as_real(y).flatten(-2)
+
+
+def shared_over_depth(m: Any, x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = m.block(x)
+    return x
+
+
+def half_frozen() -> nn.Module:
+    linear = lin()
+    linear.weight.requires_grad_(False)
+    return linear
+
+
+def tied(count: int, first: int, second: int) -> nn.Module:
+    module = nn.Sequential(*[lin() for _ in range(count)])
+    module[second].weight = module[first].weight
+    return module
+
+
+def tied_head() -> nn.Module:
+    module = Way(lambda m, tokens: m.head(m.block(m.table(tokens))), table=nn.Embedding(11, D), block=Block(), head=lin(11, bias=False))
+    module.head.weight = module.table.weight
+    return module
+
+
+def zero_first(x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+class Kind(NamedTuple):
+    """How to build a module, what it takes (`x`: vectors, `fixed`: vectors without gradient, `tokens`: integers, or several of them),
+    and whether some weight has no gradient between its first B and its first W."""
+
+    build: Callable[[], nn.Module]
+    takes: str = "x"
+    waits: bool = True
+
+
+KINDS: dict[str, Kind] = {
+    "gpt block": Kind(Attention),
+    "mlp without bias": Kind(lambda: nn.Sequential(lin(bias=False), nn.GELU(), lin(bias=False))),
+    "layer norm": Kind(lambda: nn.LayerNorm(D), waits=False),
+    "raw parameters": Kind(
+        lambda: Way(lambda m, x: torch.tanh(x * m.scale) @ m.matrix, scale=parameter(D), matrix=parameter(D, D)), waits=False
+    ),
+    "conv1d": Kind(lambda: nn.Sequential(nn.Conv1d(5, 5, 3), nn.ReLU(inplace=True)), waits=False),
+    "conv2d and batch norm": Kind(
+        lambda: Way(lambda m, x: m.norm(m.conv(x.unsqueeze(1))), conv=nn.Conv2d(1, 2, 3), norm=nn.BatchNorm2d(2)), waits=False
+    ),
+    "batch norm": Kind(lambda: Way(lambda m, x: m.norm(m.linear(x).flatten(0, 1)), linear=lin(), norm=nn.BatchNorm1d(D))),
+    "gru": Kind(lambda: Recurrent(nn.GRU), waits=False),
+    "lstm": Kind(lambda: Recurrent(nn.LSTM), waits=False),
+    "multi-head attention": Kind(lambda: Way(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(D, 2)), waits=False),
+    "transformer layer with dropout": Kind(lambda: nn.TransformerEncoderLayer(D, 2, 12, dropout=0.3)),
+    "dropout": Kind(lambda: nn.Sequential(lin(), nn.Dropout(0.4), lin())),
+    "weight norm": Kind(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(lin()), lin())),
+    "spectral norm": Kind(lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(lin()), lin())),
+    "orthogonal": Kind(lambda: nn.utils.parametrizations.orthogonal(lin()), waits=False),
+    "experts, one of them empty": Kind(Experts),
+    "lora": Kind(Lora),
+    "partly frozen": Kind(lambda: nn.Sequential(lin().requires_grad_(False), nn.ReLU(inplace=True), lin())),
+    "all frozen": Kind(lambda: nn.Sequential(lin(), lin()).requires_grad_(False), waits=False),
+    "weight frozen, bias not": Kind(lambda: Way(lambda m, x: m.last(m.first(x)), first=half_frozen(), last=lin())),
+    "frozen for a while": Kind(lambda: Way(frozen_for_a_while, linear=lin())),
+    "unused parts": Kind(lambda: Way(lambda m, x: m.used(x), used=lin(), unused=lin(), alone=parameter(3))),
+    "two inputs, two outputs": Kind(lambda: Way(lambda m, x, y: (m.first(x) * y, m.second(y)), first=lin(), second=lin()), "x x"),
+    "an output used by nobody": Kind(lambda: Way(lambda m, x: (m.first(x), m.second(x).detach()), first=lin(), second=lin())),
+    "a linear in series": Kind(lambda: Way(lambda m, x: m.linear(m.linear(m.linear(x))), linear=lin())),
+    "a linear in parallel": Kind(lambda: Way(lambda m, x: m.linear(x) * m.linear(torch.tanh(x)), linear=lin())),
+    "neighbours tied": Kind(lambda: tied(2, 0, 1)),
+    "first and third tied": Kind(lambda: tied(3, 0, 2)),
+    "norm shared over depth": Kind(lambda: Way(lambda m, x: m.norm(m.b(m.norm(m.a(m.norm(x))))), a=lin(), b=lin(), norm=nn.LayerNorm(D))),
+    "scale shared over depth": Kind(
+        lambda: Way(lambda m, x: m.b(m.a(x * m.scale) * m.scale) * m.scale, a=lin(), b=lin(), scale=parameter(D))
+    ),
+    "block shared over depth": Kind(lambda: Way(shared_over_depth, block=Block())),
+    "weight used outside its linear": Kind(
+        lambda: Way(lambda m, x: functional.linear(m.linear(x), m.linear.weight), linear=lin()), waits=False
+    ),
+    "embedding": Kind(lambda: nn.Sequential(nn.Embedding(11, D), Block()), "tokens"),
+    "embedding tied to its head": Kind(lambda: tied_head(), "tokens"),
+    "embedding on an inner stage": Kind(
+        lambda: Way(lambda m, x, tokens: m.block(x + m.table(tokens)), table=nn.Embedding(11, D), block=Block()), "x tokens"
+    ),
+    "sparse embedding": Kind(lambda: nn.Sequential(nn.Embedding(11, D, sparse=True), lin()), "tokens"),
+    "input without gradient": Kind(lambda: Block(), "fixed"),
+    "a path apart from the input's": Kind(
+        lambda: Way(lambda m, x: (m.linear(x), m.other(m.start)), linear=lin(), other=lin(), start=parameter(2, D))
+    ),
+    "parameter of the output's shape": Kind(
+        lambda: Way(lambda m, x: torch.tanh(m.linear(x) + m.place), linear=lin(), place=parameter(2, 5, D))
+    ),
+    "parameter reshaped to the output": Kind(
+        lambda: Way(lambda m, x: torch.tanh(m.linear(x) + m.place.view(2, 5, D)), linear=lin(), place=parameter(60))
+    ),
+    "parameter reshaped to the input": Kind(
+        lambda: Way(lambda m, x: m.linear(torch.tanh(x + m.place.view(2, 5, D))), linear=lin(), place=parameter(60))
+    ),
+    "parameter reshaped at the end": Kind(lambda: Way(lambda m, x: m.linear(x) + m.place.view(2, 5, D), linear=lin(), place=parameter(60))),
+    "parameter and input reshaped alike": Kind(
+        lambda: Way(lambda m, x: m.linear(torch.tanh(x.flatten() + m.place.flatten()).view(x.shape)), linear=lin(), place=parameter(60, 1))
+    ),
+    "output viewed": Kind(lambda: Way(lambda m, x: m.linear(x).view(-1, D), linear=lin())),
+    "output transposed": Kind(lambda: Way(lambda m, x: m.linear(x).transpose(0, 1), linear=lin())),
+    "output sliced": Kind(lambda: Way(lambda m, x: m.linear(x)[:, 1:, ::2], linear=lin())),
+    "output in chunks": Kind(lambda: Way(lambda m, x: m.linear(x).chunk(2, -1), linear=lin())),
+    "output expanded": Kind(lambda: Way(lambda m, x: m.linear(x).expand(3, 2, 5, D), linear=lin())),
+    "output is the input": Kind(nn.Identity, waits=False),
+    "output beside the input": Kind(lambda: Way(lambda m, x: (m.linear(x), x), linear=lin())),
+    "output twice": Kind(lambda: Way(lambda m, x: (m.linear(x),) * 2, linear=lin())),
+    "one row": Kind(lambda: Way(lambda m, x: m.linear(x[0, 0]), linear=lin())),
+    "no rows": Kind(lambda: Way(lambda m, x: m.linear(x[:0]).sum() + x, linear=lin())),
+    "strided input": Kind(lambda: Way(lambda m, x: m.linear(x.transpose(0, 1)[::2]), linear=lin())),
+    "parameter as input of a linear": Kind(
+        lambda: Way(lambda m, x: m.keys(m.queries) @ m.values(x).mT, queries=parameter(3, D), keys=lin(), values=lin())
+    ),
+    "relu in place on a linear": Kind(lambda: nn.Sequential(lin(), nn.ReLU(inplace=True), lin())),
+    "sum in place on a linear": Kind(lambda: Way(lambda m, x: m.b(m.a(x).add_(x).mul_(2)), a=lin(), b=lin())),
+    "in place on a part of a linear": Kind(lambda: Way(lambda m, x: m.b(zero_first(m.a(x))), a=lin(), b=lin())),
+    "checkpoint": Kind(lambda: checkpointed(Attention())),
+    "checkpoint, reentrant": Kind(lambda: checkpointed(Attention(), reentrant=True)),
+    "checkpoint, selective": Kind(lambda: selective(nn.Sequential(lin(), nn.GELU(), lin()))),
+    "checkpoint in a checkpoint": Kind(lambda: checkpointed(nn.Sequential(lin(), checkpointed(Attention()), lin()))),
+    "checkpoint with dropout": Kind(lambda: checkpointed(nn.Sequential(lin(), nn.Dropout(0.4), lin()))),
+    "checkpoint, reentrant, with dropout": Kind(lambda: checkpointed(nn.Sequential(lin(), nn.Dropout(0.4), lin()), reentrant=True)),
+    "checkpoint of a linear used outside too": Kind(
+        lambda: Way(lambda m, x: m.b(checkpoint(m.b, m.a(x), use_reentrant=False)), a=lin(), b=lin())
+    ),
+    "offloaded": Kind(lambda: Way(offloaded, block=Block())),
+    "compiled": Kind(lambda: compiled(Attention()), waits=False),
+    "compiled in place": Kind(lambda: compiled_in_place(Attention()), waits=False),
+    "compiled between linears": Kind(lambda: nn.Sequential(lin(), compiled(Block()), lin())),
+    "hand-made function": Kind(lambda: Way(lambda m, x: m.linear(HandMade.apply(x, m.weight)), weight=parameter(D, D), linear=lin())),
+    "autocast": Kind(lambda: Way(in_half_precision, block=Block().float()), waits=False),
+    "gradient within the forward": Kind(lambda: Way(forces, first=lin(), second=lin(), third=lin())),
+    "gradient within the forward, input without": Kind(lambda: Way(forces, first=lin(), second=lin(), third=lin()), "fixed"),
+    "linear mapped over rows": Kind(lambda: Way(lambda m, x: m.last(torch.vmap(m.linear)(x)), linear=lin(), last=lin())),
+    "weights given by a call": Kind(lambda: Way(fast_weights, linear=lin(), scale=parameter(D)), waits=False),
+    "complex linear": Kind(lambda: Way(complex_linear, linear=nn.Linear(D, D, dtype=torch.complex128)), waits=False),
+    "tensor hooks": Kind(with_tensor_hook, waits=False),
+    "hook after accumulation": Kind(with_accumulated_hook, waits=False),
+    "hook on the accumulating node": Kind(with_node_hook, waits=False),
+    "module hook": Kind(with_module_hook),
+}

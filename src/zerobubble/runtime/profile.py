@@ -1,0 +1,72 @@
+"""Measuring what passes and messages take: microbatches go through the model one by one, and nothing of the model changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median_low
+
+import torch
+from torch import nn
+
+from zerobubble.costs import Costs
+from zerobubble.fit import fit_comm, fit_costs
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.timeline import Timeline
+
+_TIMES = ("forward", "backward", "weight", "comm")
+
+
+def one_by_one(schedule: Schedule) -> Schedule:
+    """The placement of `schedule` with a microbatch at a time: down through all stages and back, then each rank's W.
+
+    A rank computes nothing while it waits for a message, but for W of a microbatch that is on its way elsewhere.
+    """
+    rows = tuple(
+        tuple(op for microbatch in range(schedule.num_microbatches) for op in _passes(schedule, rank, microbatch))
+        for rank in range(schedule.num_ranks)
+    )
+    return Schedule(f"{schedule.name} (one by one)", schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
+
+
+def _passes(schedule: Schedule, rank: int, microbatch: int) -> list[Op]:
+    """What `rank` does for one microbatch, one after another."""
+    down = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage, microbatch) == rank]
+    order = ((Kind.F, down), (Kind.B, down[::-1]), (Kind.W, down[::-1]))
+    return [Op(kind, stage, microbatch) for kind, stages in order for stage in stages]
+
+
+@contextmanager
+def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Whatever passes run inside, gradients, buffers and torch's random state are afterwards what they were, to the bit.
+
+    Inside, gradients start from nothing. Parameters need no care: passes only read them.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    gradients = {parameter: parameter.grad for part in parts for parameter in part.parameters(recurse=False)}
+    buffers = [(part, dict(part._buffers)) for part in parts]
+    contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            for parameter in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            for part, named in buffers:
+                part._buffers.update(named)
+            with torch.no_grad():
+                for buffer, content in contents.items():
+                    buffer.copy_(content)
+
+
+def costs_of(metered: Timeline, timed: Sequence[Timeline]) -> Costs:
+    """The costs that steps one by one tell: the bytes held in the `metered` one, and the times of the `timed` ones.
+
+    Times are medians over the microbatches of a step, and over the steps.
+    """
+    steps = [replace(fit_costs(timeline), comm=fit_comm(timeline)) for timeline in timed]
+    times = {name: tuple(map(median_low, zip(*(getattr(step, name) for step in steps), strict=True))) for name in _TIMES}
+    return replace(fit_costs(metered), **times)

@@ -1,0 +1,222 @@
+"""Clipping over all ranks has the numbers of `torch.nn.utils.clip_grad_norm_` on one device, and a rank that fails ends all."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+
+MAX_NORM = {2.0: 0.5, math.inf: 0.15}
+"""About the middle of the norms that come up."""
+STEPS = 20
+PROMPT = 30.0
+"""Seconds by which a rank must have been told of a failure, on a busy machine too."""
+
+
+@pytest.fixture
+def doomed() -> Iterator[Ranks]:
+    """Ranks of their own for a test that ends one."""
+    ranks = Ranks(3)
+    yield ranks
+    ranks.kill()
+
+
+def relative(mine: Tensor, theirs: Tensor) -> float:
+    return ((mine - theirs).norm() / theirs.norm()).item()
+
+
+def train_clipped(group: Any, name: str, microbatches: int, norm_type: float) -> tuple[list[float], float]:
+    """Clipped steps of SGD beside one device: (the norms, the largest relative error of norms and parameters)."""
+    norms, worst = [], 0.0
+    with zb.Pipeline(build, name, microbatches, loss_fn, group=group) as pipe:
+        model = nn.ModuleList(build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages))
+        optimizers = [torch.optim.SGD(parameters, lr=0.3, momentum=0.9) for parameters in (pipe.parameters(), model.parameters())]
+        limit = MAX_NORM[norm_type]
+        for step in range(STEPS):
+            inputs, targets = batch(microbatches, seed=step)
+            pipe.step(inputs, targets)
+            one_device(list(model), microbatches, inputs, targets)
+            mine = pipe.clip_grad_norm_(limit, norm_type)
+            theirs = nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type)
+            norms.append(theirs.item() / limit)
+            worst = max(worst, relative(mine, theirs))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for stage, module in pipe.modules.items():
+                pairs = zip(module.parameters(), model[stage].parameters(), strict=True)
+                worst = max(worst, *(relative(p, q) for p, q in pairs))
+    return norms, worst
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("name", ["zb-v", "zb-h1", "1f1b", "chimera"])
+def test_clipped_training_equals_one_device(world: Ranks, name: str, norm_type: float) -> None:
+    for norms, worst in world.run(train_clipped, name, 4, norm_type, ranks=4):
+        assert min(norms) < 1 < max(norms), "clipping acts on some steps"
+        assert worst <= 1e-12
+
+
+def fill(stage: int, module: nn.Module) -> None:
+    """Gradients that depend on the stage alone."""
+    generator = torch.Generator().manual_seed(stage)
+    for parameter in module.parameters():
+        parameter.grad = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) - 0.5
+
+
+def clip_known(group: Any, name: str, norm_type: float) -> tuple[Tensor, dict[int, list[Tensor | None]]]:
+    """The total norm of those gradients, and what clipping makes of them, by stage."""
+    with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
+        for stage, module in pipe.modules.items():
+            fill(stage, module)
+        total = pipe.clip_grad_norm_(1.0, norm_type)
+        return total, {stage: [parameter.grad for parameter in module.parameters()] for stage, module in pipe.modules.items()}
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize(("name", "stages"), [("zb-v", 8), ("chimera", 4)])
+def test_norm_and_gradients_are_those_of_one_device_to_the_bit(world: Ranks, name: str, stages: int, norm_type: float) -> None:
+    model = nn.ModuleList(build(stage, stages) for stage in range(stages))
+    for stage, module in enumerate(model):
+        fill(stage, module)
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
+    for total, clipped in world.run(clip_known, name, norm_type, ranks=4):
+        assert torch.equal(total, expected)
+        for stage, gradients in clipped.items():
+            for gradient, parameter in zip(gradients, model[stage].parameters(), strict=True):
+                assert gradient is not None
+                assert parameter.grad is not None
+                assert torch.equal(gradient, parameter.grad)
+
+
+class Scaled(nn.Module):
+    """A Linear that two stages of a rank share."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.shared(x)
+        return y
+
+
+def shared_once(group: Any) -> tuple[float, list[float]]:
+    """The norm of a pipeline whose ranks use one Linear for both of their stages, and that of each rank's own gradients."""
+    shared = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+    with zb.Pipeline([Scaled(shared), Scaled(shared)], "zb-v", 4, nn.functional.mse_loss, group=group) as pipe:
+        shared.weight.grad = torch.full((3, 3), 2.0 + pipe.rank, dtype=torch.float64)
+        return pipe.clip_grad_norm_(100.0).item(), list(shared.weight.grad.flatten().tolist())
+
+
+def test_a_parameter_of_two_stages_counts_once(world: Ranks) -> None:
+    for rank, (total, gradients) in enumerate(world.run(shared_once, ranks=2)):
+        assert total == pytest.approx(math.sqrt(9 * 2**2 + 9 * 3**2), rel=1e-15)
+        assert gradients == [2.0 + rank] * 9, "a norm below the limit leaves gradients as they are"
+
+
+def not_finite(group: Any, value: float, error_if_nonfinite: bool) -> tuple[str, list[float]]:
+    """A gradient with `value` in stage 1: the error or the norm, and stage 0's gradient on rank 0 or stage 1's on rank 1 after it."""
+    pipe = zb.Pipeline(nn.Linear(2, 2, bias=False), "1f1b", 2, nn.functional.mse_loss, group=group)
+    (weight,) = pipe.parameters()
+    weight.grad = torch.tensor([[1.0, value], [3.0, 4.0]]) if pipe.rank == 1 else torch.ones(2, 2)
+    try:
+        told = str(pipe.clip_grad_norm_(1.0, error_if_nonfinite=error_if_nonfinite).item())
+    except zb.InputError as error:
+        told = str(error)
+    assert weight.grad is not None
+    after = weight.grad.flatten().tolist()
+    weight.grad = torch.ones(2, 2)
+    assert pipe.clip_grad_norm_(8.0).item() == pytest.approx(math.sqrt(8)), "the pipeline goes on"
+    pipe.close()
+    return told, after
+
+
+@pytest.mark.parametrize(("value", "after"), [(math.inf, [0.0, math.nan, 0.0, 0.0]), (math.nan, [math.nan] * 4)])
+def test_a_norm_that_is_not_finite_scales_as_in_torch(world: Ranks, value: float, after: list[float]) -> None:
+    (first, whole), (second, part) = world.run(not_finite, value, False, ranks=2)
+    assert first == second == str(value)
+    assert part == pytest.approx(after, nan_ok=True)
+    assert whole == pytest.approx([0.0] * 4 if value == math.inf else [math.nan] * 4, nan_ok=True)
+
+
+def test_a_norm_that_is_not_finite_can_be_refused_and_names_its_stage(world: Ranks) -> None:
+    (first, whole), (second, part) = world.run(not_finite, math.inf, True, ranks=2)
+    assert first == second
+    assert first.startswith("the norm of order 2 of all gradients is inf, not finite in stage 1: leave this step out")
+    assert (whole, part) == ([1.0] * 4, [1.0, math.inf, 3.0, 4.0])
+
+
+def without_gradients(group: Any) -> float:
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        return pipe.clip_grad_norm_(1.0).item()
+
+
+def test_the_norm_of_no_gradients_is_0(world: Ranks) -> None:
+    assert world.run(without_gradients, ranks=2) == [0.0, 0.0]
+
+
+def clip_with(group: Any, act: Any, culprit: int, timeout: float) -> tuple[float, str, int | None]:
+    """A step, then clipping, before which rank `culprit` acts: (seconds until the error, its text, its rank)."""
+    pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=timeout)
+    pipe.step(*batch(8))
+    begin = time.monotonic()
+    if pipe.rank == culprit:
+        act(pipe)
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.clip_grad_norm_(1.0)
+    took = time.monotonic() - begin
+    with pytest.raises(zb.PipelineError, match="make a new Pipeline"):
+        pipe.clip_grad_norm_(1.0)
+    return took, str(caught.value), caught.value.rank
+
+
+def make_sparse(pipe: zb.Pipeline) -> None:
+    weight = next(pipe.parameters())
+    weight.grad = torch.zeros_like(weight).to_sparse()
+
+
+def die(pipe: zb.Pipeline) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze(pipe: zb.Pipeline) -> None:
+    time.sleep(5)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_cannot_clip_ends_all_with_its_cause(world: Ranks, culprit: int) -> None:
+    for took, text, rank in world.run(clip_with, make_sparse, culprit, 60.0, ranks=4):
+        assert took < PROMPT
+        assert rank == culprit
+        assert text.startswith(f"rank {culprit} failed while clipping gradients: NotImplementedError: ")
+
+
+def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks) -> None:
+    first, gone, last = doomed.outcomes(clip_with, die, 1, 60.0, ranks=3)
+    assert gone == ("gone", "")
+    for state, (took, text, rank) in (first, last):
+        assert state == "ok"
+        assert took < PROMPT
+        assert rank is None
+        assert text == first[1][1]
+        assert re.match("rank [02] lost contact with another rank while gathering the norms of gradients: ", text)
+
+
+def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ranks) -> None:
+    for took, text, rank in world.run(clip_with, freeze, 3, 2.0, ranks=4)[:3]:
+        assert 1 < took < 15
+        assert rank is None
+        assert "lost contact with another rank while gathering the norms of gradients" in text

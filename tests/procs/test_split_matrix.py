@@ -1,0 +1,85 @@
+"""F, B and W of one stage against autograd on the whole, for every kind of module, in one process.
+
+Gradients of inputs and parameters, buffers, random numbers and what hooks see must be those of autograd, though other microbatches
+run between the F, the B and the W of each.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from benchmarks.split_matrix.kinds import KINDS
+from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
+from zerobubble import InputError
+from zerobubble.runtime.split import shadowing, stop_collecting
+from zerobubble.runtime.stage import Stage
+
+ROUNDED = {
+    "weight used outside its linear",
+    "embedding tied to its head",
+    "gradient within the forward",
+    "gradient within the forward, input without",
+    "weights given by a call",
+}
+"""Kinds in which a weight is used by its Linear and elsewhere too: what waits is added last. All others keep every bit."""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # looked at while compiling a block behind a Linear
+@pytest.mark.parametrize("name", KINDS)
+def test_the_split_leaves_what_autograd_leaves(name: str) -> None:
+    kind = KINDS[name]
+    mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
+    assert difference(mine, oracle) <= (1e-12 if name in ROUNDED else 0)
+    assert bool(mine.waited) == kind.waits
+
+
+class ChangesLater(nn.Module):
+    """Remembers in a buffer, which a Linear reads and the next microbatch changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("memory", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.add_(x.detach())
+        y: Tensor = x * self.linear(self.memory)
+        return y
+
+
+def test_what_waits_may_not_change_before_w() -> None:
+    module = ChangesLater()
+    stage = Stage(module, 0, split=True)
+    with shadowing(module):
+        stage.forward(0, (torch.ones(3, requires_grad=True),))
+        stage.backward(0, (torch.ones(3),))
+        stage.forward(1, (torch.ones(3, requires_grad=True),))
+        with pytest.raises(
+            InputError, match=r"a tensor of shape \(1, 3\) that a weight gradient needs was changed in place between B and W"
+        ):
+            stage.weight(0)
+    stop_collecting()
+
+
+def test_a_compiled_block_is_compiled_once_to_train_and_once_to_evaluate() -> None:
+    compiles = CompileCounter()
+    module = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), backend=compiles)
+    for _ in range(5):
+        with shadowing(module):
+            module(torch.ones(2, 3, requires_grad=True))
+        module(torch.ones(2, 3, requires_grad=True))
+    assert compiles.frame_count == 2
+
+
+def test_the_gradient_of_an_input_stays_when_a_parameter_reshaped_like_it_gets_more() -> None:
+    kind = KINDS["parameter and input reshaped alike"]
+    stage = Stage(kind.build(), 0, split=False)
+    stage.forward(0, (torch.randn(SHAPE, requires_grad=True),))
+    (sent,) = stage.backward(0, (torch.ones(SHAPE),))
+    before = sent.clone()
+    stage.forward(1, (torch.randn(SHAPE, requires_grad=True),))
+    stage.backward(1, (torch.ones(SHAPE),))
+    assert torch.equal(sent, before)
