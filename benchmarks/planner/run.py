@@ -75,10 +75,10 @@ def measured(problem: Problem, seconds: float) -> tuple[Solved, Row]:
 
 
 def reference_jobs() -> Jobs:
-    """Our planner at the memory of each of the authors' schedules, in 1 s up to 8 ranks, 3 s up to 16, 10 s beyond."""
+    """Our planner at the memory of each of the authors' schedules, in 1 s up to 8 ranks, 3 s up to 16, 10 s up to 32, 30 s beyond."""
 
     def job(reference: Reference) -> Row:
-        seconds = 1 if reference.ranks <= 8 else 3 if reference.ranks <= 16 else 10
+        seconds = 1 if reference.ranks <= 8 else 3 if reference.ranks <= 16 else 10 if reference.ranks <= 32 else 30
         solved, row = measured(reference.problem, seconds)
         ratio = (solved.time or 0) / 1e6 / reference.span_ms
         wanted = ratio < 1 / ROUNDING or solved.status is Status.OPTIMAL
