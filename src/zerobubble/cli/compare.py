@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,6 +23,7 @@ from zerobubble.cli.options import (
     microbatches_option,
     overlap_option,
     ranks_option,
+    refuse_beside,
     stages_option,
     times_option,
     width_option,
@@ -93,7 +93,7 @@ def compare(
     schedules = find_all(names, ranks, microbatches, stages_per_rank)
     costs = None if costs_file is None else read_costs(costs_file)
     if costs is not None:
-        _refuse_together(ctx, "times", "comm", "held", "overlap")
+        refuse_beside(ctx, "costs_file", "times", "comm", "held", "overlap")
     entries = [judge(schedule, costs or equal_costs(schedule, times, comm, held, overlap)) for schedule in schedules]
     in_bytes = costs is not None
     note = NOTE.format(unit="bytes" if in_bytes else "microbatches")
@@ -110,13 +110,6 @@ def compare(
         console = Console(width=width)
         _print_tables(title, entries, groups, note, console)
         _print_timelines(timelines, console)
-
-
-def _refuse_together(ctx: click.Context, *options: str) -> None:
-    """Raise for an option that says what --costs says too."""
-    given = [f"--{option}" for option in options if ctx.get_parameter_source(option) is not ParameterSource.DEFAULT]
-    if given:
-        raise click.UsageError(f"--costs and {given[0]} contradict each other: give one")
 
 
 def _prices(costs: Costs | None, times: Times, comm: float) -> str:
