@@ -5,10 +5,10 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test lint gallery bench clean
+.PHONY: help venv demo test test-all lint gallery bench clean
 
 help: ## show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zerobubble needs Python 3.11 or newer; set PYTHON=...")'
@@ -22,8 +22,11 @@ venv: $(READY) ## create .venv with everything pinned
 demo: $(READY) ## train a small GPT over 4 pipeline ranks and write a report (about 3 minutes)
 	$(RUN)/python examples/train_gpt.py --ranks 4 --out demo-report
 
-test: $(READY) ## run every test
+test: $(READY) ## run the tests
 	$(RUN)/python -m pytest
+
+test-all: $(READY) ## run the tests, the long ones too
+	$(RUN)/python -m pytest -m ""
 
 lint: $(READY) ## check style, types and the import floors
 	$(RUN)/ruff check .

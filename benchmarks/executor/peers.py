@@ -63,7 +63,7 @@ def messages(name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
     """The floor: the same program with its messages and no passes at all."""
     from zerobubble.program import Compute, Recv, Send
     from zerobubble.rules import uses
-    from zerobubble.runtime.transport import Transport
+    from zerobubble.runtime.messages.transport import Transport
 
     rank = dist.get_rank()
     program = zb.lower(zb.make(name, dist.get_world_size(), microbatches))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split import pending_work
+from zerobubble.runtime.split.work import pending_work
 
 
 def _overshoot() -> float:

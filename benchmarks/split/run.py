@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from zerobubble.runtime.memory import Meter
-from zerobubble.runtime.split import shadowing
+from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.stage import Stage
 
 SHAPES = [(512, 2, 256), (512, 4, 256), (128, 1, 64)]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
-from zerobubble.runtime.split import shadowing, stop_collecting
+from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Stage
 
 ORDER = "F0 F1 F2 B0 B1 W0 F3 B2 W1 B3 W2 W3"

@@ -17,7 +17,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.cli import main
-from zerobubble.runtime.profile import one_by_one
+from zerobubble.runtime.measure.profile import one_by_one
 
 UNIT_S = 0.004
 

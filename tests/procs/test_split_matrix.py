@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from zerobubble import InputError
-from zerobubble.runtime.split import shadowing, stop_collecting
+from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Stage
 
 ROUNDED = {

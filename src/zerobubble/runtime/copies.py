@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.rules import Stuff
-from zerobubble.runtime.transport import Transport, wait
+from zerobubble.runtime.messages.transport import Transport, wait
 
 _TOPIC = 4
 

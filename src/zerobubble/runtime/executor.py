@@ -17,13 +17,13 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Step
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import MOVES, Value, makes, uses
-from zerobubble.runtime.clock import Mark, clock_for
-from zerobubble.runtime.mailbox import Mailbox
-from zerobubble.runtime.memory import Meter
+from zerobubble.runtime.measure.clock import Mark, clock_for
+from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.messages.mailbox import Mailbox
+from zerobubble.runtime.messages.transport import Transport
+from zerobubble.runtime.messages.wire import Shapes
 from zerobubble.runtime.pace import Pace
 from zerobubble.runtime.stage import Stage, Tensors
-from zerobubble.runtime.transport import Transport
-from zerobubble.runtime.wire import Shapes
 
 Call = Callable[[], object]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.messages.transport import Transport, wait
 from zerobubble.runtime.stage import Tensors
-from zerobubble.runtime.transport import Transport, wait
 
 _TOPIC = 3
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

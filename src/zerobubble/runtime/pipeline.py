@@ -17,19 +17,21 @@ from zerobubble.errors import InputError, PipelineError, ProgramError, ZeroBubbl
 from zerobubble.ir import Schedule
 from zerobubble.lower import lower
 from zerobubble.program import Program
-from zerobubble.runtime import clip, profile, trace
 from zerobubble.runtime.batch import join_outputs, split_batch
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
 from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
 from zerobubble.runtime.loss import LossBook
-from zerobubble.runtime.meeting import meeting
-from zerobubble.runtime.memory import Meter
-from zerobubble.runtime.opening import Opening
+from zerobubble.runtime.measure import profile, trace
+from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.messages.meeting import meeting
+from zerobubble.runtime.messages.opening import Opening
+from zerobubble.runtime.messages.transport import LostContactError, Transport
+from zerobubble.runtime.optimizer import clip
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.split import shadowing, stop_collecting
+from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Stage
-from zerobubble.runtime.transport import LostContactError, Transport
 from zerobubble.schedules import make
 from zerobubble.timeline import Timeline
 from zerobubble.verify_program import program_faults

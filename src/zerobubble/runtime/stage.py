@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.memory import Meter
-from zerobubble.runtime.split import WeightWork, collect_into
+from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.split.work import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zerobubble.runtime.transport import LostContactError
+from zerobubble.runtime.messages.transport import LostContactError
 
 
 class LostGroupError(LostContactError):

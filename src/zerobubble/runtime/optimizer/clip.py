@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.meeting import meeting
-from zerobubble.runtime.transport import Transport
+from zerobubble.runtime.messages.meeting import meeting
+from zerobubble.runtime.messages.transport import Transport
 
 Norms = dict[int, Tensor]
 """The norms of the gradients of each stage that has any, one after another on the CPU."""

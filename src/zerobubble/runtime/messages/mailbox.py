@@ -11,10 +11,10 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
 from zerobubble.program import Program, Recv, Send
 from zerobubble.rules import Stuff, Value, uses
-from zerobubble.runtime.rings import Rings
+from zerobubble.runtime.messages.rings import Rings
+from zerobubble.runtime.messages.transport import Transport, lost_with, wait
+from zerobubble.runtime.messages.wire import NOTE_LENGTH, Shapes, look_like, read_note, shapes_of, write_note
 from zerobubble.runtime.stage import Tensors
-from zerobubble.runtime.transport import Transport, lost_with, wait
-from zerobubble.runtime.wire import NOTE_LENGTH, Shapes, look_like, read_note, shapes_of, write_note
 
 
 class Mailbox:

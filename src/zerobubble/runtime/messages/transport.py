@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
-from zerobubble.runtime.shared import Doors, PeerGoneError, Wire, is_supported
+from zerobubble.runtime.messages.shared import Doors, PeerGoneError, Wire, is_supported
 
 _CONTROL_TAG = 16
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from zerobubble.program import Channel, Compute, Program, Recv, channel_of
 from zerobubble.rules import Stuff, Value, uses
-from zerobubble.runtime.shared import SharedLane, message_bytes
-from zerobubble.runtime.transport import Transport, lost_with
-from zerobubble.runtime.wire import Shapes
+from zerobubble.runtime.messages.shared import SharedLane, message_bytes
+from zerobubble.runtime.messages.transport import Transport, lost_with
+from zerobubble.runtime.messages.wire import Shapes
 
 ROOMY_BYTES = 32 << 20
 """A ring takes this much room for messages beyond the slots it needs, so that senders run ahead."""

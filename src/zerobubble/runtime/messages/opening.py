@@ -9,9 +9,9 @@ from typing import Any
 
 from zerobubble.ir import Placement
 from zerobubble.rules import Value
+from zerobubble.runtime.messages.transport import Transport, wait
+from zerobubble.runtime.messages.wire import Shapes, shapes_of
 from zerobubble.runtime.stage import Tensors
-from zerobubble.runtime.transport import Transport, wait
-from zerobubble.runtime.wire import Shapes, shapes_of
 
 _TOPIC = 2
 

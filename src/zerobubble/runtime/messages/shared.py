@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.runtime.wire import Shapes
+from zerobubble.runtime.messages.wire import Shapes
 
 _HEADER = 192
 _PUT, _TAKEN, _ASLEEP = 0, 8, 16

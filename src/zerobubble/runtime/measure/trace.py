@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter_ns
 
 from zerobubble.ir import Op
-from zerobubble.runtime.transport import Transport
+from zerobubble.runtime.messages.transport import Transport
 from zerobubble.timeline import Span, Timeline
 
 PINGS = 8

@@ -1,0 +1,1 @@
+"""What the ranks did: clocks, the trace they gather, the bytes they hold, and profiles of the real model."""
