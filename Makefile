@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test test-all lint gallery bench clean
+.PHONY: help venv demo test test-long test-all lint gallery bench clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -25,8 +25,10 @@ demo: $(READY) ## train a small GPT over 4 pipeline ranks and write a report (ab
 test: $(READY) ## run the tests
 	$(RUN)/python -m pytest
 
-test-all: $(READY) ## run the tests, the long ones too
-	$(RUN)/python -m pytest -m ""
+test-long: $(READY) ## run the tests that take minutes each
+	$(RUN)/python -m pytest -m long
+
+test-all: test test-long ## run both
 
 lint: $(READY) ## check style, types and the import floors
 	$(RUN)/ruff check .
