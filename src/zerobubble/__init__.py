@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError, ParseError, PipelineError, ProgramError, ScheduleError, ZeroBubbleError
-from zerobubble.explain import attribute, critical_path
+from zerobubble.explain import Difference, attribute, critical_path, diff
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.lower import lower
@@ -33,6 +33,7 @@ _NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline"}
 __all__ = [
     "SCHEDULES",
     "Costs",
+    "Difference",
     "Fault",
     "InputError",
     "Kind",
@@ -54,6 +55,7 @@ __all__ = [
     "ZeroBubbleError",
     "attribute",
     "critical_path",
+    "diff",
     "fit_costs",
     "known_schedules",
     "load_plan",

@@ -47,6 +47,27 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
+class Doing(StrEnum):
+    """What a rank did outside its passes: put a message on its way, wait for one and take it, step the optimizer."""
+
+    SEND = "send"
+    WAIT = "wait"
+    OPTIMIZER = "optimizer"
+
+
+class Mark(NamedTuple):
+    """What a rank was `doing` from `start` to `end` (ns since the timeline's origin); `value` is the message, such as `a0.3`, if any."""
+
+    doing: Doing
+    start: int
+    end: int
+    value: str = ""
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
 @dataclass(frozen=True, slots=True)
 class RankFigures:
     """One rank's account, times in ns: `makespan = lead + work + gaps + tail` and `span = work + gaps`.
@@ -71,6 +92,8 @@ class RankFigures:
 class Timeline:
     """`rows[rank]` are that rank's spans in order; `memory[rank]` its held bytes as (time, bytes) steps, empty if unknown.
 
+    `marks[rank]` is what a measured rank did outside its passes, in the order in which it ended; empty where nothing was recorded.
+
     Two metrics: `makespan` runs from the first start to the last end over all ranks,
     `span` is the longest time any single rank is busy from its own first start to its own last end. A bubble rate is the share
     of rank time that is idle: 1 - total work / (ranks x metric).
@@ -80,10 +103,12 @@ class Timeline:
     rows: tuple[tuple[Span, ...], ...]
     memory: tuple[tuple[tuple[int, int], ...], ...] = ()
     source: str = field(default="simulated")
+    marks: tuple[tuple[Mark, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.memory and len(self.memory) != len(self.rows):
-            raise InputError(f"a timeline of {len(self.rows)} ranks needs memory for as many or for none, got {len(self.memory)}")
+        for what, given in (("memory", self.memory), ("marks", self.marks)):
+            if given and len(given) != len(self.rows):
+                raise InputError(f"a timeline of {len(self.rows)} ranks needs {what} for as many or for none, got {len(given)}")
 
     @property
     def num_ranks(self) -> int:
@@ -144,13 +169,17 @@ class Timeline:
                 yield rank, span
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; `from_dict` reads it back. A span is [pass, start, end, cause, cause's pass]."""
+        """The JSON form, which `from_dict` reads back.
+
+        A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message].
+        """
         return {
             "format": "zerobubble timeline 1",
             "name": self.name,
             "source": self.source,
             "rows": [[_span_to_list(span) for span in row] for row in self.rows],
             "memory": [[list(step) for step in steps] for steps in self.memory],
+            "marks": [[[mark.doing.value, *mark[1:]] for mark in marks] for marks in self.marks],
         }
 
     @classmethod
@@ -159,7 +188,8 @@ class Timeline:
         with reading("timeline", data):
             rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
-            return cls(str(data["name"]), rows, memory, str(data.get("source", "measured")))
+            marks = tuple(tuple(map(_mark_from_list, row)) for row in data.get("marks", ()))
+            return cls(str(data["name"]), rows, memory, str(data.get("source", "measured")), marks)
 
 
 def _busy(row: tuple[Span, ...]) -> int:
@@ -193,3 +223,8 @@ def _span_from_list(cell: list[Any]) -> Span:
     op, start, end, *why = cell
     reason = Why(Cause(why[0]), None if why[1] is None else Op.parse(why[1])) if why else None
     return Span(Op.parse(op), whole(start), whole(end), reason)
+
+
+def _mark_from_list(cell: list[Any]) -> Mark:
+    doing, start, end, value = cell
+    return Mark(Doing(doing), whole(start), whole(end), str(value))

@@ -14,8 +14,8 @@ from tests.pure.problems import needs, problems, schedules
 from tests.pure.shapes import TRAINING
 from zerobubble import Costs, InputError, Kind, Schedule, Timeline, attribute, critical_path, make, simulate
 from zerobubble.costs import NS_PER_MS
-from zerobubble.explain import Metric, diff
-from zerobubble.timeline import Cause, Span
+from zerobubble.explain import Metric
+from zerobubble.timeline import Cause
 
 METRICS: tuple[Metric, ...] = ("makespan", "span")
 
@@ -151,29 +151,3 @@ def test_reasons_that_go_in_a_circle_end() -> None:
     assert span.why is not None
     circle = span._replace(why=span.why._replace(op=span.op))
     assert critical_path(Timeline("odd", ((circle,),))) == (circle,)
-
-
-@given(problems(), st.data())
-def test_differences_of_a_rank_add_up(problem: tuple[Schedule, Costs], data: st.DataObject) -> None:
-    schedule, costs = problem
-    other = replace(costs, forward=tuple(data.draw(st.integers(0, 9)) for _ in costs.forward))
-    planned, measured = simulate(schedule, costs), simulate(schedule, other)
-    differences = diff(planned, measured)
-    for rank in range(schedule.num_ranks):
-        assert sum(d.extra for d in differences if d.rank == rank) == measured.makespan - planned.makespan
-        slower = sum(other.forward[op.stage] - costs.forward[op.stage] for op in schedule.rows[rank] if op.kind is Kind.F)
-        if not schedule.overlaps:
-            assert [d.extra for d in differences if (d.rank, d.kind) == (rank, Kind.F)] == [slower]
-
-
-def test_a_slow_rank_shows_as_idle_time_of_the_others() -> None:
-    schedule = make("gpipe", 2, 2)
-    planned, measured = simulate(schedule, Costs.uniform(2)), simulate(schedule, Costs.from_ms((1, 4), (1, 1), (1, 1)))
-    extra = {(d.rank, d.kind): d.extra / NS_PER_MS for d in diff(planned, measured)}
-    assert extra == {(0, Kind.F): 0, (0, Kind.BW): 0, (0, None): 6, (1, Kind.F): 6, (1, Kind.BW): 0, (1, None): 0}
-
-
-def test_runs_of_other_shapes_are_refused() -> None:
-    one, two = (Timeline("run", ((Span(make("gpipe", 1, 1).rows[0][0], 0, 1),),) * ranks) for ranks in (1, 2))
-    with pytest.raises(InputError, match="the plan has 1 ranks, the run 2"):
-        diff(one, two)

@@ -1,8 +1,7 @@
-"""Where the time goes: idle time by its causes, the chain of passes that sets the makespan, and a run held against its plan."""
+"""Where the time of a schedule goes: idle time by its causes, and the chain of passes that sets the makespan."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -121,42 +120,3 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
         path.append(span)
         op = span.why.op
     return tuple(reversed(path))
-
-
-class Difference(NamedTuple):
-    """Time in ns that `rank` spent in passes of `kind`, or idle up to the makespan where `kind` is None."""
-
-    rank: int
-    kind: Kind | None
-    planned: int
-    measured: int
-
-    @property
-    def extra(self) -> int:
-        """What the run took beyond the plan."""
-        return self.measured - self.planned
-
-
-def diff(planned: Timeline, measured: Timeline) -> tuple[Difference, ...]:
-    """Where a run spent more or less than its plan, rank by rank: each kind of pass, then idle time.
-
-    The `extra` of a rank add up to the difference of the makespans; time in which passes overlap counts for the first of them.
-    Raises `InputError` when the timelines have different numbers of ranks.
-    """
-    if planned.num_ranks != measured.num_ranks:
-        raise InputError(f"the plan has {planned.num_ranks} ranks, the run {measured.num_ranks}: compare runs of one shape")
-    differences = []
-    for rank in range(planned.num_ranks):
-        before, after = _time_by_kind(planned, rank), _time_by_kind(measured, rank)
-        kinds: list[Kind | None] = [*(kind for kind in Kind if kind in before or kind in after), None]
-        differences += [Difference(rank, kind, before[kind], after[kind]) for kind in kinds]
-    return tuple(differences)
-
-
-def _time_by_kind(timeline: Timeline, rank: int) -> Counter[Kind | None]:
-    times: Counter[Kind | None] = Counter({None: timeline.makespan - timeline.ranks[rank].work})
-    free = timeline.start
-    for span in timeline.rows[rank]:
-        times[span.op.kind] += max(0, span.end - max(span.start, free))
-        free = max(free, span.end)
-    return times

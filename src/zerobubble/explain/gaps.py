@@ -1,0 +1,56 @@
+"""What a rank waited for, moment by moment, in a run or in its plan: for pictures."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from zerobubble.costs import Costs
+from zerobubble.explain.replay import Played, Score, free, measured, planned, play
+from zerobubble.ir import Op, Schedule
+from zerobubble.timeline import Timeline
+
+
+class Waiting(StrEnum):
+    """What keeps a rank idle: a pass on another rank that is not done, a message on its way, the host."""
+
+    PASS = "pass"
+    MESSAGE = "message"
+    HOST = "host"
+
+
+class Gap(NamedTuple):
+    """Idle time of a rank from `start` to `end`, in ns from the timeline's origin, for one reason, before it runs `op`."""
+
+    start: int
+    end: int
+    waiting: Waiting
+    op: Op
+
+
+def gaps(schedule: Schedule, costs: Costs, run: Timeline) -> tuple[tuple[Gap, ...], ...]:
+    """Per rank, all idle time of `run` before its last pass, cut where the reason changes: the pass, then its message, then the host.
+
+    `run` is a measured timeline, or the simulated one. Delays of messages are those of `diff`, and so are the errors.
+    """
+    score = measured(planned(schedule, costs), run)
+    played = play(score)
+    found: list[list[Gap]] = [[] for _ in run.rows]
+    for step in score.steps():
+        found[score.graph.rank[step[0]]] += _before(score, played, step, run.start)
+    return tuple(map(tuple, found))
+
+
+def _before(score: Score, played: Played, step: tuple[int, ...], origin: int) -> list[Gap]:
+    """The gaps before `step`; a reason that took no time is left out."""
+    start, stop = free(score, played.end, step), played.begin[step[0]]
+    made = max((played.end[maker] for _, maker in score.messages(step)), default=start)
+    there = max((played.end[maker] + score.delays[maker] for _, maker in score.messages(step)), default=start)
+    edges = ((made, Waiting.PASS), (there, Waiting.MESSAGE), (stop, Waiting.HOST))
+    found = []
+    for edge, waiting in edges:
+        end = min(max(start, edge), stop)
+        if end > start:
+            found.append(Gap(origin + start, origin + end, waiting, score.graph.ops[step[0]]))
+        start = max(start, end)
+    return found

@@ -1,0 +1,181 @@
+"""A run against its plan: every ns has a cause, and each cause shows alone when it is the only one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.problems import problems
+from zerobubble import Costs, InputError, Kind, Op, Schedule, Timeline, diff, make, simulate
+from zerobubble.costs import NS_PER_MS
+from zerobubble.explain import Waiting, attribute, gaps
+from zerobubble.explain.replay import measured, planned, play
+from zerobubble.timeline import Doing, Mark, Span
+
+Problem = tuple[Schedule, Costs]
+
+
+def as_run(timeline: Timeline, marks: tuple[tuple[Mark, ...], ...] = ()) -> Timeline:
+    """The same spans as if they had been measured."""
+    rows = tuple(tuple(span._replace(why=None) for span in row) for row in timeline.rows)
+    return Timeline(timeline.name, rows, (), "measured", marks)
+
+
+def play_with(schedule: Schedule, costs: Costs, takes: dict[Op, int], lags: dict[Op, int]) -> Timeline:
+    """A run in which single passes take longer or start later."""
+    score = planned(schedule, costs)
+    ops = score.graph.ops
+    begin, end = play(
+        replace(
+            score,
+            takes=[time + takes.get(op, 0) for op, time in zip(ops, score.takes, strict=True)],
+            lags=[lags.get(op, 0) for op in ops],
+        )
+    )
+    spans = list(map(Span, ops, begin, end))
+    return Timeline("run", tuple(tuple(spans[a:b]) for a, b in pairwise(score.graph.first)), (), "measured")
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Schedule, Costs, Timeline]:
+    """A plan and a run of it with other costs, some passes longer, some later, and clocks that start anywhere."""
+    schedule, costs = draw(problems())
+    columns = {name: tuple(draw(st.integers(0, 9)) for _ in getattr(costs, name)) for name in ("forward", "backward", "weight", "comm")}
+    some = st.dictionaries(st.sampled_from([op for row in schedule.rows for op in row]), st.integers(0, 5), max_size=4)
+    run = play_with(schedule, replace(costs, **columns), draw(some), draw(some))
+    origin = draw(st.integers(-5, 5))
+    rows = tuple(tuple(span._replace(start=span.start + origin, end=span.end + origin) for span in row) for row in run.rows)
+    return schedule, costs, replace(run, rows=rows)
+
+
+@given(runs())
+def test_the_causes_add_up_to_the_run(drawn: tuple[Schedule, Costs, Timeline]) -> None:
+    schedule, costs, run = drawn
+    found, plan = diff(schedule, costs, run), simulate(schedule, costs)
+    assert (found.planned, found.measured) == (plan.makespan, run.makespan)
+    for account, figures, before in zip(found.accounts, run.ranks, plan.ranks, strict=True):
+        assert account.work == before.work
+        assert account.total == run.makespan
+        assert account.extra == found.extra
+        assert account.idle == run.makespan - figures.work
+        assert account.passes.busy + account.noise.busy == figures.work - before.work
+        assert account.passes.total == sum(drift.makespan for drift in found.drifts)
+
+
+@given(runs())
+def test_playing_the_measured_times_gives_the_run_back(drawn: tuple[Schedule, Costs, Timeline]) -> None:
+    schedule, costs, run = drawn
+    played = play(measured(planned(schedule, costs), run))
+    spans = [span for row in run.rows for span in row]
+    assert played.begin == [span.start - run.start for span in spans]
+    assert played.end == [span.end - run.start for span in spans]
+
+
+@given(problems())
+def test_the_plan_itself_differs_in_nothing(problem: Problem) -> None:
+    schedule, costs = problem
+    found = diff(schedule, costs, as_run(simulate(schedule, costs)))
+    for account, causes in zip(found.accounts, attribute(schedule, costs).ranks, strict=True):
+        assert account.plan == causes
+        assert (account.passes, account.noise, account.comm, account.host) == ((0, 0), (0, 0), 0, 0)
+
+
+@given(runs())
+def test_gaps_are_the_idle_time(drawn: tuple[Schedule, Costs, Timeline]) -> None:
+    schedule, costs, run = drawn
+    for row, figures, found in zip(run.rows, run.ranks, gaps(schedule, costs, run), strict=True):
+        assert all(gap.end > gap.start for gap in found)
+        assert sum(gap.end - gap.start for gap in found) == figures.lead + figures.gaps
+        busy = [(span.start, span.end) for span in row]
+        assert all(gap.end <= start or gap.start >= end for gap in found for start, end in busy)
+
+
+SENDING = Costs.from_ms((1, 1), (1, 1), (1, 1), 0.5)
+SCHEDULE, COSTS = make("1f1b", 2, 4), Costs.from_ms((1, 1), (1, 1), (1, 1))
+
+
+def in_ms(account: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(part / NS_PER_MS for part in account)
+
+
+def test_a_slow_stage_is_its_passes() -> None:
+    run = simulate(SCHEDULE, Costs.from_ms((1, 2), (1, 1), (1, 1)))
+    found = diff(SCHEDULE, COSTS, run)
+    first, second = found.accounts
+    assert in_ms(second.passes) == (4, 0)
+    assert in_ms(first.passes) == (0, 4)
+    assert first.noise == second.noise == (0, 0)
+    assert (first.comm, first.host) == (0, 0)
+    assert [(drift.passes, drift.makespan / NS_PER_MS) for drift in found.drifts if drift.makespan] == [(((Kind.F, 1),), 4)]
+    text = str(found)
+    assert "rank 1 lost 4.00 ms: 4.00 ms its own passes (F of stage 1 takes 2.00x what the plan says)" in text
+    assert "rank 0 lost 4.00 ms: 4.00 ms waiting for passes of other ranks (F of stage 1 takes 2.00x what the plan says)" in text
+
+
+def test_one_slow_pass_is_noise() -> None:
+    found = diff(SCHEDULE, COSTS, play_with(SCHEDULE, COSTS, {Op.parse("1F2"): NS_PER_MS}, {}))
+    assert in_ms(found.accounts[1].noise) == (1, 0)
+    assert in_ms(found.accounts[0].noise) == (0, 1)
+    assert found.accounts[1].passes == (0, 0)
+
+
+def test_slow_messages_are_comm() -> None:
+    slow = replace(COSTS, comm=(NS_PER_MS,))
+    run = simulate(SCHEDULE, slow)
+    found = diff(SCHEDULE, COSTS, run)
+    for account in found.accounts:
+        assert account.comm == run.makespan - found.planned > 0
+        assert account.host == 0
+
+
+def test_marks_tell_the_message_from_the_host() -> None:
+    """The last backward of rank 0 starts 2 ms after its message could be there: without marks it was the message, with them the host."""
+    late = Op.parse("0BW3")
+    run = play_with(SCHEDULE, SENDING, {}, {late: 2 * NS_PER_MS})
+    last = run.rows[0][-1]
+    assert last.op == late
+    before, taken = run.rows[0][-2].end, last.start - 2 * NS_PER_MS
+    assert before < taken
+    marked = replace(run, marks=((Mark(Doing.WAIT, before, taken, "g1.3"),), ()))
+    host = [account.host for account in diff(SCHEDULE, SENDING, marked).accounts]
+    assert host == [2 * NS_PER_MS] * 2
+    assert [account.host for account in diff(SCHEDULE, SENDING, run).accounts] == [0, 0]
+    assert [gap.waiting for gap in gaps(SCHEDULE, SENDING, marked)[0] if gap.op == late] == [Waiting.PASS, Waiting.MESSAGE, Waiting.HOST]
+
+
+def test_another_schedule_is_refused() -> None:
+    with pytest.raises(InputError, match="rank 0 of the plan runs 0F2 at place 2, the run ran 0BW0"):
+        diff(make("gpipe", 2, 4), Costs.uniform(2), simulate(SCHEDULE, COSTS))
+    with pytest.raises(InputError, match="the plan has 4 ranks, the run 2"):
+        diff(make("1f1b", 4, 4), Costs.uniform(4), simulate(SCHEDULE, COSTS))
+    cut = Timeline("cut", (simulate(SCHEDULE, COSTS).rows[0][:-1], simulate(SCHEDULE, COSTS).rows[1]))
+    with pytest.raises(InputError, match="0BW3 at place 7, the run ran nothing more"):
+        diff(SCHEDULE, COSTS, cut)
+
+
+def test_a_difference_is_written_as_json() -> None:
+    run = simulate(SCHEDULE, Costs.from_ms((1, 2), (1, 1), (1, 1)))
+    data = json.loads(json.dumps(diff(SCHEDULE, COSTS, run).to_dict()))
+    assert data["measured"] - data["planned"] == 4 * NS_PER_MS
+    assert [rank["passes"] for rank in data["ranks"]] == [{"busy": 0, "idle": 4 * NS_PER_MS}, {"busy": 4 * NS_PER_MS, "idle": 0}]
+    for rank in data["ranks"]:
+        parts = [*rank["plan"].values(), *rank["passes"].values(), *rank["noise"].values(), rank["comm"], rank["host"]]
+        assert rank["work"] + sum(parts) == rank["total"] == data["measured"]
+
+
+def test_marks_survive_json_and_older_files_have_none() -> None:
+    marks = ((Mark(Doing.SEND, 1, 2, "a0.3"), Mark(Doing.OPTIMIZER, 5, 9)), ())
+    timeline = as_run(simulate(SCHEDULE, COSTS), marks)
+    data = timeline.to_dict()
+    assert Timeline.from_dict(json.loads(json.dumps(data))) == timeline
+    del data["marks"]
+    assert Timeline.from_dict(data).marks == ()
+    with pytest.raises(InputError, match="marks for as many"):
+        replace(timeline, marks=marks[:1])
+    with pytest.raises(InputError, match="not a timeline"):
+        Timeline.from_dict(data | {"marks": [[["dance", 1, 2, ""]], []]})
