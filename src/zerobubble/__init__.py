@@ -26,9 +26,17 @@ from zerobubble.verify import schedule_faults
 from zerobubble.verify_program import program_faults
 
 if TYPE_CHECKING:
+    from zerobubble.runtime.measure.live import StepReport as StepReport
+    from zerobubble.runtime.measure.live import log_steps as log_steps
+    from zerobubble.runtime.measure.live import write_scalars as write_scalars
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
 
-_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline"}
+_NEEDS_TORCH = {
+    "Pipeline": "zerobubble.runtime.pipeline",
+    "StepReport": "zerobubble.runtime.measure.live",
+    "log_steps": "zerobubble.runtime.measure.live",
+    "write_scalars": "zerobubble.runtime.measure.live",
+}
 
 __all__ = [
     "SCHEDULES",

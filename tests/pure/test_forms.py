@@ -59,7 +59,7 @@ def test_a_broken_part_is_refused_or_harmless(kind: type[Any], data: st.DataObje
 
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
 def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
-    optional = {"format", "microbatch_routes", "memory", "source", "hidden", "status", "figures"}
+    optional = {"format", "microbatch_routes", "memory", "source", "hidden", "status", "figures", "marks"}
     for key in FORMS[kind].keys() - optional:
         form = {k: v for k, v in FORMS[kind].items() if k != key}
         with pytest.raises(InputError, match=f"lacks the key '{key}'"):

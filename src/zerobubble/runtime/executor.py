@@ -6,7 +6,8 @@ for nothing else; what was sent is kept until the program frees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +20,13 @@ from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import MOVES, Value, makes, uses
 from zerobubble.runtime.measure.clock import Mark, clock_for
 from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.messages.mailbox import Mailbox
 from zerobubble.runtime.messages.transport import Transport
 from zerobubble.runtime.messages.wire import Shapes
 from zerobubble.runtime.pace import Pace
 from zerobubble.runtime.stage import Stage, Tensors
+from zerobubble.timeline import Doing
 
 Call = Callable[[], object]
 
@@ -71,8 +74,8 @@ class Executor:
     """Plays `program.rows[transport.rank]` on `stages`, this rank's by index.
 
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
-    `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in hand, for whoever
-    has to explain a failure.
+    `records` tells what ran when; while `recording`, when messages were sent and waited for; with a `meter` set, what was held.
+    While it runs, `at` is the action in hand, for whoever has to explain a failure.
     """
 
     def __init__(
@@ -95,13 +98,29 @@ class Executor:
         self._values: dict[Value, Tensors] = {}
         self._batch: Batch | None = None
         self._seed = torch.ones((), device=transport.device)
-        self._calls = [self._compile(action) for action in self.row]
+        self._messages: list[tuple[Doing, Value, Mark, Mark]] = []
+        self._optimizer: list[tuple[Mark, Mark]] = []
+        self._recording = False
+        self.recording = True
+
+    @property
+    def recording(self) -> bool:
+        """Whether messages are timed."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        if value is not self._recording:
+            self._recording = value
+            self._calls = [self._compile(action) for action in self.row]
 
     def run(self, batch: Batch) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
         self._batch = batch
         self._marks = []
         self._held = []
+        self._messages = []
+        self._optimizer = []
         self._clock.start()
         self._mailbox.begin(batch.known, batch.announcing)
         for position, call in enumerate(self._calls):
@@ -111,14 +130,22 @@ class Executor:
         self._batch = None
 
     @property
-    def spans(self) -> list[tuple[Op, int, int]]:
-        """What ran when in the last step, as (pass, begin, end) in `perf_counter_ns`."""
-        return [(op, self._clock.read(begin), self._clock.read(end)) for op, begin, end in self._marks]
+    def records(self) -> Records:
+        """What the last step noted, read off the clock of the device."""
+        read = self._clock.read
+        return Records(
+            [(op, read(begin), read(end)) for op, begin, end in self._marks],
+            [(read(when), held) for when, held in self._held],
+            [(doing, value, read(begin), read(end)) for doing, value, begin, end in self._messages],
+            [(read(begin), read(end)) for begin, end in self._optimizer],
+        )
 
-    @property
-    def memory(self) -> list[tuple[int, int]]:
-        """The bytes held after each pass of the last step, as (time, bytes); empty unless `meter` was set."""
-        return [(self._clock.read(when), held) for when, held in self._held]
+    @contextmanager
+    def recording_optimizer(self) -> Iterator[None]:
+        """Note when what runs inside began and ended."""
+        begin = self._clock.mark()
+        yield
+        self._optimizer.append((begin, self._clock.mark()))
 
     def clear(self) -> None:
         """Forget everything in flight."""
@@ -135,7 +162,7 @@ class Executor:
         if isinstance(action, Recv):
             return partial(self._mailbox.post, action.value, action.peer)
         if isinstance(action, Send):
-            return partial(self._post_out, action.value, action.peer)
+            return self._timed(Doing.SEND, action.value, partial(self._post_out, action.value, action.peer))
         return partial(self._free, action.value)
 
     def _one(self, single: _Pass) -> Call:
@@ -175,13 +202,32 @@ class Executor:
             return self._compile_forward(op)
         return self._compile_weight(op) if op.kind is Kind.W else self._compile_backward(op)
 
+    def _timed(self, doing: Doing, value: Value, call: Callable[[], Any]) -> Callable[[], Any]:
+        """`call` as it is, or while recording, with its beginning and end noted."""
+        if not self._recording:
+            return call
+        mark = self._clock.mark
+
+        def timed() -> Any:
+            begin = mark()
+            result = call()
+            self._messages.append((doing, value, begin, mark()))
+            return result
+
+        return timed
+
+    def _taking(self, source: Value, take: Callable[[Value], Tensors]) -> Callable[[], Tensors]:
+        """The call that takes `source`, timed where it is a message."""
+        taking = partial(take, source)
+        return self._timed(Doing.WAIT, source, taking) if source in self._received else taking
+
     def _compile_forward(self, op: Op) -> _Pass:
         stage, microbatch = self._stages[op.stage], op.microbatch
         source, target = self._ends(op)
 
-        def take() -> Tensors:
+        def first() -> Tensors:
             assert self._batch is not None
-            return self._batch.inputs[microbatch] if source is None else self._inputs(source)
+            return self._batch.inputs[microbatch]
 
         def work(inputs: Tensors) -> None:
             assert self._batch is not None
@@ -190,16 +236,13 @@ class Executor:
             if target is not None:
                 self._values[target] = outputs
 
-        return _Pass(op, take, work)
+        return _Pass(op, first if source is None else self._taking(source, self._inputs), work)
 
     def _compile_backward(self, op: Op) -> _Pass:
         stage, microbatch = self._stages[op.stage], op.microbatch
         source, target = self._ends(op)
         at_once = op.kind is Kind.BW and stage.split
         seed = (self._seed,)
-
-        def take() -> Tensors:
-            return seed if source is None else self._take(source)
 
         def work(gradients: Tensors) -> None:
             outputs = stage.backward(microbatch, gradients)
@@ -208,7 +251,7 @@ class Executor:
             if target is not None:
                 self._values[target] = outputs
 
-        return _Pass(op, take, work)
+        return _Pass(op, (lambda: seed) if source is None else self._taking(source, self._take), work)
 
     def _compile_weight(self, op: Op) -> _Pass:
         stage = self._stages[op.stage]

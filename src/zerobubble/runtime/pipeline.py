@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from zerobubble.runtime.executor import Batch, Executor, Overlap
 from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
 from zerobubble.runtime.loss import LossBook
 from zerobubble.runtime.measure import profile, trace
+from zerobubble.runtime.measure.live import FlopBook, OnStep, StepReport, busy_seconds
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.opening import Opening
@@ -50,6 +52,10 @@ class Pipeline:
 
     `timeout` bounds in seconds how long a rank waits for a message. `pace` stretches every training pass to the given times, which
     shows a schedule's effect where ranks share cores. With `metering`, steps count the bytes held for backward (`timeline` tells).
+    `recording` (on by default) times messages too.
+
+    `on_step` is called with a `StepReport` after each `step`; with `peak_flops`, what this rank computes at most in a second, it has the
+    MFU, for which the operations of the first step of each input shape are counted.
 
     `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`; without it they run one after
     the other. A bidirectional schedule has a copy of a stage on each route: copies start with the parameters of the first route's, and
@@ -69,7 +75,11 @@ class Pipeline:
         timeout: float = 120.0,
         pace: Costs | None = None,
         overlap: Overlap | None = None,
+        on_step: OnStep | None = None,
+        peak_flops: float | None = None,
     ) -> None:
+        self.on_step = on_step
+        self._steps = 0
         self._closed: str | None = None
         self._openings: dict[Executor, Opening] = {}
         self.metering = False
@@ -84,6 +94,7 @@ class Pipeline:
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
+            self._flops = FlopBook(peak_flops) if peak_flops is not None else None
         except ZeroBubbleError as error:
             fault = str(error)
         except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
@@ -106,7 +117,13 @@ class Pipeline:
         dimension is the batch, a multiple of the number of microbatches; a bidirectional schedule has one such rank per route. Raises
         `PipelineError` on every rank when any rank fails.
         """
-        return self._train_with(self._train, self._stages, inputs, targets, self._meter() if self.metering else None)
+        begin = perf_counter()
+        loss = self._train_with(self._train, self._stages, inputs, targets, self._meter() if self.metering else None)
+        if self.on_step is not None:
+            with self._ending_all("in on_step"):
+                self.on_step(self._report(perf_counter() - begin, loss))
+        self._steps += 1
+        return loss
 
     def eval_step(self, inputs: Any = None, targets: Any = None) -> tuple[Tensor | None, Any]:
         """Forward of one batch in evaluation mode: (mean loss on every rank, None without targets; outputs).
@@ -166,8 +183,26 @@ class Pipeline:
             del self._openings[executor]
         return profile.costs_of(timelines[0], timelines[1:])
 
+    @property
+    def recording(self) -> bool:
+        """Whether steps time their messages, for `timeline`; passes are always timed."""
+        return self._train.recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        self._train.recording = value
+
+    @contextmanager
+    def recording_optimizer(self) -> Iterator[None]:
+        """Put what runs inside, the optimizer's step, into the timeline of the last `step`."""
+        with self._train.recording_optimizer():
+            yield
+
     def timeline(self) -> Timeline:
-        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it."""
+        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it.
+
+        Its marks tell of messages, if the step was `recording`, and of the optimizer's step if it ran in `recording_optimizer`.
+        """
         with self._ending_all("while gathering a timeline"):
             return self._timeline(self._train)
 
@@ -230,7 +265,11 @@ class Pipeline:
 
     def _timeline(self, executor: Executor) -> Timeline:
         with meeting("gathering a timeline"):
-            return trace.gather(executor.program.name, executor.spans, executor.memory, self._transport)
+            return trace.gather(executor.program.name, executor.records, self._transport)
+
+    def _report(self, seconds: float, loss: Tensor) -> StepReport:
+        mfu = self._flops.mfu(seconds) if self._flops is not None else None
+        return StepReport(self._steps, seconds, 1 - busy_seconds(self._train.records.spans) / seconds, loss.item(), mfu)
 
     def _run(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Tensor | None:
         self._refuse_if_closed()
@@ -239,7 +278,9 @@ class Pipeline:
             batch = self._open(executor, inputs, targets, outputs)
             if executor is self._train:
                 self._copies.set_aside()
-            executor.run(batch)
+            flops = self._flops if executor is self._train else None
+            with flops.counting(id(batch.known)) if flops is not None else nullcontext():
+                executor.run(batch)
             if executor is self._train:
                 self._copies.sum()
             return self._losses.close()

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter_ns
+from typing import Any, NamedTuple
 
 from zerobubble.ir import Op
+from zerobubble.rules import Value
 from zerobubble.runtime.messages.transport import Transport
-from zerobubble.timeline import Span, Timeline
+from zerobubble.timeline import Doing, Mark, Span, Timeline
 
 PINGS = 8
 
 
-def gather(name: str, spans: list[tuple[Op, int, int]], memory: list[tuple[int, int]], transport: Transport) -> Timeline:
+class Records(NamedTuple):
+    """What one rank noted in a step, in `perf_counter_ns`: passes, (time, bytes) held, messages, and steps of the optimizer."""
+
+    spans: Sequence[tuple[Op, int, int]]
+    memory: Sequence[tuple[int, int]] = ()
+    messages: Sequence[tuple[Doing, Value, int, int]] = ()
+    optimizer: Sequence[tuple[int, int]] = ()
+
+    def shifted(self, shift: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """Spans, memory and marks as plain lists, `shift` ns later."""
+        spans = [(str(op), begin + shift, end + shift) for op, begin, end in self.spans]
+        messages = [(doing.value, begin + shift, end + shift, str(value)) for doing, value, begin, end in self.messages]
+        optimizer = [(Doing.OPTIMIZER.value, begin + shift, end + shift, "") for begin, end in self.optimizer]
+        return spans, [(time + shift, held) for time, held in self.memory], messages + optimizer
+
+
+def gather(name: str, records: Records, transport: Transport) -> Timeline:
     """The measured timeline of the last step; every rank of the pipeline must call it. Times start at the first pass."""
-    shift = clock_shift(transport)
-    mine = [(str(op), begin + shift, end + shift) for op, begin, end in spans]
-    rows = transport.gather_objects((mine, [(t + shift, held) for t, held in memory]))
-    origin = min((row[0][1] for row, _ in rows if row), default=0)
-    parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in row) for row, _ in rows)
-    held = tuple(tuple((t - origin, b) for t, b in steps) for _, steps in rows)
-    return Timeline(name, parsed, held if any(held) else (), "measured")
+    rows = transport.gather_objects(records.shifted(clock_shift(transport)))
+    origin = min((spans[0][1] for spans, _, _ in rows if spans), default=0)
+    parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in spans) for spans, _, _ in rows)
+    memory = tuple(tuple((time - origin, held) for time, held in steps) for _, steps, _ in rows)
+    marks = tuple(tuple(Mark(Doing(d), begin - origin, end - origin, value) for d, begin, end, value in row) for _, _, row in rows)
+    return Timeline(name, parsed, memory if any(memory) else (), "measured", marks if any(marks) else ())
 
 
 def clock_shift(transport: Transport) -> int:

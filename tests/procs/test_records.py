@@ -1,0 +1,143 @@
+"""What a step records: messages, the optimizer, live numbers; and that recording is a switch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from zerobubble.export.messages import messages
+from zerobubble.timeline import Doing
+
+
+def record(group: Any, name: str) -> tuple[zb.Timeline, zb.Timeline]:
+    """The timelines of a recorded step with its optimizer, and of one after it with neither."""
+    with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
+        for _ in range(2):
+            pipe.step(*batch(4))
+        with pipe.recording_optimizer():
+            optimizer.step()
+        recorded = pipe.timeline()
+        pipe.recording = False
+        pipe.step(*batch(4))
+        return recorded, pipe.timeline()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_every_message_and_the_optimizer_are_recorded(world: Ranks, name: str) -> None:
+    (recorded, bare), *others = world.run(record, name, ranks=2)
+    assert others == [(recorded, bare)], "one timeline on every rank"
+    assert zb.Timeline.from_dict(recorded.to_dict()) == recorded
+    sent, taken = ([[m for m in row if m.doing is doing] for row in recorded.marks] for doing in (Doing.SEND, Doing.WAIT))
+    expected = list(messages(recorded))
+    for rank in range(2):
+        assert sorted(m.value for m in sent[rank]) == sorted(str(m.value) for m in expected if m.source == rank)
+        assert sorted(m.value for m in taken[rank]) == sorted(str(m.value) for m in expected if m.destination == rank)
+    marks = {(m.doing, m.value): m for row in recorded.marks for m in row}
+    for message in expected:
+        put, wait = marks[Doing.SEND, str(message.value)], marks[Doing.WAIT, str(message.value)]
+        assert message.made.end <= put.start <= put.end
+        assert wait.start <= wait.end <= message.used.start
+    for row, spans in zip(recorded.marks, recorded.rows, strict=True):
+        (step,) = [m for m in row if m.doing is Doing.OPTIMIZER]
+        assert spans[-1].end <= step.start < step.end
+    assert bare.marks == ()
+    assert [len(row) for row in bare.rows] == [len(row) for row in recorded.rows]
+
+
+def explain(group: Any, name: str) -> tuple[zb.Difference, zb.Timeline]:
+    costs = zb.Costs.from_ms((3, 3), (3, 3), (2, 2))
+    slow = zb.Costs.from_ms((3, 3), (3, 6), (2, 2))
+    with zb.Pipeline(build, name, 4, loss_fn, group=group, pace=slow) as pipe:
+        for _ in range(2):
+            pipe.step(*batch(4))
+        run = pipe.timeline()
+        return zb.diff(pipe.schedule, costs, run), run
+
+
+def test_a_slow_stage_of_a_real_run_is_found(world: Ranks) -> None:
+    (found, run), *_ = world.run(explain, "zb-h1", ranks=2)
+    (worst,) = [drift for drift in found.drifts if drift.passes == ((zb.Kind.B, 1),)]
+    assert worst.measured >= 6_000_000
+    assert worst.makespan == max(drift.makespan for drift in found.drifts)
+    assert all(account.total == run.makespan for account in found.accounts)
+    assert found.accounts[1].passes.busy >= 4 * 3_000_000
+
+
+def live(group: Any) -> tuple[list[zb.StepReport], list[float]]:
+    told: list[zb.StepReport] = []
+    torch.manual_seed(group.rank())
+    with zb.Pipeline(
+        lambda s, n: nn.Linear(8, 8), "zb-h1", 4, nn.functional.mse_loss, group=group, on_step=told.append, peak_flops=1e9
+    ) as pipe:
+        x = torch.rand(16, 8)
+        losses = [pipe.step(x[: 16 if step < 2 else 8], x[: 16 if step < 2 else 8]).item() for step in range(3)]
+    return told, losses
+
+
+def test_live_numbers(world: Ranks) -> None:
+    for rank, (told, losses) in enumerate(world.run(live, ranks=2)):
+        assert [report.step for report in told] == [0, 1, 2]
+        assert [report.loss for report in told] == losses
+        assert losses[0] == losses[1], "counting operations changes nothing"
+        for report, rows in zip(told, (16, 16, 8), strict=True):
+            products = (3 if rank else 2) * 2 * rows * 8 * 8  # F, B and W; the first stage has no input gradient
+            assert report.mfu == pytest.approx(products / 1e9 / report.seconds)
+            assert 0 < report.bubble < 1
+
+
+def wrong_peak(group: Any) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, peak_flops=0.0)
+    return str(caught.value)
+
+
+def test_a_peak_must_be_positive(world: Ranks) -> None:
+    assert all("peak_flops" in text for text in world.run(wrong_peak, ranks=2))
+
+
+def train(pipe: zb.Pipeline, steps: int) -> None:
+    for _ in range(steps):
+        pipe.step(*batch(4))
+
+
+def failing_callback(group: Any) -> str:
+    def boom(report: zb.StepReport) -> None:
+        raise ValueError("boom")
+
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, on_step=boom if group.rank() == 0 else None)
+    with pytest.raises(zb.PipelineError) as caught:
+        train(pipe, 2)
+    return str(caught.value)
+
+
+def test_a_callback_that_fails_ends_every_rank(world: Ranks) -> None:
+    assert all("rank 0 failed in on_step: ValueError: boom" in text for text in world.run(failing_callback, ranks=2))
+
+
+class Writer:
+    """What TensorBoard's SummaryWriter takes."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+
+def test_reports_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    writer = Writer()
+    zb.write_scalars(writer)(zb.StepReport(7, 0.5, 0.25, 2.0, None))
+    assert writer.scalars == [("pipeline/seconds", 0.5, 7), ("pipeline/bubble", 0.25, 7), ("pipeline/loss", 2.0, 7)]
+    with caplog.at_level(logging.INFO):
+        told = zb.log_steps(logging.getLogger("steps"), every=2)
+        for step in range(3):
+            told(zb.StepReport(step, 0.5, 0.25, 2.0, 0.4))
+    assert caplog.messages == [f"step {step}: loss 2.0000, 500.0 ms, bubble 25.0 %, MFU 40.0 %" for step in (0, 2)]
