@@ -5,6 +5,7 @@ from __future__ import annotations
 from zerobubble.cli.blocks import block
 from zerobubble.cli.check import check
 from zerobubble.cli.compare import compare
+from zerobubble.cli.diff import diff_verb
 from zerobubble.cli.group import OneSentenceGroup, group
 from zerobubble.cli.list import list_schedules
 from zerobubble.cli.make import make_file
@@ -16,5 +17,5 @@ from zerobubble.cli.table import table
 __all__ = ["main"]
 
 main: OneSentenceGroup = group
-for _verb in (list_schedules, show, make_file, check, compare, table, block, plan_verb, pareto_verb):
+for _verb in (list_schedules, show, make_file, check, compare, table, block, plan_verb, pareto_verb, diff_verb):
     main.add_command(_verb)

@@ -68,7 +68,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 @click.version_option(package_name="zerobubble", message="zerobubble %(version)s")
 @click.pass_context
 def group(ctx: click.Context) -> None:
-    """Pipeline-parallel schedules: list, draw, make, check, compare and plan them.
+    """Pipeline-parallel schedules: list, draw, make, check, compare and plan them, and hold runs against plans.
 
     \b
     Examples:
@@ -79,6 +79,7 @@ def group(ctx: click.Context) -> None:
       zerobubble compare 1f1b zb-h1 zb-v --ranks 4 --microbatches 8 --comm 0.1
       zerobubble table --ranks 8 --microbatches 24
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
+      zerobubble diff plan.json run.json
 
     Bad input gives one sentence on stderr and exit code 2.
     """

@@ -1,10 +1,11 @@
 """Where the time goes: in a schedule as simulated, and in a run held against it."""
 
-from zerobubble.explain.difference import Account, Difference, Drift, Part, diff
+from zerobubble.explain.difference import PARTS, Account, Difference, Drift, Part, diff
 from zerobubble.explain.gaps import Gap, Waiting, gaps
 from zerobubble.explain.idle import Causes, Idle, Metric, attribute, critical_path
 
 __all__ = [
+    "PARTS",
     "Account",
     "Causes",
     "Difference",

@@ -19,6 +19,22 @@ Passes = tuple[tuple[Kind, int], ...]
 """What a step consists of, as (kind, stage): one pass, or two overlapped."""
 
 
+PARTS = (
+    "work",
+    "dependency",
+    "comm",
+    "imbalance",
+    "memory",
+    "own passes",
+    "others' passes",
+    "noise, busy",
+    "noise, idle",
+    "messages",
+    "host",
+)
+"""What an account adds up, as titles: the plan's work and its idle time by cause, then what the plan did not know."""
+
+
 class Part(NamedTuple):
     """Time in ns that a rank spends more than planned: `busy` in its own passes, `idle` because others keep it waiting."""
 
@@ -60,6 +76,10 @@ class Account:
     @property
     def total(self) -> int:
         return self.work + self.plan.total + self.extra
+
+    def parts(self) -> tuple[int, ...]:
+        """The summands of `total`, in the order of `PARTS`."""
+        return (self.work, *self.plan, *self.passes, *self.noise, self.comm, self.host)
 
 
 class Drift(NamedTuple):

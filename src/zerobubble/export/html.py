@@ -9,19 +9,23 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import cycle
+from itertools import cycle, repeat
 from math import isfinite
 from typing import Any
 
+from zerobubble.explain import PARTS, Account, Gap, Waiting
+from zerobubble.explain.words import lines
 from zerobubble.export.lanes import lanes
-from zerobubble.export.palette import COLOURS, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import COLOURS, WAITING, ink, num_shades, shade, stage_order
 from zerobubble.export.report import REFERENCE, MemoryRow, Report, ThroughputRow
 from zerobubble.export.svg import caption
-from zerobubble.export.units import show_bytes, show_percent
+from zerobubble.export.units import ms, show_bytes, show_percent
 from zerobubble.ir import Kind
 from zerobubble.rules import RULES
 from zerobubble.timeline import Timeline
 
+WAITS = {Waiting.PASS: "for a pass of another rank", Waiting.MESSAGE: "for a message", Waiting.HOST: "for the host"}
+"""What idle time is spent waiting for, in words."""
 SCRIPTS = ("report_timeline.js", "report_losses.js", "report.js")
 
 
@@ -40,7 +44,7 @@ def _page(report: Report) -> Iterator[str]:
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
     yield '<link rel="icon" href="data:,">\n'
     yield f"<style>\n{_asset('report.css')}</style>\n</head>\n<body>\n<main>\n<header><h1>{title}</h1>\n{_facts(report)}</header>\n"
-    for section in (_headline, _timelines, _losses, _throughput, _memory, _notes):
+    for section in (_headline, _timelines, _difference, _losses, _throughput, _memory, _notes):
         yield section(report)
     yield f'</main>\n<script type="application/json" id="data">{_data(report)}</script>\n'
     yield "".join(f"<script>\n{_asset(name)}</script>\n" for name in SCRIPTS)
@@ -110,6 +114,22 @@ def _timelines(report: Report) -> str:
     return _section("timelines", "Timeline", body)
 
 
+def _difference(report: Report) -> str:
+    if report.difference is None:
+        return ""
+    whole, *ranks = map(escape, lines(report.difference))
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("rank", *PARTS, "run ms"))
+    rows = "".join(_account_row(account) for account in report.difference.accounts)
+    table = f'<div class="scroll"><table class="speeds accounts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    items = "".join(f"<li>{line}</li>" for line in ranks)
+    return _section("difference", "Run against plan", f'{table}<ul class="told">{items}</ul>', whole)
+
+
+def _account_row(account: Account) -> str:
+    cells = "".join(f"<td>{ms(time):,.2f}</td>" for time in (*account.parts(), account.total))
+    return f'<tr><th scope="row">{account.rank}</th>{cells}</tr>'
+
+
 def _kinds(timelines: Iterable[Timeline]) -> list[Kind]:
     present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
     return [kind for kind in Kind if kind in present]
@@ -122,6 +142,8 @@ def _legend(report: Report) -> str:
         swatches = "".join(f'<i style="background:{shade(kind, place, shades)}"></i>' for place in range(shades))
         items.append(f"<li>{swatches}<b>{kind}</b> {RULES[kind].phrase}</li>")
     items.append('<li><i class="idle"></i>idle</li>')
+    if report.gaps:
+        items += [f'<li><i style="background:{WAITING[waiting]}"></i>{text}</li>' for waiting, text in WAITS.items()]
     note = "<li>lighter: the rank's later stages</li>" if shades > 1 else ""
     return f'<ul class="legend">{"".join(items)}{note}</ul>'
 
@@ -215,7 +237,8 @@ def _data(report: Report) -> str:
         "phrases": {kind: RULES[kind].phrase for kind in Kind},
         "colours": colours,
         "inks": {kind: [ink(colour) for colour in row] for kind, row in colours.items()},
-        "timelines": [_timeline_data(timeline) for timeline in report.timelines],
+        "timelines": [_timeline_data(timeline, idle) for timeline, idle in zip(report.timelines, report.gaps or repeat(()), strict=False)],
+        "waiting": WAITING,
         "losses": [_run_data(name, report.losses[name], colour) for name, colour in _run_colours(report)],
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -226,8 +249,11 @@ def _run_data(name: str, losses: Sequence[float], colour: str) -> dict[str, Any]
     return {"name": name, "values": [loss if isfinite(loss) else None for loss in losses], "colour": colour}
 
 
-def _timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """Rows of [kind, stage, microbatch, start, end, shade, why, the pass waited for, lane, lanes], times in ns from the first start."""
+def _timeline_data(timeline: Timeline, gaps: Sequence[Sequence[Gap]]) -> dict[str, Any]:
+    """Rows of [kind, stage, microbatch, start, end, shade, why, the pass waited for, lane, lanes], times in ns from the first start.
+
+    Rows of idle time as [start, end, what the rank waits for].
+    """
     rows = []
     for row, places in zip(timeline.rows, stage_order(timeline), strict=True):
         cells = []
@@ -236,4 +262,6 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
             times = (start - timeline.start, end - timeline.start)
             cells.append([op.kind, op.stage, op.microbatch, *times, places[op.stage], reason, cause, *lane])
         rows.append(cells)
-    return {"name": timeline.name, "source": timeline.source, "caption": caption(timeline), "makespan": timeline.makespan, "rows": rows}
+    idle = [[[gap.start - timeline.start, gap.end - timeline.start, gap.waiting] for gap in row] for row in gaps]
+    told = {"name": timeline.name, "source": timeline.source, "caption": caption(timeline), "makespan": timeline.makespan}
+    return {**told, "rows": rows, "gaps": idle}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+from zerobubble.explain import Waiting
 from zerobubble.ir import Kind
 from zerobubble.timeline import Timeline
 
 COLOURS: dict[Kind, str] = {Kind.F: "#3465b8", Kind.B: "#34b58c", Kind.W: "#efb13c", Kind.BW: "#a9305c"}
 """The colour of each kind of pass on a rank's first stage."""
+
+WAITING: dict[Waiting, str] = {Waiting.PASS: "#bcc6d1", Waiting.MESSAGE: "#8f74dd", Waiting.HOST: "#e2574c"}
+"""The colour of idle time by what a rank waits for."""
 
 _LIGHTEST = 0.5
 _EVEN = 0.207  # where white and near-black have the same contrast

@@ -7,25 +7,31 @@ arrow for each message between ranks, a counter for each rank's memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from zerobubble.explain import Gap, Waiting
 from zerobubble.export.lanes import lanes
 from zerobubble.export.messages import Message, messages
 from zerobubble.ir import Op
 from zerobubble.rules import RULES
-from zerobubble.timeline import Span, Timeline
+from zerobubble.timeline import Mark, Span, Timeline
 
 NS_PER_US = 1000
 Event = dict[str, Any]
 Threads = dict[Op, int]
 
 
-def perfetto_json(*timelines: Timeline) -> str:
-    """The trace of `timelines` as JSON text; times in microseconds, each timeline counted from its own first start."""
+def perfetto_json(*timelines: Timeline, gaps: Sequence[Sequence[Sequence[Gap]]] = ()) -> str:
+    """The trace of `timelines` as JSON text; times in microseconds, each timeline counted from its own first start.
+
+    With the `gaps` of every timeline, idle time is told by what a rank waits for.
+    """
     flow_ids = count(1)
     events = [event for process, timeline in enumerate(timelines, 1) for event in _events(timeline, process, flow_ids)]
+    for process, (timeline, rows) in enumerate(zip(timelines, gaps, strict=False), 1):
+        events += [_wait(timeline, process, _thread(rank), gap) for rank, row in enumerate(rows) for gap in row]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
 
 
@@ -41,6 +47,8 @@ def _events(timeline: Timeline, process: int, flow_ids: Iterator[int]) -> Iterat
         yield _slice(timeline, process, threads[span.op], span)
     for message in messages(timeline):
         yield from _arrow(timeline, process, next(flow_ids), message, threads)
+    for rank, marks in enumerate(timeline.marks):
+        yield from _marked(timeline, process, rank, marks)
     for rank, steps in enumerate(timeline.memory):
         for time, held in steps:
             name = f"memory of rank {rank}"
@@ -79,6 +87,27 @@ def _slice(timeline: Timeline, process: int, thread: int, span: Span) -> Event:
         "dur": span.duration / NS_PER_US,
         "args": args | ({"why": str(span.why)} if span.why else {}),
     }
+
+
+def _wait(timeline: Timeline, process: int, thread: int, gap: Gap) -> Event:
+    """Idle time, in the grey, yellow and red that viewers know."""
+    colour = {Waiting.PASS: "grey", Waiting.MESSAGE: "yellow", Waiting.HOST: "terrible"}[gap.waiting]
+    times = {"ts": _us(timeline, gap.start), "dur": (gap.end - gap.start) / NS_PER_US}
+    name = f"idle: waits for {'the host' if gap.waiting is Waiting.HOST else f'a {gap.waiting}'}"
+    common = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "idle", "cname": colour}
+    return common | times | {"args": {"before": str(gap.op)}}
+
+
+def _marked(timeline: Timeline, process: int, rank: int, marks: Sequence[Mark]) -> Iterator[Event]:
+    """What a rank did outside its passes, on a thread of its own below all ranks."""
+    thread = 2 * timeline.num_ranks + rank + 1
+    if marks:
+        yield _meta("thread_name", process, {"name": f"rank {rank}, messages and optimizer"}, thread)
+        yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
+    for mark in marks:
+        name = f"{mark.doing} {mark.value}".strip()
+        times = {"ts": _us(timeline, mark.start), "dur": mark.duration / NS_PER_US}
+        yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": mark.doing.value} | times
 
 
 def _arrow(timeline: Timeline, process: int, number: int, message: Message, threads: Threads) -> Iterator[Event]:

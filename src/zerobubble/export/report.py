@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 
 from zerobubble.errors import InputError
+from zerobubble.explain import Difference, Gap
 from zerobubble.timeline import Timeline
 
 REFERENCE = "1f1b"
@@ -38,7 +39,8 @@ class Report:
     """What one training run is told by. Every part may be empty, and then its section is left out.
 
     `facts` are (label, value) pairs; `timelines` share one axis, first the simulated one; `losses` holds a loss per step under
-    the name of each run, the pipeline first and what it is compared to second.
+    the name of each run, the pipeline first and what it is compared to second. `gaps` are the idle times of each timeline by what its
+    ranks wait for, and `difference` tells the measured one from its plan.
     """
 
     title: str
@@ -48,8 +50,12 @@ class Report:
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
     throughput: Sequence[ThroughputRow] = ()
     notes: Sequence[str] = ()
+    gaps: Sequence[Sequence[Sequence[Gap]]] = ()
+    difference: Difference | None = None
 
     def __post_init__(self) -> None:
+        if self.gaps and len(self.gaps) != len(self.timelines):
+            raise InputError(f"a report needs the gaps of every timeline or of none, got {len(self.gaps)} for {len(self.timelines)}")
         for name, losses in self.losses.items():
             if not losses:
                 raise InputError(f"the losses of {name!r} are empty; give one per step or leave the run out")

@@ -104,10 +104,18 @@ class TimelineView {
       const y = top + rank * (this.row + 3);
       g.fillStyle = hatch;
       g.fillRect(this.x(0), y, this.x(timeline.makespan) - this.x(0), this.row);
+      for (const gap of timeline.gaps[rank] || []) this.drawGap(g, gap, y);
       for (let i = firstEndingAfter(row, this.from); i < row.length && row[i][START] <= this.to; i++, boxes++) this.drawBox(g, row[i], y);
     });
     g.restore();
     return boxes;
+  }
+
+  // Idle time by what the rank waits for: lower than a pass, so that it reads as time between passes.
+  drawGap(g, [start, end, waiting], y) {
+    if (end < this.from || start > this.to) return;
+    g.fillStyle = this.data.waiting[waiting];
+    g.fillRect(this.x(start), y + this.row / 3, Math.max(0.4, this.x(end) - this.x(start) - 0.4), this.row / 3);
   }
 
   drawCaption(g, timeline, top) {

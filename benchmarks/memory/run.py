@@ -1,0 +1,73 @@
+"""How close the peak activation memory that a profile predicts comes to the bytes a training step holds, rank by rank.
+
+A GPT is profiled once for each placement of stages; every schedule is simulated with what the profile says its stages hold, then a
+metered step of it is trained. Bytes are counted storages, the same on every machine. Writes `results.json` next to this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import zerobubble as zb
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPTConfig, build_stage, loss_fn
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-half", "v-min")
+RANKS, MICROBATCHES, MICROBATCH_SIZE = 4, 8, 2
+MODEL = GPTConfig(layers=8, width=128, heads=4, context=64)
+WITHIN = 0.05
+
+
+def main() -> None:
+    """Compare every schedule and write the table."""
+    rows = in_ranks(RANKS)
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    worst = max(abs(error) for row in rows for error in row["errors"])
+    results = {"torch": torch.__version__, "worst_error": worst, "holds": worst <= WITHIN, "schedules": rows}
+    Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def in_ranks(ranks: int) -> list[dict[str, Any]]:
+    """What rank 0 of `ranks` fresh gloo ranks found."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (ranks, 20000 + os.getpid() % 20000, queue), nprocs=ranks)
+    rows: list[dict[str, Any]] = queue.get()
+    return rows
+
+
+def _rank(rank: int, ranks: int, port: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    rows = [compare(None, name) for name in SCHEDULES]
+    if rank == 0:
+        queue.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare(group: Any, name: str, config: GPTConfig = MODEL) -> dict[str, Any]:
+    """Predicted and measured peak bytes per rank of schedule `name`, and the relative errors of the prediction."""
+    tokens = torch.randint(0, 256, (MICROBATCHES * MICROBATCH_SIZE, config.context + 1), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    with zb.Pipeline(lambda s, n: build_stage(config, s, n), name, MICROBATCHES, loss_fn, group=group) as pipe:
+        predicted = zb.peak_memory(pipe.schedule, pipe.profile(inputs, targets, steps=1))
+        pipe.step(inputs, targets)
+        pipe.metering = True
+        pipe.step(inputs, targets)
+        measured = [figures.peak_bytes or 0 for figures in pipe.timeline().ranks]
+    errors = [round(told / held - 1, 4) for told, held in zip(predicted, measured, strict=True)]
+    return {"name": name, "predicted": list(predicted), "measured": measured, "errors": errors}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`zerobubble diff`: plan and run from files, in words, as JSON, as a page and as a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zerobubble import Costs, Timeline, diff, make, plan, save_plan, simulate
+from zerobubble.cli import main
+from zerobubble.explain import gaps
+from zerobubble.export import dumps
+from zerobubble.timeline import Doing, Mark
+
+SCHEDULE = make("zb-h1", 2, 4)
+COSTS = Costs.from_ms((3, 3), (3, 3), (2, 2), 0.5)
+SLOW = Costs.from_ms((3, 3), (3, 5), (2, 2), 1.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    run = simulate(SCHEDULE, SLOW)
+    marks = ((Mark(Doing.OPTIMIZER, run.end, run.end + 1_000_000),), ())
+    Path("run.json").write_text(dumps(Timeline("zb-h1", run.rows, run.memory, "measured", marks)))
+    Path("mine.txt").write_text(SCHEDULE.to_text())
+    Path("costs.json").write_text(dumps(COSTS))
+    return tmp_path
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(main, ["diff", *args])
+
+
+def test_a_difference_in_words_and_as_a_table(folder: Path) -> None:
+    done = invoke("mine.txt", "run.json", "--costs", "costs.json")
+    assert done.exit_code == 0, done.output
+    expected = str(diff(SCHEDULE, COSTS, simulate(SCHEDULE, SLOW))).split()
+    assert done.output.split()[: len(expected)] == expected
+    assert "B of stage 1 takes 1.67x what the plan says" in " ".join(done.output.split())
+    *_, last = done.output.strip().splitlines()
+    rank, *parts, total = last.split()
+    assert rank == "1"
+    assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.06)
+
+
+def test_a_plan_file_brings_its_costs(folder: Path) -> None:
+    solved = plan(COSTS, 4, placements=SCHEDULE.placement, evaluations=20).best
+    assert solved.schedule is not None
+    save_plan(solved, "plan.json")
+    run = simulate(solved.schedule, SLOW)
+    Path("run.json").write_text(dumps(run))
+    done = invoke("plan.json", "run.json", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == diff(solved.schedule, COSTS, run).to_dict()
+
+
+def test_plan_and_run_on_one_axis(folder: Path) -> None:
+    done = invoke("mine.txt", "run.json", "--costs", "costs.json", "--html", "diff.html", "--trace", "trace.json")
+    assert done.exit_code == 0, done.output
+    page = Path("diff.html").read_text()
+    for waiting in ("for a pass of another rank", "for a message", "for the host"):
+        assert waiting in page
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    planned, run = simulate(SCHEDULE, COSTS), simulate(SCHEDULE, SLOW)
+    for drawn, timeline in zip(data["timelines"], (planned, run), strict=True):
+        found = gaps(SCHEDULE, COSTS, timeline)
+        assert drawn["gaps"] == [[[gap.start, gap.end, gap.waiting] for gap in row] for row in found]
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    idle = [event for event in events if event.get("cat") == "idle"]
+    assert len(idle) == sum(len(row) for timeline in (planned, run) for row in gaps(SCHEDULE, COSTS, timeline))
+    (step,) = [event for event in events if event["name"] == "optimizer"]
+    assert (step["pid"], step["dur"]) == (2, 1000)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("mine.txt", "run.json"), "mine.txt says nothing of costs: give those it was planned with as --costs FILE"),
+        (("mine.txt", "costs.json", "--costs", "costs.json"), "cannot read a timeline from costs.json: it holds a costs"),
+        (("mine.txt", "mine.txt", "--costs", "costs.json"), "cannot read a timeline from mine.txt: line 1: not JSON"),
+        (("other.txt", "run.json", "--costs", "costs.json"), "rank 0 of the plan runs 0BW0 at place 2, the run ran 0B0"),
+        (("none.txt", "run.json"), "cannot read none.txt"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder: Path, args: tuple[str, ...], sentence: str) -> None:
+    Path("other.txt").write_text(make("1f1b", 2, 4).to_text())
+    done = invoke(*args)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert done.stdout == ""
