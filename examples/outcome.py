@@ -14,6 +14,7 @@ from training import Run, Task
 
 import zerobubble as zb
 from zerobubble.costs import NS_PER_MS
+from zerobubble.explain import gaps
 from zerobubble.export import MemoryRow, Report, ThroughputRow, perfetto_json, report_html, timeline_svg
 from zerobubble.export.units import show_bytes, show_ms, show_percent
 
@@ -67,6 +68,9 @@ def show(outcome: Outcome, terminal: Terminal) -> None:
     terminal.section("Bubble: share of rank time that is idle")
     titles = ("schedule", "tokens/s", "makespan predicted", "measured", "rank span predicted", "measured")
     terminal.table(titles, [_schedule_row(outcome, run) for run in outcome.runs])
+    terminal.section(f"A step of {trained.schedule.name} against its prediction")
+    for sentence in str(trained.difference).splitlines():
+        terminal.say(sentence)
     terminal.section(f"Peak activation memory with {trained.schedule.name}")
     rows = [(f"rank {rank}", show_bytes(predicted), show_bytes(measured)) for rank, predicted, measured in _peaks(trained)]
     terminal.table(("", "predicted", "measured"), rows)
@@ -142,6 +146,8 @@ def _report(outcome: Outcome) -> Report:
             for run in outcome.runs
         ],
         notes=_notes(outcome),
+        gaps=[gaps(trained.schedule, trained.costs, timeline) for timeline in (trained.predicted, trained.measured)],
+        difference=trained.difference,
     )
 
 
@@ -196,6 +202,7 @@ def _metrics(outcome: Outcome) -> dict[str, Any]:
         "held_out_loss": trained.held_out,
         "loss_difference": outcome.loss_difference,
         "same_losses_with_every_schedule": outcome.same_losses,
+        "difference": trained.difference.to_dict(),
         "schedules": [_run_metrics(outcome, run) for run in outcome.runs],
         "memory": [
             {"rank": rank, "predicted_bytes": predicted, "measured_bytes": measured} for rank, predicted, measured in _peaks(trained)

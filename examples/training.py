@@ -82,6 +82,11 @@ class Run:
         return zb.simulate(self.schedule, self.costs)
 
     @property
+    def difference(self) -> zb.Difference:
+        """The measured step against the predicted one."""
+        return zb.diff(self.schedule, self.costs, self.measured)
+
+    @property
     def measured(self) -> zb.Timeline:
         """The late step of median length."""
         return sorted(self.timelines, key=lambda timeline: timeline.makespan)[len(self.timelines) // 2]
