@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from peers import messages, ours, pytorch
+from peers import bare, messages, ours, pytorch
 from stages import SleepingStage, tiny_stage
 
 import zerobubble as zb
 
 SLEEPING = [(ranks, name, 10.0) for ranks in (4, 8) for name in ("1f1b", "zb-h1", "zb-v")] + [(4, "zb-v", 5.0), (8, "zb-v", 5.0)]
 """Ranks, schedule, and milliseconds of every pass of a stage; the last two give zb-v the work per rank of the others."""
-OVERHEAD = [(2, microbatches, name) for microbatches in (32, 64) for name in ("1f1b", "zb-h1", "zb-v")]
+OVERHEAD = [(ranks, microbatches, name) for ranks in (2, 4) for microbatches in (32, 64) for name in ("1f1b", "zb-h1", "zb-v")]
 
 
 def main() -> None:
@@ -120,12 +120,15 @@ def overhead(name: str, microbatches: int, repeats: int) -> dict[str, Any]:
     actions = zb.simulate(schedule, unit).makespan / 1e6
     steps = {
         "ours": ours(tiny_stage, name, microbatches),
+        "ours_on_gloo": ours(tiny_stage, name, microbatches, shared=False),
         "pytorch": pytorch(tiny_stage, name, microbatches),
+        "bare": bare(name, microbatches),
         "messages": messages(name, microbatches),
     }
     took = measure(steps, microbatches, 10 * repeats)
     row = {"schedule": name, "ranks": ranks, "microbatches": microbatches, "critical_actions": round(actions)}
     row |= {f"{who}_us": round(value / actions * 1e6, 1) for who, value in took.items()}
+    row |= {f"{who}_over_bare_us": round((took[who] - took["bare"]) / actions * 1e6, 1) for who in ("ours", "ours_on_gloo", "pytorch")}
     return row | {"ratio": round(took["ours"] / took["pytorch"], 3)}
 
 

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerobubble.costs import Costs
+from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, PipelineError, ProgramError, ZeroBubbleError
-from zerobubble.ir import Schedule
+from zerobubble.ir import Placement, Schedule
 from zerobubble.lower import lower
+from zerobubble.plan import Solved
+from zerobubble.plan.families import family
 from zerobubble.program import Program
+from zerobubble.runtime.auto import Auto
 from zerobubble.runtime.batch import join_outputs, split_batch
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
@@ -46,7 +49,7 @@ class Pipeline:
 
     Every rank of `group` (default: all) makes one, after `torch.distributed.init_process_group`, with the same arguments but its own
     modules. `build_or_modules` is a function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules by ascending
-    stage. `schedule` is a published name or a `Schedule`. `loss_fn(output, target)` gives the mean loss of one microbatch.
+    stage. `schedule` is a published name, a `Schedule`, or "auto". `loss_fn(output, target)` gives the mean loss of one microbatch.
 
     `timeout` bounds in seconds how long a rank waits for a message. `pace` stretches every training pass to the given times, which
     shows a schedule's effect where ranks share cores. With `metering`, steps count the bytes held for backward (`timeline` tells).
@@ -54,6 +57,10 @@ class Pipeline:
     `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`; without it they run one after
     the other. A bidirectional schedule has a copy of a stage on each route: copies start with the parameters of the first route's, and
     `step` leaves the sum of their gradients in each.
+
+    With "auto", the first steps train with microbatches one by one and are measured; then the shortest schedule over `placement` (as
+    `zerobubble plan` names them) with no more than `memory_limit` bytes of activations (of each rank, or all alike) is planned beside the
+    training and changed to between two steps, and planned anew when passes come to take another time. `plan` tells which.
 
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
@@ -69,20 +76,30 @@ class Pipeline:
         timeout: float = 120.0,
         pace: Costs | None = None,
         overlap: Overlap | None = None,
+        memory_limit: int | Sequence[int] | None = None,
+        placement: str | Placement = "linear",
     ) -> None:
         self._closed: str | None = None
+        self._auto: Auto | None = None
         self._openings: dict[Executor, Opening] = {}
         self.metering = False
         self._transport = Transport(group, timeout)
         self.rank, ranks = self._transport.rank, self._transport.size
         fault = ""
         try:
+            if schedule == "auto":
+                self._auto = Auto(_placement(placement, ranks), num_microbatches, _limits(memory_limit, ranks))
+                schedule = self._auto.schedule
+            elif memory_limit is not None:
+                raise InputError(
+                    f"memory_limit is for schedule='auto', which plans with it; schedule {_name(schedule)!r} takes what it takes"
+                )
             self.schedule = _schedule(schedule, ranks, num_microbatches)
             self.modules = _modules(build_or_modules, self.schedule, self.rank)
             self.device = _device(self.modules)
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
-            self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
+            stages = self._staged(self.schedule)
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
@@ -93,10 +110,8 @@ class Pipeline:
         self._board = NoticeBoard(self._transport.store, ranks)
         self._copies = self._level()
         self.pace = Pace(pace) if pace is not None else None
-        self._train = Executor(programs[0], self._stages, self._transport, self.pace, overlap)
-        self._infer = Executor(programs[1], self._stages, self._transport, None)
-        for executor in (self._train, self._infer):
-            self._openings[executor] = Opening(self.schedule.placement, self._transport)
+        self._overlap = overlap
+        self._play(stages, programs)
         self._losses = LossBook(self._transport, loss_fn)
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
@@ -106,7 +121,21 @@ class Pipeline:
         dimension is the batch, a multiple of the number of microbatches; a bidirectional schedule has one such rank per route. Raises
         `PipelineError` on every rank when any rank fails.
         """
-        return self._train_with(self._train, self._stages, inputs, targets, self._meter() if self.metering else None)
+        auto = self._auto
+        if auto is None:
+            return self._train_with(self._train, self._stages, inputs, targets, self._meter() if self.metering else None)
+        meter = self._meter(inputs, targets) if self.metering or auto.is_counting_bytes else None
+        loss = self._train_with(self._train, self._stages, inputs, targets, meter)
+        with self._ending_all("while choosing a schedule"):
+            better = auto.after_step(lambda: self._timeline(self._train), self._transport)
+            if better is not None:
+                self._change_to(better)
+        return loss
+
+    @property
+    def plan(self) -> Solved | None:
+        """The plan that `schedule="auto"` follows, with its costs and bound; None before there is one."""
+        return None if self._auto is None else self._auto.solved
 
     def eval_step(self, inputs: Any = None, targets: Any = None) -> tuple[Tensor | None, Any]:
         """Forward of one batch in evaluation mode: (mean loss on every rank, None without targets; outputs).
@@ -208,6 +237,21 @@ class Pipeline:
             raise PipelineError(str(error), rank=error.peer) from error
         return copies
 
+    def _staged(self, schedule: Schedule) -> dict[int, Stage]:
+        return {s: Stage(module, s, split=s in schedule.split_stages) for s, module in self.modules.items()}
+
+    def _play(self, stages: dict[int, Stage], programs: tuple[Program, Program]) -> None:
+        """From here on, train and evaluate by these programs."""
+        self._stages = stages
+        self._train = Executor(programs[0], stages, self._transport, self.pace, self._overlap)
+        self._infer = Executor(programs[1], stages, self._transport, None)
+        self._openings = {executor: Opening(self.schedule.placement, self._transport) for executor in (self._train, self._infer)}
+
+    def _change_to(self, schedule: Schedule) -> None:
+        """Between two steps: go on with another schedule of the same placement."""
+        self.schedule = schedule
+        self._play(self._staged(schedule), (_proved(schedule), _proved(schedule.forward_only())))
+
     def _meter(self, *batch: Any) -> Meter:
         """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
@@ -292,6 +336,8 @@ class Pipeline:
 
     def _shut(self, reason: str) -> None:
         self._closed = reason
+        if self._auto is not None:
+            self._auto.close()
         self._openings.clear()  # a message that was sent keeps its connection open
         self._transport.close()
 
@@ -305,6 +351,29 @@ def _schedule(schedule: str | Schedule, ranks: int, num_microbatches: int) -> Sc
     if made.is_forward_only:
         raise InputError(f"schedule {made.name!r} has no backward passes; Pipeline trains, and evaluates with the same schedule")
     return made
+
+
+def _name(schedule: str | Schedule) -> str:
+    return schedule if isinstance(schedule, str) else schedule.name
+
+
+def _placement(placement: str | Placement, ranks: int) -> Placement:
+    made = family(placement, ranks) if isinstance(placement, str) else placement
+    if made.num_ranks != ranks:
+        raise InputError(f"placement {made.name!r} is for {made.num_ranks} ranks, the process group has {ranks}")
+    if len(made.routes) > 1:
+        raise InputError(f"plans are made for one route, the placement {made.name!r} has {len(made.routes)}: give its schedule by name")
+    return made
+
+
+def _limits(memory: int | Sequence[int] | None, ranks: int) -> Limits | None:
+    """The memory limit in bytes of every rank, given as one number or rank by rank."""
+    if memory is None:
+        return None
+    each = (memory,) * ranks if isinstance(memory, int) else tuple(memory)
+    if len(each) != ranks:
+        raise InputError(f"memory_limit names the bytes of each of {ranks} ranks, or one number for all, got {len(each)}")
+    return Limits(each)
 
 
 def _ends(executor: Executor) -> tuple[list[int], list[int]]:
