@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
@@ -38,10 +39,12 @@ class Auto:
     """Chooses the schedule of each step; every rank asks alike, after every step, and gets the same answer.
 
     `schedule` is the one to run, `solved` the plan it comes from once there is one. `limits` bounds the bytes of activations, None
-    leaves them free.
+    leaves them free. Raises `InputError` where the planner's search is not installed.
     """
 
     def __init__(self, placement: Placement, num_microbatches: int, limits: Limits | None) -> None:
+        if find_spec("numba") is None:
+            raise InputError("schedule='auto' searches for plans with numba: pip install 'zerobubble[plan]', or name a schedule")
         self.schedule = replace(one_by_one(seeds.one_by_one(placement, num_microbatches)), name="one by one")
         self.solved: Solved | None = None
         self._limits = limits
