@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.runtime.messages.shared import SharedLane
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -22,10 +26,10 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def ours(build: Callable[[], nn.Module], name: str, microbatches: int, shared: bool = True) -> tuple[Step, Callable[[], None]]:
+def ours(build: Callable[[], nn.Module], schedule: zb.Schedule, shared: bool = True) -> tuple[Step, Callable[[], None]]:
     """zerobubble: (step, close). Without `shared`, messages go over gloo though the ranks share a machine."""
     with nullcontext() if shared else mock.patch("zerobubble.runtime.messages.transport.is_supported", return_value=False):
-        pipe = zb.Pipeline(lambda stage, num_stages: build(), name, microbatches, mean_square)
+        pipe = zb.Pipeline(lambda stage, num_stages: build(), schedule, schedule.num_microbatches, mean_square)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         pipe.step(inputs, targets)
@@ -33,16 +37,34 @@ def ours(build: Callable[[], nn.Module], name: str, microbatches: int, shared: b
     return step, pipe.close
 
 
-def pytorch(build: Callable[[], nn.Module], name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
+def delay_messages(seconds: float) -> None:
+    """From here on, what this rank sends through shared memory arrives so much later; the sender goes on at once."""
+    put, lines = SharedLane.put, {}
+
+    def deliver(lane: SharedLane, line: SimpleQueue[Any]) -> None:
+        while True:
+            due, tensors, shapes = line.get()
+            time.sleep(max(0.0, due - time.perf_counter()))
+            put(lane, tensors, shapes)
+
+    def later(lane: SharedLane, tensors: Any, shapes: Any) -> None:
+        if lane not in lines:
+            lines[lane] = SimpleQueue()
+            threading.Thread(target=deliver, args=(lane, lines[lane]), daemon=True).start()
+        lines[lane].put((time.perf_counter() + seconds, tensors, shapes))
+
+    SharedLane.put = later  # type: ignore[method-assign]
+
+
+def pytorch(build: Callable[[], nn.Module], schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
     """torch.distributed.pipelining running the same order, from its own class where it has one, else from our CSV."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    schedule = zb.make(name, ranks, microbatches)
+    rank, microbatches = dist.get_rank(), schedule.num_microbatches
     stages = [PipelineStage(build(), s, schedule.num_stages, torch.device("cpu")) for _, s in schedule.placement.stages(rank)]
     engine: Any
-    if name == "1f1b":
+    if schedule.name == "1f1b":
         engine = Schedule1F1B(stages[0], microbatches, loss_fn=mean_square)
     else:
         engine = _PipelineScheduleRuntime(stages, microbatches, loss_fn=mean_square)
@@ -63,20 +85,20 @@ def _actions(schedule: zb.Schedule) -> dict[int, list[Any]]:
     return {rank: [_Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
 
 
-def messages(name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
+def messages(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
     """The floor of messages: the same program with no passes at all."""
     payload = torch.zeros(1, 16)
-    return _loop(name, microbatches, lambda op, given, inputs, targets: payload)
+    return _loop(schedule, lambda op, given, inputs, targets: payload)
 
 
-def bare(name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
+def bare(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
     """The floor of a step: the same program, each pass of a Linear written out by hand, and no machinery around them.
 
     F calls the module, the last stage its loss, too; BW is autograd's backward; a split B and W are a matrix product each.
     """
     from zerobubble.ir import Kind, Op
 
-    schedule = zb.make(name, dist.get_world_size(), microbatches)
+    microbatches = schedule.num_microbatches
     linears = {stage: tiny_stage() for _, stage in schedule.placement.stages(dist.get_rank())}
     kept: dict[tuple[int, int], Any] = {}
 
@@ -104,7 +126,7 @@ def bare(name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
         _add(linear.bias, given.sum(0))
         return given.mm(linear.weight) if op.stage else None
 
-    return _loop(name, microbatches, torch.no_grad()(work) if schedule.split_stages else work)
+    return _loop(schedule, torch.no_grad()(work) if schedule.split_stages else work)
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -114,13 +136,13 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-def _loop(name: str, microbatches: int, work: Callable[..., Any]) -> tuple[Step, Callable[[], None]]:
+def _loop(schedule: zb.Schedule, work: Callable[..., Any]) -> tuple[Step, Callable[[], None]]:
     """The program of a schedule over plain gloo messages, its passes done by `work(op, what came, inputs, targets)`."""
     from zerobubble.program import Compute, Recv, Send
     from zerobubble.rules import MOVES, makes, uses
     from zerobubble.runtime.messages.transport import Transport
 
-    program = zb.lower(zb.make(name, dist.get_world_size(), microbatches))
+    program = zb.lower(schedule)
     transport = Transport(None, 60.0)
     transport.open(torch.device("cpu"), [])
     actions = []
