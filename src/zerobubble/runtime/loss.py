@@ -63,8 +63,9 @@ class LossBook:
         self._exits = exits
         self._teller = exits[0]
         self._targets = None if targets is None else [part[0] if isinstance(part, tuple) and len(part) == 1 else part for part in targets]
-        self._weights = None if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
-        self._total_weight = sum(self._weights) if self._weights else float(len(exits))
+        weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
+        self._total_weight = sum(weights)
+        self._weights = weights if len(set(weights)) > 1 else None
         self._outputs = outputs
         self._known = [None] * len(exits)
         self._shares = [None] * len(exits)
@@ -127,8 +128,8 @@ class LossBook:
         rank = self._transport.rank
         if rank in self._exits and rank != self._teller:
             self._telling = [(self._transport.tell(self._message(self._total_weight), self._teller, _TOPIC), self._teller)]
-        for source, (work, message) in self._listening.items():
-            wait(work, source, "waiting for the loss")
+        for source in self._listening:
+            message = self._wait(source)
             self._hear(source, message[0], message[1], message[2:])
         if rank == self._teller and not self._telling:
             self._tell_all()
@@ -137,6 +138,12 @@ class LossBook:
         known = [loss for loss in self._known if loss is not None]
         self.losses = torch.stack(known) if known else None
         return self._result
+
+    def _wait(self, source: int) -> Tensor:
+        """In a frame of its own: a message would keep its connection open while an exception of the caller is told."""
+        work, message = self._listening[source]
+        wait(work, source, "waiting for the loss")
+        return message
 
     def _hear(self, source: int, kind: Tensor, number: Tensor, losses: Tensor) -> None:
         """Take over the losses that `source` knows: all of them when it is the teller, and the mean with them."""
@@ -160,8 +167,8 @@ class LossBook:
                 self._shares[microbatch] = self._share(microbatch, value)
 
 
-def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight | None) -> list[float] | None:
-    """The weight of each microbatch, None where all weigh the same."""
+def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight | None) -> list[float]:
+    """The weight of each microbatch."""
     if loss_weight is None:
         weights = [float(size) for size in sizes]
     else:
@@ -173,7 +180,7 @@ def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight |
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         got = ", ".join(f"{weight:g}" for weight in weights)
         raise InputError(f"the weights of the microbatches must be finite, none negative and not all 0, got {got}")
-    return None if len(set(weights)) == 1 else weights
+    return weights
 
 
 def _nothing(output: Any, loss: Tensor) -> Tensor:

@@ -70,9 +70,7 @@ class Opening:
         return _Word(float(key), float(announcing), float(batch_size), *self._played)
 
     def _hear(self, parent: int) -> _Word:
-        work, message = self._transport.listen(len(_Word._fields), parent, _TOPIC)
-        wait(work, parent, "waiting for the step to begin")
-        word = _Word(*message.tolist())
+        word = self._listen(parent)
         if word[3:] != self._played:
             mine = _Word(*word[:3], *self._played)
             raise InputError(
@@ -80,3 +78,9 @@ class Opening:
                 "every rank must call the same method with the same num_microbatches, and have the same schedule for it"
             )
         return word
+
+    def _listen(self, parent: int) -> _Word:
+        """In a frame of its own: the message would keep its connection open while an exception of the caller is told."""
+        work, message = self._transport.listen(len(_Word._fields), parent, _TOPIC)
+        wait(work, parent, "waiting for the step to begin")
+        return _Word(*message.tolist())
