@@ -8,7 +8,7 @@ take another time, there is a new plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -18,6 +18,7 @@ from zerobubble.fit import fit_costs
 from zerobubble.ir import Placement, Schedule
 from zerobubble.plan import Objective, Problem, Solved, seeds, solve
 from zerobubble.plan.beside import Planner
+from zerobubble.plan.families import family
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import Transport
@@ -54,6 +55,24 @@ class Auto:
         self._is_waiting = False
         self._steps = 0
         self._drifted = False
+
+    @classmethod
+    def asked(cls, placement: str | Placement, ranks: int, num_microbatches: int, memory: int | Sequence[int] | None) -> Auto:
+        """For `ranks` ranks, `placement` by its name or itself, and `memory` in bytes, of each rank or one number for all.
+
+        Raises `InputError` for a placement that does not fit or has several routes, and for another number of limits.
+        """
+        laid = family(placement, ranks) if isinstance(placement, str) else placement
+        if laid.num_ranks != ranks:
+            raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the process group has {ranks}")
+        if len(laid.routes) > 1:
+            raise InputError(f"plans are made for one route, the placement {laid.name!r} has {len(laid.routes)}: give its schedule by name")
+        if memory is None:
+            return cls(laid, num_microbatches, None)
+        each = (memory,) * ranks if isinstance(memory, int) else tuple(memory)
+        if len(each) != ranks:
+            raise InputError(f"memory_limit names the bytes of each of {ranks} ranks, or one number for all, got {len(each)}")
+        return cls(laid, num_microbatches, Limits(each))
 
     @property
     def is_counting_bytes(self) -> bool:

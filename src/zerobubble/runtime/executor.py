@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
@@ -20,10 +19,11 @@ from zerobubble.rules import MOVES, Value, makes, uses
 from zerobubble.runtime.measure.clock import Mark, clock_for
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.mailbox import Mailbox
+from zerobubble.runtime.messages.nest import Parcel, with_extra
 from zerobubble.runtime.messages.transport import Transport
-from zerobubble.runtime.messages.wire import Shapes
+from zerobubble.runtime.messages.wire import Known
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.stage import Stage, Tensors
+from zerobubble.runtime.stage import Gradients, Stage, Tensors
 
 Call = Callable[[], object]
 
@@ -32,13 +32,16 @@ class Batch(NamedTuple):
     """What one step works on.
 
     `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
-    rank: in training it gives the scalar to go back from. `known` are the shapes of messages, learnt into it when `announcing`.
+    rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
+    when `announcing`. `extras[stage][j]` are more keyword arguments for a stage.
     """
 
     inputs: list[Tensors]
     finish: Callable[[int, Any], Tensor]
-    known: dict[Value, Shapes]
+    seed: Gradients
+    known: Known
     announcing: bool
+    extras: dict[int, list[dict[str, Any]]]
 
 
 class Overlapped:
@@ -63,8 +66,8 @@ class _Pass(NamedTuple):
     """A pass made ready to run: `take` waits for what it uses, `work` computes it."""
 
     op: Op
-    take: Callable[[], Tensors]
-    work: Callable[[Tensors], object]
+    take: Callable[[], Any]
+    work: Callable[[Any], object]
 
 
 class Executor:
@@ -92,9 +95,8 @@ class Executor:
         self._pace = pace
         self._mailbox = Mailbox(program, transport)
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
-        self._values: dict[Value, Tensors] = {}
+        self._values: dict[Value, Any] = {}
         self._batch: Batch | None = None
-        self._seed = torch.ones((), device=transport.device)
         self._calls = [self._compile(action) for action in self.row]
 
     def run(self, batch: Batch) -> None:
@@ -181,7 +183,9 @@ class Executor:
 
         def take() -> Tensors:
             assert self._batch is not None
-            return self._batch.inputs[microbatch] if source is None else self._inputs(source)
+            inputs = self._batch.inputs[microbatch] if source is None else self._inputs(source)
+            extras = self._batch.extras
+            return with_extra(inputs, extras[op.stage][microbatch]) if extras and op.stage in extras else inputs
 
         def work(inputs: Tensors) -> None:
             assert self._batch is not None
@@ -196,12 +200,12 @@ class Executor:
         stage, microbatch = self._stages[op.stage], op.microbatch
         source, target = self._ends(op)
         at_once = op.kind is Kind.BW and stage.split
-        seed = (self._seed,)
 
-        def take() -> Tensors:
-            return seed if source is None else self._take(source)
+        def take() -> Gradients:
+            assert self._batch is not None
+            return self._batch.seed if source is None else self._take(source)
 
-        def work(gradients: Tensors) -> None:
+        def work(gradients: Gradients) -> None:
             outputs = stage.backward(microbatch, gradients)
             if at_once:
                 stage.weight(microbatch)
@@ -219,12 +223,15 @@ class Executor:
         taken, left = uses(op, self._num_stages), makes(op, self._num_stages, not self._training)
         return next((v for v in taken if v.stuff in MOVES), None), next((v for v in left if v.stuff in MOVES), None)
 
-    def _take(self, source: Value) -> Tensors:
+    def _take(self, source: Value) -> Any:
         return self._mailbox.take(source) if source in self._received else self._values.pop(source)
 
     def _inputs(self, source: Value) -> Tensors:
-        tensors = self._take(source)
-        return tensors if source in self._received else tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        tensors: Tensors = self._take(source)
+        if source in self._received:
+            return tensors
+        apart = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        return tensors.holding(apart) if isinstance(tensors, Parcel) else apart
 
     def _done(self, step: Step, begin: Mark) -> None:
         if self._pace is not None:

@@ -6,42 +6,48 @@ import hashlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerobubble.costs import Costs, Limits
-from zerobubble.errors import InputError, PipelineError, ProgramError, ZeroBubbleError
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.lower import lower
 from zerobubble.plan import Solved
-from zerobubble.plan.families import family
 from zerobubble.program import Program
 from zerobubble.runtime.auto import Auto
-from zerobubble.runtime.batch import join_outputs, split_batch
+from zerobubble.runtime.batch import UNCUT, Cut, arguments, join_outputs, split_batch, spread_kwargs
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
 from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
-from zerobubble.runtime.loss import LossBook
+from zerobubble.runtime.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.measure import profile, trace
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.meeting import meeting
+from zerobubble.runtime.messages.nest import tensors_in
 from zerobubble.runtime.messages.opening import Opening
 from zerobubble.runtime.messages.transport import LostContactError, Transport
-from zerobubble.runtime.optimizer import clip
+from zerobubble.runtime.optimizer import clip, scale
 from zerobubble.runtime.pace import Pace
+from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_channel, proved
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.work import stop_collecting
-from zerobubble.runtime.stage import Stage
-from zerobubble.schedules import make
+from zerobubble.runtime.stage import Gradients, Stage
 from zerobubble.timeline import Timeline
-from zerobubble.verify_program import program_faults
 
-LossFunction = Callable[[Any, Any], Tensor]
 Build = Callable[[int, int], nn.Module]
 Progress = Callable[[int, int], object]
+
+
+class _Given(NamedTuple):
+    """What the user gave for one step."""
+
+    inputs: Any
+    targets: Any
+    kwargs: Any
+    scaler: torch.amp.GradScaler | None = None
 
 
 class Pipeline:
@@ -49,7 +55,10 @@ class Pipeline:
 
     Every rank of `group` (default: all) makes one, after `torch.distributed.init_process_group`, with the same arguments but its own
     modules. `build_or_modules` is a function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules by ascending
-    stage. `schedule` is a published name, a `Schedule`, or "auto". `loss_fn(output, target)` gives the mean loss of one microbatch.
+    stage. `schedule` is a published name, a function `(num_ranks, num_microbatches) -> Schedule`, a `Schedule`, which has one number
+    of microbatches, or "auto"; one without backward passes, such as "forward-only", serves `eval_step`.
+    `loss_fn(output, target)` gives the mean loss of one microbatch. Microbatches count by their samples, or by `loss_weight(target)`: the number of tokens that count, say.
+    `on_loss(microbatch, loss)` hears of each loss where it is computed, without waiting for other ranks.
 
     `timeout` bounds in seconds how long a rank waits for a message. `pace` stretches every training pass to the given times, which
     shows a schedule's effect where ranks share cores. With `metering`, steps count the bytes held for backward (`timeline` tells).
@@ -68,10 +77,12 @@ class Pipeline:
     def __init__(
         self,
         build_or_modules: Build | nn.Module | Sequence[nn.Module],
-        schedule: str | Schedule,
+        schedule: str | Schedule | MakeSchedule,
         num_microbatches: int,
         loss_fn: LossFunction,
         *,
+        loss_weight: LossWeight | None = None,
+        on_loss: OnLoss | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: float = 120.0,
         pace: Costs | None = None,
@@ -88,48 +99,64 @@ class Pipeline:
         fault = ""
         try:
             if schedule == "auto":
-                self._auto = Auto(_placement(placement, ranks), num_microbatches, _limits(memory_limit, ranks))
+                self._auto = Auto.asked(placement, ranks, num_microbatches, memory_limit)
                 schedule = self._auto.schedule
-            elif memory_limit is not None:
-                raise InputError(
-                    f"memory_limit is for schedule='auto', which plans with it; schedule {_name(schedule)!r} takes what it takes"
-                )
-            self.schedule = _schedule(schedule, ranks, num_microbatches)
+            self.schedule = compose(schedule, ranks, num_microbatches)
+            if memory_limit is not None and self._auto is None:
+                raise InputError(f"memory_limit is for schedule='auto', which plans with it; {self.schedule.name!r} takes what it takes")
             self.modules = _modules(build_or_modules, self.schedule, self.rank)
             self.device = _device(self.modules)
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
-            stages = self._staged(self.schedule)
-            programs = _proved(self.schedule), _proved(self.schedule.forward_only())
+            programs = _programs(self.schedule)
+            stages = self._stages(self.schedule)
         except ZeroBubbleError as error:
             fault = str(error)
         except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
             fault = f"{type(error).__name__}: {error}"
         self._agree(fault)
-        self._transport.open(self.device, sorted({channel for program in programs for _, _, channel, _ in program.channels()}))
+        self._transport.open(self.device, every_channel(self.schedule.placement))
         self._board = NoticeBoard(self._transport.store, ranks)
         self._copies = self._level()
         self.pace = Pace(pace) if pace is not None else None
         self._overlap = overlap
-        self._play(stages, programs)
-        self._losses = LossBook(self._transport, loss_fn)
+        self._given_schedule = schedule
+        self._pieces = {num_microbatches: self._ready(self.schedule, programs, stages)}
+        self._now = self._pieces[num_microbatches]
+        self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
+        self._seed = torch.ones((), device=self.device)
 
-    def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Any = None,
+        num_microbatches: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
         """Forward and backward of one batch: gradients are added to `.grad`, the mean loss comes back on every rank.
 
-        `inputs` (needed on the first stage's rank) and `targets` (on the last's) are tensors or tuples of tensors whose first
-        dimension is the batch, a multiple of the number of microbatches; a bidirectional schedule has one such rank per route. Raises
-        `PipelineError` on every rank when any rank fails.
+        `inputs` (needed on the first stage's rank) are what the first stage is called with: a tensor, a tuple of arguments or a dict of
+        named ones. Tensors have the batch as their first dimension and are cut, the first microbatches being the bigger ones; all else
+        goes to every microbatch. A list holds the microbatches themselves, of any shapes. `targets` (on the last stage's rank) likewise.
+        A bidirectional schedule has one such rank per route. `kwargs` are named arguments for the stages of this rank that take them:
+        tensors as long as the batch are cut, or a list has a dict for each microbatch.
+
+        Another `num_microbatches` than the pipeline's plays the same named schedule for that number. With a `scaler`, gradients are
+        scaled; call `unscale_` after it. Raises `InputError` for a schedule without backward passes, and `PipelineError` on every rank
+        when any rank fails.
         """
-        auto = self._auto
-        if auto is None:
-            return self._train_with(self._train, self._stages, inputs, targets, self._meter() if self.metering else None)
-        meter = self._meter(inputs, targets) if self.metering or auto.is_counting_bytes else None
-        loss = self._train_with(self._train, self._stages, inputs, targets, meter)
-        with self._ending_all("while choosing a schedule"):
-            better = auto.after_step(lambda: self._timeline(self._train), self._transport)
-            if better is not None:
-                self._change_to(better)
+        self._refuse_to_train()
+        given = _Given(inputs, targets, kwargs, scaler)
+        executor, stages = self._choose(num_microbatches).train, self._now.stages
+        assert executor is not None
+        if self._auto is not None and self._auto.is_counting_bytes:
+            loss = self._train_with(executor, stages, given, self._meter(inputs, targets, kwargs))
+        else:
+            loss = self._train_with(executor, stages, given, self._meter() if self.metering else None)
+        if self._auto is not None:
+            self._follow(self._auto)
         return loss
 
     @property
@@ -137,23 +164,32 @@ class Pipeline:
         """The plan that `schedule="auto"` follows, with its costs and bound; None before there is one."""
         return None if self._auto is None else self._auto.solved
 
-    def eval_step(self, inputs: Any = None, targets: Any = None) -> tuple[Tensor | None, Any]:
-        """Forward of one batch in evaluation mode: (mean loss on every rank, None without targets; outputs).
+    def eval_step(
+        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
+    ) -> tuple[Tensor | None, Any]:
+        """Forward of one batch, given as to `step`, in evaluation mode: (mean loss on every rank, None without targets; outputs).
 
-        The outputs of all microbatches come back concatenated on the last stage's rank, and None elsewhere. A bidirectional schedule
-        evaluates on its first route.
+        The outputs of all microbatches come back joined on the last stage's rank, and None elsewhere: tensors concatenated along the
+        batch, those without dimensions stacked, what is equal in all microbatches once, anything else as a list of one for each. A
+        bidirectional schedule evaluates on its first route.
         """
-        outputs: list[Any] = [None] * self.schedule.num_microbatches
+        infer = self._choose(num_microbatches).infer
+        outputs: list[Any] = [None] * infer.program.num_microbatches
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         try:
             for part, _ in modes:
                 part.training = False
             with torch.no_grad():
-                loss = self._run(self._infer, inputs, targets, outputs)
+                loss = self._run(infer, _Given(inputs, targets, kwargs), outputs)
         finally:
             for part, mode in modes:
                 part.training = mode
-        return loss, join_outputs(outputs) if self.rank in _ends(self._infer)[1] else None
+        return loss, join_outputs(outputs) if self.rank in _ends(infer)[1] else None
+
+    @property
+    def losses(self) -> Tensor | None:
+        """The loss of each microbatch of the last step, on every rank; None before one and without targets."""
+        return self._losses.losses
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once."""
@@ -172,7 +208,19 @@ class Pipeline:
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
-    def profile(self, inputs: Any = None, targets: Any = None, *, steps: int = 3, progress: Progress | None = None) -> Costs:
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.unscale_(optimizer)`, after which `scaler.step` and `scaler.update` do the same on every rank. All must call it.
+
+        Each rank has a scaler of its own, made alike, for this rank's optimizer; a gradient that is not finite on one rank makes every
+        rank leave out the step, as on one device. Raises `PipelineError` on every rank when any rank fails or their scales differ.
+        """
+        if scaler.is_enabled():
+            with self._ending_all("while unscaling gradients"):
+                scale.unscale(scaler, optimizer, self._transport)
+
+    def profile(
+        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
+    ) -> Costs:
         """What the passes and messages of each stage take on these ranks and what they hold, the same `Costs` on every rank.
 
         Runs a step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so that
@@ -182,13 +230,16 @@ class Pipeline:
         """
         if steps < 1:
             raise InputError(f"a profile takes at least 1 step, got {steps}")
+        self._refuse_to_train()
+        given = _Given(inputs, targets, kwargs)
         timelines: list[Timeline] = []
         with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device):
             stages = {s: Stage(m, s, split=True) for s, m in self.modules.items()}
-            executor = Executor(_proved(profile.one_by_one(self.schedule)), stages, self._transport, self.pace)
-            self._openings[executor] = Opening(self.schedule.placement, self._transport)
+            schedule = profile.one_by_one(self.schedule)
+            executor = Executor(proved(schedule), stages, self._transport, self.pace)
+            self._openings[executor] = Opening(schedule, self._transport)
             while len(timelines) <= steps:
-                self._train_with(executor, stages, inputs, targets, None if timelines else self._meter(inputs, targets))
+                self._train_with(executor, stages, given, None if timelines else self._meter(inputs, targets, kwargs))
                 timelines.append(self._timeline(executor))
                 if progress is not None:
                     progress(len(timelines), steps + 1)
@@ -196,9 +247,12 @@ class Pipeline:
         return profile.costs_of(timelines[0], timelines[1:])
 
     def timeline(self) -> Timeline:
-        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it."""
+        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it.
+
+        Of a schedule without backward passes it is the last `eval_step`.
+        """
         with self._ending_all("while gathering a timeline"):
-            return self._timeline(self._train)
+            return self._timeline(self._last_run())
 
     def close(self) -> None:
         """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""
@@ -210,6 +264,38 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stages(self, schedule: Schedule) -> dict[int, Stage]:
+        return {s: Stage(m, s, split=s in schedule.split_stages) for s, m in self.modules.items()}
+
+    def _ready(self, schedule: Schedule, programs: tuple[Program, Program], stages: dict[int, Stage]) -> Piece:
+        infer = Executor(programs[1], stages, self._transport, None)
+        self._openings[infer] = Opening(schedule.forward_only(), self._transport)
+        if schedule.is_forward_only:
+            return Piece(schedule, stages, None, infer)
+        train = Executor(programs[0], stages, self._transport, self.pace, self._overlap)
+        self._openings[train] = Opening(schedule, self._transport)
+        return Piece(schedule, stages, train, infer)
+
+    def _choose(self, num_microbatches: int | None) -> Piece:
+        """What is played for this number of microbatches; every rank finds out with the step's first word whether it plays the same."""
+        self._refuse_if_closed()
+        count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
+        if count not in self._pieces:
+            with self._ending_all(f"while making the schedule of {count} microbatches"):
+                schedule = compose(self._given_schedule, self._transport.size, count)
+                if schedule.placement != self.schedule.placement:
+                    raise InputError(
+                        f"schedule {schedule.name!r} places the stages otherwise for {count} microbatches than for "
+                        f"{self.schedule.num_microbatches}: {schedule.placement} instead of {self.schedule.placement}"
+                    )
+                self._pieces[count] = self._ready(schedule, _programs(schedule), self._stages(schedule))
+        self._now = self._pieces[count]
+        return self._now
+
+    def _refuse_to_train(self) -> None:
+        if self.schedule.is_forward_only:
+            raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
 
     def _agree(self, fault: str) -> None:
         """Compare arguments with every rank; where something is wrong, raise the same error on all."""
@@ -237,28 +323,25 @@ class Pipeline:
             raise PipelineError(str(error), rank=error.peer) from error
         return copies
 
-    def _staged(self, schedule: Schedule) -> dict[int, Stage]:
-        return {s: Stage(module, s, split=s in schedule.split_stages) for s, module in self.modules.items()}
+    def _last_run(self) -> Executor:
+        return self._now.train or self._now.infer
 
-    def _play(self, stages: dict[int, Stage], programs: tuple[Program, Program]) -> None:
-        """From here on, train and evaluate by these programs."""
-        self._stages = stages
-        self._train = Executor(programs[0], stages, self._transport, self.pace, self._overlap)
-        self._infer = Executor(programs[1], stages, self._transport, None)
-        self._openings = {executor: Opening(self.schedule.placement, self._transport) for executor in (self._train, self._infer)}
-
-    def _change_to(self, schedule: Schedule) -> None:
-        """Between two steps: go on with another schedule of the same placement."""
-        self.schedule = schedule
-        self._play(self._staged(schedule), (_proved(schedule), _proved(schedule.forward_only())))
+    def _follow(self, auto: Auto) -> None:
+        """After a step: change to the schedule that `auto` finds better, if any."""
+        with self._ending_all("while choosing a schedule"):
+            better = auto.after_step(lambda: self._timeline(self._last_run()), self._transport)
+            if better is not None:
+                self.schedule = self._given_schedule = better
+                self._openings.clear()
+                self._now = self._ready(better, _programs(better), self._stages(better))
+                self._pieces = {better.num_microbatches: self._now}
 
     def _meter(self, *batch: Any) -> Meter:
         """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
-        given = [tensor for part in batch for tensor in (part if isinstance(part, (tuple, list)) else (part,))]
-        return Meter([*own, *(tensor for tensor in given if isinstance(tensor, Tensor))])
+        return Meter([*own, *tensors_in(batch)])
 
-    def _train_with(self, executor: Executor, stages: dict[int, Stage], inputs: Any, targets: Any, meter: Meter | None) -> Tensor:
+    def _train_with(self, executor: Executor, stages: dict[int, Stage], given: _Given, meter: Meter | None) -> Tensor:
         """One step of forward and backward passes; the mean loss."""
         executor.meter = meter
         with ExitStack() as stack:
@@ -268,7 +351,7 @@ class Pipeline:
                 stage.meter = meter
                 if stage.split:
                     stack.enter_context(shadowing(stage.module))
-            loss = self._run(executor, inputs, targets, None)
+            loss = self._run(executor, given, None)
         assert loss is not None
         return loss
 
@@ -276,15 +359,16 @@ class Pipeline:
         with meeting("gathering a timeline"):
             return trace.gather(executor.program.name, executor.spans, executor.memory, self._transport)
 
-    def _run(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Tensor | None:
+    def _run(self, executor: Executor, given: _Given, outputs: list[Any] | None) -> Tensor | None:
         self._refuse_if_closed()
         executor.at = -1
+        sums = executor is self._now.train
         try:
-            batch = self._open(executor, inputs, targets, outputs)
-            if executor is self._train:
+            batch = self._open(executor, given, outputs)
+            if sums:
                 self._copies.set_aside()
             executor.run(batch)
-            if executor is self._train:
+            if sums:
                 self._copies.sum()
             return self._losses.close()
         except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
@@ -307,26 +391,32 @@ class Pipeline:
         if self._closed is not None:
             raise PipelineError(f"{self._closed}; make a new Pipeline to go on")
 
-    def _open(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Batch:
-        count = self.schedule.num_microbatches
+    def _open(self, executor: Executor, given: _Given, outputs: list[Any] | None) -> Batch:
+        count = executor.program.num_microbatches
         entries, exits = _ends(executor)
         is_first, is_last = self.rank in entries, self.rank in exits
-        for what, value, needed in (("inputs", inputs, is_first), ("targets", targets, is_last and outputs is None)):
+        for what, value, needed in (("inputs", given.inputs, is_first), ("targets", given.targets, is_last and outputs is None)):
             if needed and value is None:
                 where = "first" if what == "inputs" else "last"
                 raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
-        cut = split_batch(inputs, count, "inputs") if is_first else []
-        aims = split_batch(targets, count, "targets") if is_last and targets is not None else None
-        self._losses.open(exits, aims, outputs)
-        known, announcing = self._openings[executor].open(cut)
-        return Batch(cut, self._losses.finish, known, announcing)
+        cut = split_batch(given.inputs, count, "inputs") if is_first else Cut([], [], UNCUT)
+        aims = split_batch(given.targets, count, "targets") if is_last and given.targets is not None else Cut([], [], UNCUT)
+        inputs = [arguments(part) for part in cut.parts]
+        known, announcing, size = self._openings[executor].open(inputs, cut.whole)
+        extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size)
+        self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
+        return Batch(inputs, self._losses.finish, self._seed_by(given.scaler), known, announcing, extras)
+
+    def _seed_by(self, scaler: torch.amp.GradScaler | None) -> Gradients:
+        """What the backward pass starts from; every rank's scaler begins with it, too."""
+        return (self._seed if scaler is None else scaler.scale(self._seed),)
 
     def _fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
         if isinstance(error, LostContactError):
             traceback.clear_frames(error.__traceback__)
             note = self._board.look(GRACE_S) or self._board.publish(Note(error.peer, action, f"rank {self.rank} {error}"))
         else:
-            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {type(error).__name__}: {error}"))
+            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {_tell(error)}"))
         for executor in self._openings:
             executor.clear()
         self._losses.clear()
@@ -342,38 +432,9 @@ class Pipeline:
         self._transport.close()
 
 
-def _schedule(schedule: str | Schedule, ranks: int, num_microbatches: int) -> Schedule:
-    made = make(schedule, ranks, num_microbatches) if isinstance(schedule, str) else schedule
-    if made.num_ranks != ranks:
-        raise InputError(f"schedule {made.name!r} is for {made.num_ranks} ranks, the process group has {ranks}")
-    if made.num_microbatches != num_microbatches:
-        raise InputError(f"schedule {made.name!r} has {made.num_microbatches} microbatches, num_microbatches is {num_microbatches}")
-    if made.is_forward_only:
-        raise InputError(f"schedule {made.name!r} has no backward passes; Pipeline trains, and evaluates with the same schedule")
-    return made
-
-
-def _name(schedule: str | Schedule) -> str:
-    return schedule if isinstance(schedule, str) else schedule.name
-
-
-def _placement(placement: str | Placement, ranks: int) -> Placement:
-    made = family(placement, ranks) if isinstance(placement, str) else placement
-    if made.num_ranks != ranks:
-        raise InputError(f"placement {made.name!r} is for {made.num_ranks} ranks, the process group has {ranks}")
-    if len(made.routes) > 1:
-        raise InputError(f"plans are made for one route, the placement {made.name!r} has {len(made.routes)}: give its schedule by name")
-    return made
-
-
-def _limits(memory: int | Sequence[int] | None, ranks: int) -> Limits | None:
-    """The memory limit in bytes of every rank, given as one number or rank by rank."""
-    if memory is None:
-        return None
-    each = (memory,) * ranks if isinstance(memory, int) else tuple(memory)
-    if len(each) != ranks:
-        raise InputError(f"memory_limit names the bytes of each of {ranks} ranks, or one number for all, got {len(each)}")
-    return Limits(each)
+def _tell(error: BaseException) -> str:
+    """What an exception says, with the notes that the runtime or the user added to it."""
+    return "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
 
 
 def _ends(executor: Executor) -> tuple[list[int], list[int]]:
@@ -383,13 +444,9 @@ def _ends(executor: Executor) -> tuple[list[int], list[int]]:
     return [route[0] for route in taken], [route[-1] for route in taken]
 
 
-def _proved(schedule: Schedule) -> Program:
-    """The schedule's program, proved to match its messages and never to stop before a rank runs it."""
-    program = lower(schedule)
-    faults = program_faults(program)
-    if faults:
-        raise ProgramError(faults, program.name)
-    return program
+def _programs(schedule: Schedule) -> tuple[Program, Program]:
+    """The programs of a schedule that train and that evaluate."""
+    return proved(schedule), proved(schedule.forward_only())
 
 
 def _modules(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:
