@@ -6,7 +6,7 @@ import hashlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError, PipelineError, ProgramError, ZeroBubbleError
 from zerobubble.ir import Schedule
 from zerobubble.lower import lower
+from zerobubble.lower.turning import with_turning_points
 from zerobubble.program import Program
 from zerobubble.runtime.batch import join_outputs, split_batch
 from zerobubble.runtime.copies import Copies
@@ -35,6 +36,9 @@ from zerobubble.runtime.stage import Stage
 from zerobubble.schedules import make
 from zerobubble.timeline import Timeline
 from zerobubble.verify_program import program_faults
+
+if TYPE_CHECKING:
+    from zerobubble.runtime.optimizer.validation import PostValidation
 
 LossFunction = Callable[[Any, Any], Tensor]
 Build = Callable[[int, int], nn.Module]
@@ -73,6 +77,8 @@ class Pipeline:
         self._closed: str | None = None
         self._openings: dict[Executor, Opening] = {}
         self.metering = False
+        self.optimizer_spans: list[tuple[int, int]] = []
+        self._validation: PostValidation | None = None
         self._transport = Transport(group, timeout)
         self.rank, ranks = self._transport.rank, self._transport.size
         fault = ""
@@ -114,6 +120,7 @@ class Pipeline:
         The outputs of all microbatches come back concatenated on the last stage's rank, and None elsewhere. A bidirectional schedule
         evaluates on its first route.
         """
+        self._settle()
         outputs: list[Any] = [None] * self.schedule.num_microbatches
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         try:
@@ -137,6 +144,7 @@ class Pipeline:
         as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes from.
         Raises `PipelineError` on every rank when any rank fails.
         """
+        self._settle()
         with self._ending_all("while clipping gradients"):
             norms = clip.gather_norms(clip.norms_of(self.modules, norm_type), self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
@@ -153,6 +161,7 @@ class Pipeline:
         """
         if steps < 1:
             raise InputError(f"a profile takes at least 1 step, got {steps}")
+        self._settle()
         timelines: list[Timeline] = []
         with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device):
             stages = {s: Stage(m, s, split=True) for s, m in self.modules.items()}
@@ -172,15 +181,22 @@ class Pipeline:
             return self._timeline(self._train)
 
     def close(self) -> None:
-        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""
+        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`.
+
+        An optimizer's step still to be validated is made final first.
+        """
         if self._closed is None:
+            self._settle()
             self._shut("the pipeline is closed")
 
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            self.close()
+        elif self._closed is None:
+            self._shut("the pipeline is closed")
 
     def _agree(self, fault: str) -> None:
         """Compare arguments with every rank; where something is wrong, raise the same error on all."""
@@ -237,13 +253,16 @@ class Pipeline:
         executor.at = -1
         try:
             batch = self._open(executor, inputs, targets, outputs)
+            stands = self._validation.question() if self._validation is not None and executor is self._train else None
             if executor is self._train:
                 self._copies.set_aside()
-            executor.run(batch)
+            executor.run(batch, stands)
             if executor is self._train:
                 self._copies.sum()
             return self._losses.close()
-        except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
+        except BaseException as error:
+            if self._closed is not None:  # the optimizer's step failed in validation, and all have been told
+                raise
             action = str(executor.row[executor.at]) if 0 <= executor.at < len(executor.row) else ""
             when = f"at '{action}'" if action else "before its first pass" if executor.at < 0 else "after its last pass"
             self._fail(error, when, action)
@@ -258,6 +277,19 @@ class Pipeline:
             raise
         except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
             self._fail(error, when)
+
+    def _validate_with(self, validation: PostValidation) -> None:
+        """Let `validation` ask at the turning point of a step whether its forwards stand; every rank must be given one."""
+        program, turning = with_turning_points(self._train.program)
+        held = Executor(_sound(program), self._stages, self._transport, self.pace, self._train.overlap, turning[self.rank])
+        self._openings[held] = self._openings.pop(self._train)
+        self._train = held
+        self._validation = validation
+
+    def _settle(self) -> None:
+        """Make the optimizer's last step final before anything but a step looks at weights or gradients."""
+        if self._validation is not None:
+            self._validation.settle()
 
     def _refuse_if_closed(self) -> None:
         if self._closed is not None:
@@ -292,6 +324,8 @@ class Pipeline:
 
     def _shut(self, reason: str) -> None:
         self._closed = reason
+        if self._validation is not None:
+            self._validation.clear()
         self._openings.clear()  # a message that was sent keeps its connection open
         self._transport.close()
 
@@ -316,7 +350,10 @@ def _ends(executor: Executor) -> tuple[list[int], list[int]]:
 
 def _proved(schedule: Schedule) -> Program:
     """The schedule's program, proved to match its messages and never to stop before a rank runs it."""
-    program = lower(schedule)
+    return _sound(lower(schedule))
+
+
+def _sound(program: Program) -> Program:
     faults = program_faults(program)
     if faults:
         raise ProgramError(faults, program.name)
