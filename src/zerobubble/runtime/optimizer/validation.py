@@ -125,9 +125,10 @@ class PostValidation:
 
         Waits for the ranks before this one, and the last, to have called `step`. `norm` tells then the norm of all gradients.
         """
-        if self._verdict is None:
+        if self._back is not None or self._telling:
             with self._pipe._ending_all(_VALIDATING):
                 self._judge()
+                self._wait_until_told()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -184,6 +185,7 @@ class PostValidation:
     def _wait_until_told(self) -> None:
         for (work, _), rank in self._telling:
             wait(work, rank, "telling it of the norms of gradients")
+        self._telling = []
 
     def _unscale(self) -> bool:
         """Unscale the gradients if there is a scaler; whether it found one that is not finite."""
