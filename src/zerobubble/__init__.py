@@ -26,9 +26,10 @@ from zerobubble.verify import schedule_faults
 from zerobubble.verify_program import program_faults
 
 if TYPE_CHECKING:
+    from zerobubble.runtime.optimizer.validation import PostValidation as PostValidation
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
 
-_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline"}
+_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline", "PostValidation": "zerobubble.runtime.optimizer.validation"}
 
 __all__ = [
     "SCHEDULES",

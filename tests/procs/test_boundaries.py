@@ -120,7 +120,7 @@ class Nested(Part):
 @pytest.mark.parametrize("make_stage", [ByName, Nested])
 def test_nests_and_constants_cross(world: Ranks, make_stage: Any, name: str, lanes: bool) -> None:
     for worst in world.run(train, make_stage, name, lanes, ranks=2):
-        assert worst <= 1e-13
+        assert worst <= 1e-12
 
 
 class Wide(Part):
@@ -176,14 +176,14 @@ class Restarting(Part):
 @pytest.mark.parametrize("make_stage", [Ignoring, IgnoringSome, Restarting])
 def test_what_a_stage_ignores_gets_no_gradient(world: Ranks, make_stage: Any, name: str) -> None:
     for worst in world.run(train, make_stage, name, ranks=2):
-        assert worst <= 1e-13
+        assert worst <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 @pytest.mark.parametrize("make_stage", [Ignoring, Restarting])
 def test_what_a_stage_ignores_gets_no_gradient_between_machines(world: Ranks, make_stage: Any, name: str) -> None:
     for worst in world.run(train, make_stage, name, True, ranks=3):
-        assert worst <= 1e-13
+        assert worst <= 1e-12
 
 
 class Fickle(Part):
@@ -342,7 +342,7 @@ def with_kwargs(group: Any, name: str, samples: int, listed: bool) -> float:
 @pytest.mark.parametrize(("name", "samples"), [("zb-h1", 8), ("zb-v", 7)])
 def test_stages_beyond_the_first_take_arguments_by_name(world: Ranks, name: str, samples: int, listed: bool) -> None:
     for worst in world.run(with_kwargs, name, samples, listed, ranks=2):
-        assert worst <= 1e-13
+        assert worst <= 1e-12
 
 
 def wrong_kwargs(group: Any, kwargs: Any) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Step
+from zerobubble.lower.turning import TurningPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import MOVES, Value, makes, uses
 from zerobubble.runtime.measure.clock import Mark, clock_for
@@ -75,16 +76,23 @@ class Executor:
 
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
     `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in hand, for whoever
-    has to explain a failure.
+    has to explain a failure. A row with a `turning` point can be asked to start over there.
     """
 
     def __init__(
-        self, program: Program, stages: dict[int, Stage], transport: Transport, pace: Pace | None, overlap: Overlap | None = None
+        self,
+        program: Program,
+        stages: dict[int, Stage],
+        transport: Transport,
+        pace: Pace | None,
+        overlap: Overlap | None = None,
+        turning: TurningPoint | None = None,
     ) -> None:
         self.program = program
         self.overlap = overlap
         self.row = program.rows[transport.rank]
         self.at = 0
+        self.turning = turning
         self.meter: Meter | None = None
         self._marks: list[tuple[Op, Mark, Mark]] = []
         self._held: list[tuple[Mark, int]] = []
@@ -99,18 +107,38 @@ class Executor:
         self._batch: Batch | None = None
         self._calls = [self._compile(action) for action in self.row]
 
-    def run(self, batch: Batch) -> None:
-        """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
+    def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
+        """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.
+
+        `goes_on`, which needs a turning point, is asked there: when it says no, as it must on all ranks alike, what ran before is
+        forgotten and the row starts over.
+        """
+        self._begin(batch)
+        if goes_on is None:
+            self._play(0, len(self.row))
+        else:
+            assert self.turning is not None
+            self._play(0, self.turning.position)
+            if not goes_on():
+                self._mailbox.drain(self.turning.coming)
+                self._forget()
+                self._begin(batch)
+                self._play(0, self.turning.position)
+            self._play(self.turning.position, len(self.row))
+        self.at = len(self.row)
+        self._batch = None
+
+    def _begin(self, batch: Batch) -> None:
         self._batch = batch
         self._marks = []
         self._held = []
         self._clock.start()
         self._mailbox.begin(batch.known, batch.announcing)
-        for position, call in enumerate(self._calls):
+
+    def _play(self, start: int, end: int) -> None:
+        for position, call in enumerate(self._calls[start:end], start):
             self.at = position
             call()
-        self.at = len(self.row)
-        self._batch = None
 
     @property
     def spans(self) -> list[tuple[Op, int, int]]:
@@ -125,6 +153,10 @@ class Executor:
     def clear(self) -> None:
         """Forget everything in flight."""
         self._mailbox.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what passes have left."""
         self._values.clear()
         self._batch = None
         for stage in self._stages.values():

@@ -6,7 +6,7 @@ import hashlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
 from zerobubble.ir import Placement, Schedule
+from zerobubble.lower.turning import with_turning_points
 from zerobubble.plan import Solved
 from zerobubble.program import Program
 from zerobubble.runtime.auto import Auto
@@ -31,11 +32,14 @@ from zerobubble.runtime.messages.opening import Opening
 from zerobubble.runtime.messages.transport import LostContactError, Transport
 from zerobubble.runtime.optimizer import clip, scale
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_channel, proved
+from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_channel, proved, sound
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Gradients, Stage
 from zerobubble.timeline import Timeline
+
+if TYPE_CHECKING:
+    from zerobubble.runtime.optimizer.validation import PostValidation
 
 Build = Callable[[int, int], nn.Module]
 Progress = Callable[[int, int], object]
@@ -94,6 +98,8 @@ class Pipeline:
         self._auto: Auto | None = None
         self._openings: dict[Executor, Opening] = {}
         self.metering = False
+        self.optimizer_spans: list[tuple[int, int]] = []
+        self._validation: PostValidation | None = None
         self._transport = Transport(group, timeout)
         self.rank, ranks = self._transport.rank, self._transport.size
         fault = ""
@@ -173,6 +179,7 @@ class Pipeline:
         batch, those without dimensions stacked, what is equal in all microbatches once, anything else as a list of one for each. A
         bidirectional schedule evaluates on its first route.
         """
+        self._settle()
         infer = self._choose(num_microbatches).infer
         outputs: list[Any] = [None] * infer.program.num_microbatches
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
@@ -202,6 +209,7 @@ class Pipeline:
         as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes from.
         Raises `PipelineError` on every rank when any rank fails.
         """
+        self._settle()
         with self._ending_all("while clipping gradients"):
             norms = clip.gather_norms(clip.norms_of(self.modules, norm_type), self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
@@ -232,6 +240,7 @@ class Pipeline:
             raise InputError(f"a profile takes at least 1 step, got {steps}")
         self._refuse_to_train()
         given = _Given(inputs, targets, kwargs)
+        self._settle()
         timelines: list[Timeline] = []
         with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device):
             stages = {s: Stage(m, s, split=True) for s, m in self.modules.items()}
@@ -255,15 +264,22 @@ class Pipeline:
             return self._timeline(self._last_run())
 
     def close(self) -> None:
-        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""
+        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`.
+
+        An optimizer's step still to be validated is made final first.
+        """
         if self._closed is None:
+            self._settle()
             self._shut("the pipeline is closed")
 
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            self.close()
+        elif self._closed is None:
+            self._shut("the pipeline is closed")
 
     def _stages(self, schedule: Schedule) -> dict[int, Stage]:
         return {s: Stage(m, s, split=s in schedule.split_stages) for s, m in self.modules.items()}
@@ -273,7 +289,11 @@ class Pipeline:
         self._openings[infer] = Opening(schedule.forward_only(), self._transport)
         if schedule.is_forward_only:
             return Piece(schedule, stages, None, infer)
-        train = Executor(programs[0], stages, self._transport, self.pace, self._overlap)
+        if self._validation is None:
+            train = Executor(programs[0], stages, self._transport, self.pace, self._overlap)
+        else:
+            program, turning = with_turning_points(programs[0])
+            train = Executor(sound(program), stages, self._transport, self.pace, self._overlap, turning[self.rank])
         self._openings[train] = Opening(schedule, self._transport)
         return Piece(schedule, stages, train, infer)
 
@@ -365,13 +385,16 @@ class Pipeline:
         sums = executor is self._now.train
         try:
             batch = self._open(executor, given, outputs)
+            stands = self._validation.question() if self._validation is not None and sums else None
             if sums:
                 self._copies.set_aside()
-            executor.run(batch)
+            executor.run(batch, stands)
             if sums:
                 self._copies.sum()
             return self._losses.close()
-        except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
+        except BaseException as error:
+            if self._closed is not None:  # the optimizer's step failed in validation, and all have been told
+                raise
             action = str(executor.row[executor.at]) if 0 <= executor.at < len(executor.row) else ""
             when = f"at '{action}'" if action else "before its first pass" if executor.at < 0 else "after its last pass"
             self._fail(error, when, action)
@@ -386,6 +409,18 @@ class Pipeline:
             raise
         except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
             self._fail(error, when)
+
+    def _validate_with(self, validation: PostValidation) -> None:
+        """Let `validation` ask at the turning point of a step whether its forwards stand; every rank must be given one."""
+        self._validation = validation
+        self._openings.clear()
+        self._pieces = {count: self._ready(p.schedule, _programs(p.schedule), p.stages) for count, p in self._pieces.items()}
+        self._now = self._pieces[self._now.schedule.num_microbatches]
+
+    def _settle(self) -> None:
+        """Make the optimizer's last step final before anything but a step looks at weights or gradients."""
+        if self._validation is not None:
+            self._validation.settle()
 
     def _refuse_if_closed(self) -> None:
         if self._closed is not None:
@@ -428,6 +463,8 @@ class Pipeline:
         self._closed = reason
         if self._auto is not None:
             self._auto.close()
+        if self._validation is not None:
+            self._validation.clear()
         self._openings.clear()  # a message that was sent keeps its connection open
         self._transport.close()
 

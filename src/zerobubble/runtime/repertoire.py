@@ -47,7 +47,11 @@ def compose(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: 
 
 def proved(schedule: Schedule) -> Program:
     """The schedule's program, proved to match its messages and never to stop before a rank runs it."""
-    program = lower(schedule)
+    return sound(lower(schedule))
+
+
+def sound(program: Program) -> Program:
+    """`program` if it is; raises `ProgramError` with every fault else."""
     faults = program_faults(program)
     if faults:
         raise ProgramError(faults, program.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,6 +100,13 @@ class Mailbox:
             _, works, peer = self._leaving.pop(value)
             for work in works:
                 wait(work, peer, f"sending {_describe(value)}")
+
+    def drain(self, coming: Iterable[Value]) -> None:
+        """Receive the values posted and still `coming`, and drop them; wait until all that was sent has left."""
+        for value in coming:
+            self.take(value)
+        for value in list(self._leaving):
+            self.release(value)
 
     def clear(self) -> None:
         """Let go of everything in flight."""
