@@ -347,6 +347,19 @@ def test_stages_beyond_the_first_take_arguments_by_name(world: Ranks, name: str,
         assert worst <= 1e-13
 
 
+def profiled(group: Any) -> tuple[bool, list[bool]]:
+    """Whether a profile with named arguments found times for both stages and what a forward holds, and left gradients alone."""
+    with zb.Pipeline(mixed, "zb-h1", 4, loss_fn, group=group) as pipe:
+        costs = pipe.profile(*batch(4), kwargs={"factor": 0.5} if group.rank() == 0 else None, steps=1)
+        return min(*costs.forward, *costs.held_after_f) > 0, [p.grad is None for p in pipe.parameters()]
+
+
+def test_a_profile_takes_arguments_by_name(world: Ranks) -> None:
+    for found, untouched in world.run(profiled, ranks=2):
+        assert found
+        assert all(untouched)
+
+
 def wrong_kwargs(group: Any, kwargs: Any) -> str:
     with zb.Pipeline(mixed, "1f1b", 4, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
         pipe.step(*batch(4), kwargs=kwargs if group.rank() == 0 else None)

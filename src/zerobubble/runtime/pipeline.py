@@ -109,6 +109,7 @@ class Pipeline:
         self._given_schedule = schedule
         self._pieces = {num_microbatches: self._ready(self.schedule, programs, stages)}
         self._now = self._pieces[num_microbatches]
+        self._measured = self._now.train or self._now.infer
         self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
         self._seed = torch.ones((), device=self.device)
 
@@ -137,6 +138,7 @@ class Pipeline:
         given = _Given(inputs, targets, kwargs, scaler)
         executor, stages = self._choose(num_microbatches).train, self._now.stages
         assert executor is not None
+        self._measured = executor
         return self._train_with(executor, stages, given, self._meter() if self.metering else None)
 
     def eval_step(
@@ -149,6 +151,8 @@ class Pipeline:
         bidirectional schedule evaluates on its first route.
         """
         infer = self._choose(num_microbatches).infer
+        if self.schedule.is_forward_only:
+            self._measured = infer
         outputs: list[Any] = [None] * infer.program.num_microbatches
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         try:
@@ -227,7 +231,7 @@ class Pipeline:
         Of a schedule without backward passes it is the last `eval_step`.
         """
         with self._ending_all("while gathering a timeline"):
-            return self._timeline(self._now.train or self._now.infer)
+            return self._timeline(self._measured)
 
     def close(self) -> None:
         """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""
