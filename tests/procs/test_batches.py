@@ -200,6 +200,7 @@ def other_counts(group: Any, schedule: Any, counts: list[int]) -> bool:
             evaluated, _ = pipe.eval_step(inputs, targets, num_microbatches=told)
             assert evaluated is not None
             exact &= abs(evaluated - loss_fn(nn.Sequential(*stages)(inputs), targets)).item() < 1e-14
+            pipe.eval_step(*batch(2), num_microbatches=2)
             assert len(pipe.timeline().rows[0]) == len(zb.make(pipe.schedule.name, group.size(), count).rows[0])
         return exact and same_gradients(pipe, stages, 1e-14)
 

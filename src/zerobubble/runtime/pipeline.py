@@ -61,8 +61,9 @@ class Pipeline:
     modules. `build_or_modules` is a function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules by ascending
     stage. `schedule` is a published name, a function `(num_ranks, num_microbatches) -> Schedule`, a `Schedule`, which has one number
     of microbatches, or "auto"; one without backward passes, such as "forward-only", serves `eval_step`.
-    `loss_fn(output, target)` gives the mean loss of one microbatch. Microbatches count by their samples, or by `loss_weight(target)`: the number of tokens that count, say.
-    `on_loss(microbatch, loss)` hears of each loss where it is computed, without waiting for other ranks.
+    `loss_fn(output, target)` gives the mean loss of one microbatch. Microbatches count by their samples, or by
+    `loss_weight(target)`: the number of tokens that count, say. `on_loss(microbatch, loss)` hears of each loss where it is computed,
+    without waiting for other ranks.
 
     `timeout` bounds in seconds how long a rank waits for a message. `pace` stretches every training pass to the given times, which
     shows a schedule's effect where ranks share cores. With `metering`, steps count the bytes held for backward (`timeline` tells).
@@ -129,6 +130,7 @@ class Pipeline:
         self._given_schedule = schedule
         self._pieces = {num_microbatches: self._ready(self.schedule, programs, stages)}
         self._now = self._pieces[num_microbatches]
+        self._measured = self._now.train or self._now.infer
         self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
         self._seed = torch.ones((), device=self.device)
 
@@ -157,6 +159,7 @@ class Pipeline:
         given = _Given(inputs, targets, kwargs, scaler)
         executor, stages = self._choose(num_microbatches).train, self._now.stages
         assert executor is not None
+        self._measured = executor
         if self._auto is not None and self._auto.is_counting_bytes:
             loss = self._train_with(executor, stages, given, self._meter(inputs, targets, kwargs))
         else:
@@ -181,6 +184,8 @@ class Pipeline:
         """
         self._settle()
         infer = self._choose(num_microbatches).infer
+        if self.schedule.is_forward_only:
+            self._measured = infer
         outputs: list[Any] = [None] * infer.program.num_microbatches
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         try:
@@ -261,7 +266,7 @@ class Pipeline:
         Of a schedule without backward passes it is the last `eval_step`.
         """
         with self._ending_all("while gathering a timeline"):
-            return self._timeline(self._last_run())
+            return self._timeline(self._measured)
 
     def close(self) -> None:
         """Close the pipeline's connections; every rank should. Later use raises `PipelineError`.
@@ -343,13 +348,10 @@ class Pipeline:
             raise PipelineError(str(error), rank=error.peer) from error
         return copies
 
-    def _last_run(self) -> Executor:
-        return self._now.train or self._now.infer
-
     def _follow(self, auto: Auto) -> None:
         """After a step: change to the schedule that `auto` finds better, if any."""
         with self._ending_all("while choosing a schedule"):
-            better = auto.after_step(lambda: self._timeline(self._last_run()), self._transport)
+            better = auto.after_step(lambda: self._timeline(self._measured), self._transport)
             if better is not None:
                 self.schedule = self._given_schedule = better
                 self._openings.clear()

@@ -12,6 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from zerobubble.errors import InputError
+from zerobubble.ir import Kind
+from zerobubble.rules import used_stages
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.nest import Parcel, take_apart
 from zerobubble.runtime.messages.wire import shapes_of
@@ -148,7 +150,8 @@ def _what_it_got(index: int, inputs: Tensors, message: str) -> str:
     shapes = ", ".join(map(str, shapes_of(inputs))) or "no tensor"
     if isinstance(inputs, Parcel):
         shapes = f"a {inputs.layout}: {shapes}"
-    note = f"stage {index} was given {shapes} by {f'stage {index - 1}' if index else 'the batch'}"
+    givers = [f"stage {stage}" for _, stage in used_stages(Kind.F, index, index + 1)]
+    note = f"stage {index} was given {shapes} by {', '.join(givers) or 'the batch'}"
     if "a leaf Variable that requires grad" in message:
         note += "; a stage must not change its input in place: let it work on x.clone(), or use the operation that makes a new tensor"
     return note
