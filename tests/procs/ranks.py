@@ -1,4 +1,4 @@
-"""Real rank processes, spawned once and given job after job.
+"""Real rank processes, forked from a server that has imported torch, and given job after job.
 
 A job is a module-level function `job(group, *args)`; it runs on the first `ranks` processes and its results come back in rank order.
 """
@@ -36,7 +36,8 @@ class Ranks:
     """`size` processes in one gloo world."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.procs.preload"])
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         pairs = [context.Pipe() for _ in range(size)]

@@ -136,7 +136,7 @@ def test_a_killed_rank_ends_the_others(doomed: Ranks, victim: int) -> None:
     for took, text, rank, _ in (result for state, result in outcomes if state == "ok"):
         assert took < PROMPT
         assert rank == victim
-        assert f"lost contact with rank {victim}" in text
+        assert text.startswith(f"rank {victim} is gone or frozen: ")
     doomed.processes[victim].join(5)
     assert not doomed.processes[victim].is_alive()
 
@@ -147,7 +147,7 @@ def test_a_frozen_rank_ends_the_others_within_the_timeout(doomed: Ranks) -> None
         state, (took, text, _, _) = outcomes[rank]
         assert state == "ok"
         assert 3 < took < 15
-        assert "lost contact with rank" in text
+        assert text.startswith("rank 1 kept the others waiting: it was at 'run 1F2' when rank ")
 
 
 def wrong_batch(group: Any) -> str:

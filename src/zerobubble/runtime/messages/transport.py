@@ -7,12 +7,12 @@ so closing them wakes exactly the ranks of this pipeline.
 
 from __future__ import annotations
 
+import os
 import pickle
 import platform
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ _CONTROL_TAG = 16
 
 
 class LostContactError(Exception):
-    """A message could not be exchanged with `peer`."""
+    """A message could not be exchanged with `peer`, for this `reason`, while this rank did `what`."""
 
     def __init__(self, peer: int, what: str, reason: str) -> None:
-        super().__init__(f"lost contact with rank {peer} while {what}: {reason}")
+        super().__init__(f"lost contact while {what}: {reason}")
         self.peer = peer
+        self.what = what
+        self.reason = reason
 
 
 class Transport:
@@ -49,6 +51,7 @@ class Transport:
         dist.broadcast_object_list(name, src=dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
         self._name = name[0]
         self.store: Any = self._prefix(dist.distributed_c10d._get_default_store(), f"zerobubble/{name[0]}")
+        self.store_host = _store_host(group)
         self._controls: list[Any] = [self._backend("control", "cpu")]
         self._lanes: list[Any] = []
         # A backend still open when the interpreter ends would abort the process.
@@ -137,21 +140,65 @@ def _let_go(controls: list[Any], lanes: list[Any], wires: dict[Channel, Wire]) -
     controls.clear()
 
 
+_waiting: tuple[int, str] | None = None
+"""The peer that this process waits for, and what it waits for; a wait that failed stays."""
+
+
+def waiting() -> tuple[int, str] | None:
+    """Whom this process waits for now, as (peer, what)."""
+    return _waiting
+
+
+def stop_waiting() -> None:
+    """A wait that failed has been told of."""
+    global _waiting
+    _waiting = None
+
+
 def wait(work: Any, peer: int, what: str) -> None:
     """Wait for a message; raises `LostContactError` when the connection is gone or the timeout has passed."""
+    global _waiting
+    _waiting = peer, what
     try:
         work.wait()
     except RuntimeError as error:
         raise LostContactError(peer, what, str(error).splitlines()[0]) from error
+    _waiting = None
 
 
-@contextmanager
-def lost_with(peer: int, what: str) -> Iterator[None]:
-    """Turn the failure of a shared-memory channel into `LostContactError`."""
-    try:
-        yield
-    except PeerGoneError as error:
-        raise LostContactError(peer, what, str(error)) from error
+class _Contact:
+    __slots__ = ("_peer", "_what")
+
+    def __init__(self, peer: int, what: str) -> None:
+        self._peer = peer
+        self._what = what
+
+    def __enter__(self) -> None:
+        global _waiting
+        _waiting = self._peer, self._what
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        global _waiting
+        if kind is None:
+            _waiting = None
+        elif isinstance(error, PeerGoneError):
+            raise LostContactError(self._peer, self._what, str(error)) from error
+
+
+def lost_with(peer: int, what: str) -> _Contact:
+    """Turn the failure of a shared-memory channel inside into `LostContactError`."""
+    return _Contact(peer, what)
+
+
+def _store_host(group: dist.ProcessGroup | None) -> int | None:
+    """The rank of `group` whose process holds the store that all talk to, None when it is none of them."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted = isinstance(store, dist.TCPStore) and not by_launcher  # type: ignore[attr-defined]
+    return ranks.index(0) if hosted and 0 in ranks else None
 
 
 def _boot() -> str:
