@@ -52,18 +52,24 @@ class Ranks:
 
     def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[tuple[str, Any]]:
         """Per rank: ("ok", result), ("error", text) or ("gone", "") when the process died."""
+        self.start(function, *args, ranks=ranks)
+        return [self.outcome(rank, seconds) for rank in range(ranks)]
+
+    def start(self, function: Any, *args: Any, ranks: int) -> None:
+        """Give the first `ranks` processes a job."""
         for pipe in self.pipes[:ranks]:
             pipe.send((function, ranks, args))
-        found = []
-        for rank, pipe in enumerate(self.pipes[:ranks]):
-            try:
-                if not pipe.poll(seconds):
-                    self.kill()
-                    raise AssertionError(f"rank {rank} of {ranks} hangs in {function.__name__}{args}")
-                found.append(pipe.recv())
-            except (EOFError, ConnectionResetError):
-                found.append(("gone", ""))
-        return found
+
+    def outcome(self, rank: int, seconds: float = 120) -> tuple[str, Any]:
+        """How the job ended on `rank`, as `outcomes` tells it."""
+        try:
+            if not self.pipes[rank].poll(seconds):
+                self.kill()
+                raise AssertionError(f"rank {rank} hangs")
+            found: tuple[str, Any] = self.pipes[rank].recv()
+            return found
+        except (EOFError, ConnectionResetError):
+            return "gone", ""
 
     def run(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[Any]:
         """The results of a job that must succeed on every rank."""

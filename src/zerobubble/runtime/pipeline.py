@@ -75,10 +75,15 @@ class Pipeline:
         self._openings: dict[Executor, Opening] = {}
         self._stages: dict[int, Stage] = {}
         self.metering = False
-        self._transport = Transport(group, timeout)
+        try:
+            self._transport = Transport(group, timeout)
+        except RuntimeError as error:
+            raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
         self.rank, ranks = self._transport.rank, self._transport.size
         self._board = NoticeBoard(self._transport.store, self.rank, ranks, self._transport.store_host, self._doing)
         self._losses = LossBook(self._transport, loss_fn)
+        with self._ending_all("while meeting the other ranks"), meeting("meeting the other ranks"):
+            self._transport.meet()
         self._inside = "while building its stages"
         terms = {"timeout": f"{timeout:g} s", "pace": _seal(pace), "overlap function": "one" if overlap else "none"}
         fault = ""

@@ -52,10 +52,15 @@ class Transport:
         self._name = name[0]
         self.store: Any = self._prefix(dist.distributed_c10d._get_default_store(), f"zerobubble/{name[0]}")
         self.store_host = _store_host(group)
-        self._controls: list[Any] = [self._backend("control", "cpu")]
+        self._controls: list[Any] = []
         self._lanes: list[Any] = []
         # A backend still open when the interpreter ends would abort the process.
         self._end = weakref.finalize(self, _let_go, self._controls, self._lanes, self.wires)
+
+    def meet(self) -> None:
+        """Connect the control line. Every rank has it when it returns, so none can close it too early."""
+        self._controls.append(self._backend("control", "cpu"))
+        self._all_gather(torch.zeros(1))
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         """Open the lanes for tensors on `device`, and where all ranks share a machine and compute on CPUs, the wires of `channels`.
@@ -63,8 +68,8 @@ class Transport:
         Every rank has them when it returns, so none can close them too early.
         """
         self.device = device
-        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
         places = self.gather_objects((platform.node(), _boot(), device.type == "cpu" and is_supported()))
+        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
         if len(set(places)) == 1 and places[0][2] and channels:
             self._connect(channels)
         self._all_gather(torch.zeros(1))
@@ -96,22 +101,22 @@ class Transport:
     def sender(self, stuff: Stuff, peer: int) -> Any:
         """A function that starts sending one tensor to `peer` and returns the work to wait for."""
         lanes, (lane, tag) = self._lanes, self._lane(stuff, self.rank, peer)
-        return lambda tensor: lanes[lane].send([tensor], peer, tag)
+        return lambda tensor: _started(lanes[lane].send, tensor, peer, tag)
 
     def receiver(self, stuff: Stuff, peer: int) -> Any:
         """A function that posts the receive of one tensor from `peer` and returns the work to wait for."""
         lanes, (lane, tag) = self._lanes, self._lane(stuff, peer, self.rank)
-        return lambda tensor: lanes[lane].recv([tensor], peer, tag)
+        return lambda tensor: _started(lanes[lane].recv, tensor, peer, tag)
 
     def tell(self, values: Sequence[float], peer: int, topic: int) -> tuple[Any, Tensor]:
         """Start sending a few numbers to `peer`; keep the result until the step is over."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        return self._controls[0].send([tensor], peer, _CONTROL_TAG + topic), tensor
+        return _started(self._controls[0].send, tensor, peer, _CONTROL_TAG + topic), tensor
 
     def listen(self, count: int, peer: int, topic: int) -> tuple[Any, Tensor]:
         """Post the receive of `count` numbers from `peer`: (work, the tensor they will be in)."""
         tensor = torch.empty(count, dtype=torch.float64)
-        return self._controls[0].recv([tensor], peer, _CONTROL_TAG + topic), tensor
+        return _started(self._controls[0].recv, tensor, peer, _CONTROL_TAG + topic), tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everyone's `value`, in rank order, on every rank."""
@@ -138,6 +143,14 @@ def _let_go(controls: list[Any], lanes: list[Any], wires: dict[Channel, Wire]) -
     wires.clear()
     lanes.clear()
     controls.clear()
+
+
+def _started(exchange: Any, tensor: Tensor, peer: int, tag: int) -> Any:
+    """The work of a send or receive; a connection that is known to be gone is told at once."""
+    try:
+        return exchange([tensor], peer, tag)
+    except RuntimeError as error:
+        raise LostContactError(peer, f"exchanging a message with rank {peer}", str(error).splitlines()[0]) from error
 
 
 _waiting: tuple[int, str] | None = None
