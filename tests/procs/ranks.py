@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ def _worker(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
     while True:
         job = pipe.recv()
@@ -32,14 +33,20 @@ def _worker(rank: int, size: int, store: str, pipe: Connection) -> None:
     os._exit(0)
 
 
-class Ranks:
-    """`size` processes in one gloo world."""
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
-    def __init__(self, size: int) -> None:
+
+class Ranks:
+    """`size` processes in one gloo world; its store is a file, or where `hosted`, in the process of rank 0."""
+
+    def __init__(self, size: int, *, hosted: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.procs.preload"])
         self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "store")
+        store = f"tcp://127.0.0.1:{_free_port()}" if hosted else f"file://{os.path.join(self._folder.name, 'store')}"
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [

@@ -7,6 +7,9 @@ from typing import NamedTuple
 NOBODY, EVERYBODY = -2, -1
 """The `peer` of a rank that waits for none, and of one that meets all others."""
 
+IN_TIME = "no answer within `timeout`"
+"""The reason of a rank that waited for as long as it may."""
+
 
 class Word(NamedTuple):
     """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass."""
@@ -45,8 +48,8 @@ def verdict(words: dict[int, Word], size: int, caller: int) -> Note:
         remedy = "make the same calls in the same order on every rank, or raise `timeout`"
         return Note(-1, "", f"the ranks wait for each other ({words[caller].reason}): {said}; {remedy}")
     kept = f"rank {caller} gave up {words[caller].doing} ({words[caller].reason})"
-    remedy = "raise `timeout` if it may take that long"
-    return Note(culprit, words[culprit].op, f"rank {culprit} kept the others waiting: it was {words[culprit].doing} when {kept}; {remedy}")
+    remedy = "; raise `timeout` if it may take that long" if words[caller].reason == IN_TIME else ""
+    return Note(culprit, words[culprit].op, f"rank {culprit} kept the others waiting: it was {words[culprit].doing} when {kept}{remedy}")
 
 
 def _end_of_chain(words: dict[int, Word], caller: int) -> int | None:

@@ -317,7 +317,6 @@ class Pipeline:
         let_go(error)
         for executor in self._openings:
             executor.clear()
-        self._losses.clear()
         self._shut(note.message, note)
         if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
             raise error
@@ -326,6 +325,7 @@ class Pipeline:
     def _shut(self, reason: str, note: Note | None = None) -> None:
         self._closed = reason
         self._openings.clear()  # a message that was sent keeps its connection open
+        self._losses.clear()
         self._transport.close()
         self._board.close(note)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zerobubble.runtime.inquest import EVERYBODY
-from zerobubble.runtime.messages.transport import LostContactError, lost_with
+from zerobubble.runtime.messages.transport import LostContactError, lost_with, reason_of
 
 
 @contextmanager
@@ -16,4 +16,4 @@ def meeting(what: str) -> Iterator[None]:
         with lost_with(EVERYBODY, what):
             yield
     except RuntimeError as error:
-        raise LostContactError(EVERYBODY, what, str(error).splitlines()[0]) from error
+        raise LostContactError(EVERYBODY, what, reason_of(error)) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import platform
+import re
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
+from zerobubble.runtime.inquest import IN_TIME
 from zerobubble.runtime.messages.shared import Doors, PeerGoneError, Wire, is_supported
 
 _CONTROL_TAG = 16
@@ -145,12 +147,20 @@ def _let_go(controls: list[Any], lanes: list[Any], wires: dict[Channel, Wire]) -
     controls.clear()
 
 
+def reason_of(error: RuntimeError) -> str:
+    """Why a message could not be exchanged, in a few words, without the backend's place in its sources and its general advice."""
+    told = str(error).splitlines()[0]
+    if "imed out" in told or "no answer within" in told:
+        return IN_TIME
+    return re.sub(r"^\[[^\]]*\] *", "", told).split(". This is typically")[0]
+
+
 def _started(exchange: Any, tensor: Tensor, peer: int, tag: int) -> Any:
     """The work of a send or receive; a connection that is known to be gone is told at once."""
     try:
         return exchange([tensor], peer, tag)
     except RuntimeError as error:
-        raise LostContactError(peer, f"exchanging a message with rank {peer}", str(error).splitlines()[0]) from error
+        raise LostContactError(peer, "exchanging a message", reason_of(error)) from error
 
 
 _waiting: tuple[int, str] | None = None
@@ -175,7 +185,7 @@ def wait(work: Any, peer: int, what: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise LostContactError(peer, what, str(error).splitlines()[0]) from error
+        raise LostContactError(peer, what, reason_of(error)) from error
     _waiting = None
 
 
@@ -195,7 +205,7 @@ class _Contact:
         if kind is None:
             _waiting = None
         elif isinstance(error, PeerGoneError):
-            raise LostContactError(self._peer, self._what, str(error)) from error
+            raise LostContactError(self._peer, self._what, reason_of(error)) from error
 
 
 def lost_with(peer: int, what: str) -> _Contact:
