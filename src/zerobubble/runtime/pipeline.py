@@ -112,6 +112,7 @@ class Pipeline:
         self._infer = Executor(programs[1], self._stages, self._transport, None)
         for executor in (self._train, self._infer):
             self._openings[executor] = Opening(self.schedule.placement, self._transport)
+        self._inside = None
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """Forward and backward of one batch: gradients are added to `.grad`, the mean loss comes back on every rank.
