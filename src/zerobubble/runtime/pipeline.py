@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -22,14 +21,15 @@ from zerobubble.runtime.auto import Auto
 from zerobubble.runtime.batch import UNCUT, Cut, arguments, join_outputs, split_batch, spread_kwargs
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
-from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
+from zerobubble.runtime.failure import NoticeBoard, error_of, let_go, why
+from zerobubble.runtime.inquest import Note, Word
 from zerobubble.runtime.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.measure import profile, trace
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.nest import tensors_in
 from zerobubble.runtime.messages.opening import Opening
-from zerobubble.runtime.messages.transport import LostContactError, Transport
+from zerobubble.runtime.messages.transport import LostContactError, Transport, stop_waiting, waiting
 from zerobubble.runtime.optimizer import clip, scale
 from zerobubble.runtime.pace import Pace
 from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_channel, proved, sound
@@ -97,12 +97,23 @@ class Pipeline:
     ) -> None:
         self._closed: str | None = None
         self._auto: Auto | None = None
+        self._inside: str | Executor | None = None
         self._openings: dict[Executor, Opening] = {}
+        self._stages: dict[int, Stage] = {}
         self.metering = False
         self.optimizer_spans: list[tuple[int, int]] = []
         self._validation: PostValidation | None = None
-        self._transport = Transport(group, timeout)
+        try:
+            self._transport = Transport(group, timeout)
+        except RuntimeError as error:
+            raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
         self.rank, ranks = self._transport.rank, self._transport.size
+        self._board = NoticeBoard(self._transport.store, self.rank, ranks, self._transport.store_host, self._doing)
+        self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
+        with self._ending_all("while meeting the other ranks"), meeting("meeting the other ranks"):
+            self._transport.meet()
+        self._inside = "while building its stages"
+        terms = {"timeout": f"{timeout:g} s", "pace": _seal(pace), "overlap function": "one" if overlap else "none"}
         fault = ""
         try:
             if schedule == "auto":
@@ -116,14 +127,18 @@ class Pipeline:
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             programs = _programs(self.schedule)
-            stages = self._stages(self.schedule)
+            stages = self._staged(self.schedule)
+            order = _seal(self.schedule.to_text())
+            terms |= {"schedule": f"{self.schedule.name} of {num_microbatches} microbatches #{order}", "kind of device": self.device.type}
         except ZeroBubbleError as error:
             fault = str(error)
         except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
             fault = f"{type(error).__name__}: {error}"
-        self._agree(fault)
-        self._transport.open(self.device, every_channel(self.schedule.placement))
-        self._board = NoticeBoard(self._transport.store, ranks)
+        except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit stop the others, too
+            self._fail(error, self._inside)
+        self._agree(fault, terms)
+        with self._ending_all("while connecting the ranks"), meeting("connecting the ranks"):
+            self._transport.open(self.device, every_channel(self.schedule.placement))
         self._copies = self._level()
         self.pace = Pace(pace) if pace is not None else None
         self._overlap = overlap
@@ -131,8 +146,8 @@ class Pipeline:
         self._pieces = {num_microbatches: self._ready(self.schedule, programs, stages)}
         self._now = self._pieces[num_microbatches]
         self._measured = self._now.train or self._now.infer
-        self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
         self._seed = torch.ones((), device=self.device)
+        self._inside = None
 
     def step(
         self,
@@ -286,7 +301,7 @@ class Pipeline:
         elif self._closed is None:
             self._shut("the pipeline is closed")
 
-    def _stages(self, schedule: Schedule) -> dict[int, Stage]:
+    def _staged(self, schedule: Schedule) -> dict[int, Stage]:
         return {s: Stage(m, s, split=s in schedule.split_stages) for s, m in self.modules.items()}
 
     def _ready(self, schedule: Schedule, programs: tuple[Program, Program], stages: dict[int, Stage]) -> Piece:
@@ -314,22 +329,26 @@ class Pipeline:
                         f"schedule {schedule.name!r} places the stages otherwise for {count} microbatches than for "
                         f"{self.schedule.num_microbatches}: {schedule.placement} instead of {self.schedule.placement}"
                     )
-                self._pieces[count] = self._ready(schedule, _programs(schedule), self._stages(schedule))
+                self._pieces[count] = self._ready(schedule, _programs(schedule), self._staged(schedule))
         self._now = self._pieces[count]
+        self._stages = self._now.stages
         return self._now
 
     def _refuse_to_train(self) -> None:
         if self.schedule.is_forward_only:
             raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
 
-    def _agree(self, fault: str) -> None:
-        """Compare arguments with every rank; where something is wrong, raise the same error on all."""
-        mine = "" if fault else f"{self.schedule.name} of {self.schedule.num_microbatches} microbatches"
-        digest = "" if fault else hashlib.sha256(self.schedule.to_text().encode()).hexdigest()
-        told = self._transport.gather_objects((fault, mine, digest))
-        faults = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(told) if entry[0]]
-        if not faults and len({entry[2] for entry in told}) > 1:
-            faults = ["ranks disagree on the schedule: " + ", ".join(f"rank {r} has {entry[1]}" for r, entry in enumerate(told))]
+    def _agree(self, fault: str, terms: dict[str, str]) -> None:
+        """Compare `terms` with every rank; where something is wrong, raise the same error on all, with every fault."""
+        with self._ending_all("while comparing arguments"), meeting("comparing arguments"):
+            told = self._transport.gather_objects((fault, terms))
+        faults = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
+        for what in dict.fromkeys(name for _, theirs in told for name in theirs):
+            found = {rank: theirs[what] for rank, (_, theirs) in enumerate(told) if what in theirs}
+            if len(set(found.values())) > 1:
+                shown = {rank: value.split(" #")[0] for rank, value in found.items()}
+                found = shown if len(set(shown.values())) > 1 else found
+                faults.append(f"ranks disagree on the {what}: " + ", ".join(f"rank {rank} has {value}" for rank, value in found.items()))
         if faults:
             self._shut("the pipeline was never opened")
             raise InputError("; ".join(faults))
@@ -343,9 +362,8 @@ class Pipeline:
         except InputError:
             self._shut("the pipeline was never opened")
             raise
-        except LostContactError as error:
-            self._shut("the pipeline was never opened")
-            raise PipelineError(str(error), rank=error.peer) from error
+        except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
+            self._fail(error, "while making the copies of stages equal")
         return copies
 
     def _follow(self, auto: Auto) -> None:
@@ -355,7 +373,7 @@ class Pipeline:
             if better is not None:
                 self.schedule = self._given_schedule = better
                 self._openings.clear()
-                self._now = self._ready(better, _programs(better), self._stages(better))
+                self._now = self._ready(better, _programs(better), self._staged(better))
                 self._pieces = {better.num_microbatches: self._now}
 
     def _meter(self, *batch: Any) -> Meter:
@@ -385,6 +403,7 @@ class Pipeline:
         self._refuse_if_closed()
         executor.at = -1
         sums = executor is self._now.train
+        around, self._inside = self._inside, executor
         try:
             batch = self._open(executor, given, outputs)
             stands = self._validation.question() if self._validation is not None and sums else None
@@ -397,20 +416,33 @@ class Pipeline:
         except BaseException as error:
             if self._closed is not None:  # the optimizer's step failed in validation, and all have been told
                 raise
-            action = str(executor.row[executor.at]) if 0 <= executor.at < len(executor.row) else ""
-            when = f"at '{action}'" if action else "before its first pass" if executor.at < 0 else "after its last pass"
-            self._fail(error, when, action)
+            self._fail(error, *_where(executor))
+        finally:
+            self._inside = around
 
     @contextmanager
     def _ending_all(self, when: str) -> Iterator[None]:
         """Between steps, too, whatever stops this rank stops them all."""
         self._refuse_if_closed()
+        around, self._inside = self._inside, when
         try:
             yield
         except PipelineError:
             raise
         except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
             self._fail(error, when)
+        finally:
+            self._inside = around
+
+    def _doing(self) -> Word:
+        """What this rank says when another waits for it in vain."""
+        inside, waits = self._inside, waiting()
+        if inside is None:
+            return Word("outside the pipeline, in code of its own")
+        if waits is not None:
+            return Word(waits[1], waits[0])
+        when, action = (inside, "") if isinstance(inside, str) else _where(inside)
+        return Word(when.removeprefix("while "), op=action)
 
     def _validate_with(self, validation: PostValidation) -> None:
         """Let `validation` ask at the turning point of a step whether its forwards stand; every rank must be given one."""
@@ -449,31 +481,30 @@ class Pipeline:
         return (self._seed if scaler is None else scaler.scale(self._seed),)
 
     def _fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
+        lost = isinstance(error, LostContactError)
         if isinstance(error, LostContactError):
-            traceback.clear_frames(error.__traceback__)
-            note = self._board.look(GRACE_S) or self._board.publish(Note(error.peer, action, f"rank {self.rank} {error}"))
+            note = self._board.inquire(Word(error.what, error.peer, error.reason, action))
         else:
-            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {_tell(error)}"))
+            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {why(error, self._stages)}"))
+        stop_waiting()
+        let_go(error)
         for executor in self._openings:
             executor.clear()
-        self._losses.clear()
-        self._shut(note.message)
-        self._board.farewell()
-        raise error_of(note) from (None if isinstance(error, LostContactError) else error)
+        self._shut(note.message, note)
+        if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
+            raise error
+        raise error_of(note) from (None if lost else error)
 
-    def _shut(self, reason: str) -> None:
+    def _shut(self, reason: str, note: Note | None = None) -> None:
         self._closed = reason
         if self._auto is not None:
             self._auto.close()
         if self._validation is not None:
             self._validation.clear()
         self._openings.clear()  # a message that was sent keeps its connection open
+        self._losses.clear()
         self._transport.close()
-
-
-def _tell(error: BaseException) -> str:
-    """What an exception says, with the notes that the runtime or the user added to it."""
-    return "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
+        self._board.close(note)
 
 
 def _ends(executor: Executor) -> tuple[list[int], list[int]]:
@@ -481,6 +512,19 @@ def _ends(executor: Executor) -> tuple[list[int], list[int]]:
     routes = executor.program.placement.routes
     taken = [routes[k] for k in executor.program.microbatch_routes or (0,) * executor.program.num_microbatches]
     return [route[0] for route in taken], [route[-1] for route in taken]
+
+
+def _where(executor: Executor) -> tuple[str, str]:
+    """Where in its row a rank is, in words, and the action in hand."""
+    if not 0 <= executor.at < len(executor.row):
+        return "before its first pass" if executor.at < 0 else "after its last pass", ""
+    action = str(executor.row[executor.at])
+    return f"at '{action}'", action
+
+
+def _seal(value: object) -> str:
+    """A few letters that differ where `value` does."""
+    return "none" if value is None else hashlib.sha256(str(value).encode()).hexdigest()[:8]
 
 
 def _programs(schedule: Schedule) -> tuple[Program, Program]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
 from zerobubble.rules import used_stages
+from zerobubble.runtime.measure.held import held_bytes
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.nest import Parcel, take_apart
 from zerobubble.runtime.messages.wire import shapes_of
@@ -103,6 +104,15 @@ class Stage:
     def weight(self, microbatch: int) -> None:
         """W: do the weight work that B of this microbatch left."""
         self._work.pop(microbatch).run()
+
+    def in_flight(self) -> tuple[int, int]:
+        """The microbatches that wait for a backward pass, and the bytes held for them without parameters and buffers."""
+        saved = list(self._saved.values())
+        works = [*(work for _, _, work in saved if work is not None), *self._work.values()]
+        tensors = [tensor for leaves, _, _ in saved for tensor in leaves]
+        tensors += [tensor for work in works for tensor in work.held]
+        nodes = [edge.node for _, edges, _ in saved for edge in edges]
+        return len(self._saved.keys() | self._work.keys()), held_bytes(tensors, nodes, (*self._parameters, *self.module.buffers()))
 
     def clear(self) -> None:
         """Forget every microbatch in flight."""
