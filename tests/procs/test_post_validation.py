@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
+import subprocess
+import sys
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -124,7 +128,7 @@ def no_shared_memory() -> bool:
 
 
 def train(group: Any, case: Case, seed: int = 0) -> Run:
-    """Train with some steps clipped and some left out, on batches of two lengths."""
+    """Train with some steps clipped and some left out, on batches of two lengths, the second of which first comes in a step taken back."""
     supported, transport.is_supported = transport.is_supported, no_shared_memory if case.lanes else transport.is_supported
     try:
         schedule = zb.make(case.schedule, group.size(), case.microbatches)
@@ -152,7 +156,7 @@ def loop(pipe: zb.Pipeline, case: Case, scaler: torch.amp.GradScaler | None) -> 
     for step in range(case.steps):
         for part in range(case.accumulate):
             spoil(pipe, step, case.steps)
-            data = batch(case.microbatches, seed=step * case.accumulate + part, length=5 if step % 4 < 2 else 4)
+            data = batch(case.microbatches, seed=step * case.accumulate + part, length=4 if step % 4 == 1 else 5)
             losses.append(pipe.step(*data).item())
         if optimizer is not None:
             optimizer.step()
@@ -458,3 +462,18 @@ LONG = [(name, kind) for name in TRAINING for kind in ("adamw", "momentum") if z
 @pytest.mark.parametrize(("name", "kind"), LONG)
 def test_200_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: str, kind: str) -> None:
     check_equal(world.run(train_both, Case(name, kind, steps=200), ranks=4))
+
+
+def test_the_program_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "train.py").write_text(program[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"loss (0\.\d+), norm of the last gradients (0\.\d+)\n", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < 0.4
+    assert float(found[2]) > 0
