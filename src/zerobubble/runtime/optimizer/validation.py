@@ -4,7 +4,7 @@ What a step must know of all ranks goes down the ranks on a `sheet`: each writes
 neither clipping nor skipping. The last rank reads the whole and tells all others. They read it in the next step of the pipeline, when they
 have run the forwards before their turning point. Where some rank had to wait, all undo their steps, make the exact one, and start over.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 4 (post-validation).
+Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update validation); the turning points are this project's own.
 """
 
 from __future__ import annotations
