@@ -23,7 +23,8 @@ from torch import nn
 import zerobubble as zb
 
 RANKS, MICROBATCHES, MAX_NORM = 4, 8, 1e6
-CASES = [(name, pass_ms) for name in ("zb-h2", "zb-v") for pass_ms in (20.0,)]
+CASES = [("zb-h2", 20.0), ("zb-v", 20.0)]
+"""Schedule and milliseconds of every pass."""
 BLOCK = 8
 """Steps of one way before the other has its turn."""
 
@@ -31,7 +32,7 @@ BLOCK = 8
 def main() -> None:
     """Run every case in fresh ranks and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=4, help="blocks of steps measured per case and way")
+    parser.add_argument("--turns", type=int, default=2, help="blocks of steps measured per case and way")
     options = parser.parse_args()
     cases = [show(in_ranks(name, pass_ms, options.turns)) for name, pass_ms in CASES]
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}

@@ -1,6 +1,6 @@
 """Taking an optimizer's step back by its own formulas: no memory, and right but for rounding. Knows SGD, Adam and AdamW.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, appendix C (AdamW). A step's gradients must still be there.
+Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (AdamW; the others alike). A step's gradients must still be there.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.optimizer.clip import counted, norms_of
+from zerobubble.runtime.optimizer.clip import Norms, counted
 
 _WAITS, _OVERFLOWN, _HEAD = 0, 1, 2
 _ABSENT = -1.0
@@ -29,7 +29,6 @@ class Sheet:
 
     def __init__(self, modules: Mapping[int, nn.Module], told: Sequence[Dtypes], rank: int, max_norm: float | None) -> None:
         first = {stage: (owner, dtypes) for owner, entry in reversed(list(enumerate(told))) for stage, dtypes in entry.items()}
-        self._modules = modules
         self._max_norm = max_norm
         self._mine: list[tuple[int, int, list[nn.Parameter]]] = []
         self._places: dict[torch.dtype, list[int]] = {}
@@ -47,16 +46,15 @@ class Sheet:
         sheet[:_HEAD] = 0.0
         return sheet
 
-    def write(self, sheet: Tensor, *, overflown: bool) -> None:
-        """Write down this rank's norms and overflow. It waits with its step where one before it does or what is written is not fine."""
-        norms = norms_of(self._modules, 2.0)
+    def write(self, sheet: Tensor, norms: Norms, *, overflown: bool) -> None:
+        """Write down what this rank has. It waits with its step where one before it does or what is written so far is not fine."""
         for place, stage, parameters in self._mine:
             values = iter(norms[stage].tolist() if stage in norms else ())
             row = [_ABSENT if parameter.grad is None else next(values) for parameter in parameters]
             sheet[place : place + len(row)] = torch.tensor(row, dtype=torch.float64)
         if overflown:
             sheet[_OVERFLOWN] = 1.0
-        if self.is_skipped(sheet) or self._is_clipped(self.total(sheet)):
+        if not self._is_fine(sheet):
             sheet[_WAITS] = 1.0
 
     def total(self, sheet: Tensor) -> Tensor:
@@ -83,5 +81,8 @@ class Sheet:
         """Whether the step is left out: a gradient is not finite, or all of them together have no finite norm."""
         return self.overflown(sheet) or not bool(self.total(sheet).isfinite())
 
-    def _is_clipped(self, total: Tensor) -> bool:
-        return self._max_norm is not None and bool(self._max_norm / (total + 1e-6) < 1)
+    def _is_fine(self, sheet: Tensor) -> bool:
+        """Whether the step for what is written is neither left out nor clipped."""
+        total = self.total(sheet)
+        clips = self._max_norm is not None and bool(self._max_norm / (total + 1e-6) < 1)
+        return bool(total.isfinite()) and not clips and not self.overflown(sheet)

@@ -4,7 +4,7 @@ What a step must know of all ranks goes down the ranks on a `sheet`: each writes
 neither clipping nor skipping. The last rank reads the whole and tells all others. They read it in the next step of the pipeline, when they
 have run the forwards before their turning point. Where some rank had to wait, all undo their steps, make the exact one, and start over.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 4 (post-validation).
+Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update validation); the turning points are this project's own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import wait
 from zerobubble.runtime.optimizer.arithmetic import ByFormula, why_not
+from zerobubble.runtime.optimizer.clip import norms_of
 from zerobubble.runtime.optimizer.copy import SavedCopy
 from zerobubble.runtime.optimizer.sheet import Sheet, dtypes_of
 from zerobubble.runtime.optimizer.snapshot import Snapshot
@@ -98,8 +99,9 @@ class PostValidation:
             self._judge()
             self._wait_until_told()
             overflown = self._unscale()
+            norms = norms_of(self._pipe.modules, 2.0)
             sheet = self._receive_down()
-            self._form.write(sheet, overflown=overflown)
+            self._form.write(sheet, norms, overflown=overflown)
             rank, size = self._transport.rank, self._transport.size
             self._tell(sheet, range(size - 1) if self._is_last else (rank + 1,), _BACK if self._is_last else _DOWN)
             self._keep()
@@ -146,7 +148,7 @@ class PostValidation:
         self.optimizer.load_state_dict(state_dict)
 
     def question(self) -> Callable[[], bool] | None:
-        """What a step that begins now has to ask at its turning point: whether its forwards stand. None when they surely do."""
+        """For the pipeline: what a step that begins now asks at its turning point, whether its forwards stand; None when they surely do."""
         if self._verdict is True:
             return None
         snapshot = Snapshot(self._pipe.modules.values(), self._pipe.device)
@@ -162,7 +164,7 @@ class PostValidation:
         return stands
 
     def clear(self) -> None:
-        """Let go of every message: one that was sent keeps its connection open."""
+        """For the pipeline: let go of every message, as one that was sent keeps its connection open."""
         self._down = self._back = None
         self._telling = []
 
