@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from zerobubble.runtime.measure.live import StepReport as StepReport
     from zerobubble.runtime.measure.live import log_steps as log_steps
     from zerobubble.runtime.measure.live import write_scalars as write_scalars
+    from zerobubble.runtime.optimizer.validation import PostValidation as PostValidation
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
 
 _NEEDS_TORCH = {
     "Pipeline": "zerobubble.runtime.pipeline",
+    "PostValidation": "zerobubble.runtime.optimizer.validation",
     "StepReport": "zerobubble.runtime.measure.live",
     "log_steps": "zerobubble.runtime.measure.live",
     "write_scalars": "zerobubble.runtime.measure.live",

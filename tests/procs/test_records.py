@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,26 +72,62 @@ def test_a_slow_stage_of_a_real_run_is_found(world: Ranks) -> None:
     assert found.accounts[1].passes.busy >= 4 * 3_000_000
 
 
-def live(group: Any) -> tuple[list[zb.StepReport], list[float]]:
+LIVE = ((16, 4), (16, 4), (8, 4), (8, 2))
+"""Rows of the batch and microbatches of each step."""
+
+
+def live(group: Any, *, starts_over: bool) -> tuple[list[zb.StepReport], list[float], zb.Timeline]:
     told: list[zb.StepReport] = []
     torch.manual_seed(group.rank())
     with zb.Pipeline(
         lambda s, n: nn.Linear(8, 8), "zb-h1", 4, nn.functional.mse_loss, group=group, on_step=told.append, peak_flops=1e9
     ) as pipe:
+        inner = torch.optim.SGD(pipe.parameters(), lr=0.0)
+        optimizer = zb.PostValidation(inner, pipe, max_norm=1e-6) if starts_over else inner
         x = torch.rand(16, 8)
-        losses = [pipe.step(x[: 16 if step < 2 else 8], x[: 16 if step < 2 else 8]).item() for step in range(3)]
-    return told, losses
+        losses = []
+        for rows, microbatches in LIVE:
+            losses.append(pipe.step(x[:rows], x[:rows], num_microbatches=microbatches).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return told, losses, pipe.timeline()
 
 
-def test_live_numbers(world: Ranks) -> None:
-    for rank, (told, losses) in enumerate(world.run(live, ranks=2)):
-        assert [report.step for report in told] == [0, 1, 2]
+@pytest.mark.parametrize("starts_over", [False, True])
+def test_live_numbers(world: Ranks, starts_over: bool) -> None:
+    for rank, (told, losses, timeline) in enumerate(world.run(partial(live, starts_over=starts_over), ranks=2)):
+        assert [report.step for report in told] == [0, 1, 2, 3]
         assert [report.loss for report in told] == losses
         assert losses[0] == losses[1], "counting operations changes nothing"
-        for report, rows in zip(told, (16, 16, 8), strict=True):
+        for report, (rows, _) in zip(told, LIVE, strict=True):
             products = (3 if rank else 2) * 2 * rows * 8 * 8  # F, B and W; the first stage has no input gradient
             assert report.mfu == pytest.approx(products / 1e9 / report.seconds)
             assert 0 < report.bubble < 1
+        assert [len(row) for row in timeline.rows] == [2 * 3, 2 * 3], "the last step had 2 microbatches"
+        stepped = [[mark.doing for mark in row].count(Doing.OPTIMIZER) for row in timeline.marks]
+        assert stepped == ([2, 1] if starts_over else [0, 0]), "rank 0 judged the step before, and stepped"
+
+
+def automatic(group: Any) -> tuple[list[zb.StepReport], list[str], list[int]]:
+    told: list[zb.StepReport] = []
+    names, stepped = [], []
+    with zb.Pipeline(build, "auto", 4, loss_fn, group=group, on_step=told.append) as pipe:
+        for _ in range(4):
+            pipe.step(*batch(4))
+            with pipe.recording_optimizer():
+                pass
+            timeline = pipe.timeline()
+            names.append(timeline.name)
+            stepped.append([mark.doing for row in timeline.marks for mark in row].count(Doing.OPTIMIZER))
+    return told, names, stepped
+
+
+def test_live_numbers_go_on_when_the_schedule_changes(world: Ranks) -> None:
+    for told, names, stepped in world.run(automatic, ranks=2):
+        assert [report.step for report in told] == [0, 1, 2, 3]
+        assert all(0 < report.bubble < 1 for report in told)
+        assert names[0] == names[2] != names[3]
+        assert stepped == [2] * 4, "once on each rank, in the step that it follows"
 
 
 def wrong_peak(group: Any) -> str:

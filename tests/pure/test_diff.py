@@ -113,8 +113,20 @@ def test_a_slow_stage_is_its_passes() -> None:
     assert (first.comm, first.host) == (0, 0)
     assert [(drift.passes, drift.makespan / NS_PER_MS) for drift in found.drifts if drift.makespan] == [(((Kind.F, 1),), 4)]
     text = str(found)
-    assert "rank 1 lost 4.00 ms: 4.00 ms its own passes (F of stage 1 takes 2.00x what the plan says)" in text
+    assert "rank 1 lost 4.00 ms: 4.00 ms in its own passes (F of stage 1 takes 2.00x what the plan says)" in text
     assert "rank 0 lost 4.00 ms: 4.00 ms waiting for passes of other ranks (F of stage 1 takes 2.00x what the plan says)" in text
+
+
+def test_what_was_won_is_told_apart_from_what_was_lost() -> None:
+    run = simulate(SCHEDULE, Costs.from_ms((1, 3), (1, 1), (0.5, 1)))
+    text = str(diff(SCHEDULE, COSTS, run))
+    assert "rank 0 lost 7.50 ms: 9.50 ms waiting for passes of other ranks" in text
+    assert ", but 2.00 ms less in its own passes (BW of stage 0 takes 0.75x what the plan says);" in text
+    won = diff(SCHEDULE, COSTS, simulate(SCHEDULE, Costs.from_ms((1, 0.5), (1, 1), (1, 1))))
+    told = (
+        "rank 1 won 1.00 ms: 2.00 ms less in its own passes (F of stage 1 takes 0.50x what the plan says), but 1.00 ms waiting for passes"
+    )
+    assert told in str(won)
 
 
 def test_one_slow_pass_is_noise() -> None:

@@ -29,16 +29,21 @@ def _sentence(account: Account, difference: Difference) -> str:
     own = [drift for drift in difference.drifts if account.rank in drift.ranks]
     others = [drift for drift in difference.drifts if account.rank not in drift.ranks]
     causes = [
-        (account.passes.busy, f"its own passes{_named(own)}"),
+        (account.passes.busy, f"in its own passes{_named(own)}"),
         (account.passes.idle, f"waiting for passes of other ranks{_named(others)}"),
-        (account.noise.total, f"noise ({_ms(account.noise.busy)} in its own passes)"),
-        (account.comm, "messages later than planned"),
+        (account.noise.busy, "by noise in its own passes"),
+        (account.noise.idle, "waiting by noise in passes of other ranks"),
+        (account.comm, "waiting for messages"),
         (account.host, "host overhead"),
     ]
-    parts = [f"{_ms(time)} {what}" for time, what in sorted(causes, key=lambda cause: -abs(cause[0])) if abs(time) >= SMALLEST]
+    told = [(time, f"{_ms(abs(time))} {'' if time > 0 else 'less '}{what}") for time, what in causes if abs(time) >= SMALLEST]
+    told.sort(key=lambda part: -abs(part[0]))
+    has_lost = account.extra >= 0
+    parts = ", ".join(text for time, text in told if (time > 0) is has_lost)
+    against = ", ".join(text for time, text in told if (time > 0) is not has_lost)
+    why = ", but ".join(filter(None, (parts, against)))
     idle = f"idle for {_ms(account.idle)} of {_ms(account.total)}, {_ms(account.plan.total)} by the plan ({_plan(account)})"
-    done = "lost" if account.extra >= 0 else "won"
-    return f"rank {account.rank} {done} {_ms(abs(account.extra))}{': ' * bool(parts)}{', '.join(parts)}; {idle}."
+    return f"rank {account.rank} {'lost' if has_lost else 'won'} {_ms(abs(account.extra))}{': ' * bool(why)}{why}; {idle}."
 
 
 def _plan(account: Account) -> str:

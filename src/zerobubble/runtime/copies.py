@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.rules import Stuff
+from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import Transport, wait
 
 _TOPIC = 4
@@ -33,7 +34,8 @@ class Copies:
         """Give every copy the parameters and buffers of the one on the first route; raises `InputError` where their shapes differ."""
         owners: dict[Tensor, str] = {}
         mine = {stage: _outline(stage, self._modules[stage], owners) for stage in sorted(self.ranks)}
-        told = self._transport.gather_objects(mine)
+        with meeting("comparing the copies of stages"):
+            told = self._transport.gather_objects(mine)
         for stage in sorted({stage for outlines in told for stage in outlines}):
             first, *others = [rank for rank, outlines in enumerate(told) if stage in outlines]
             for rank in others:

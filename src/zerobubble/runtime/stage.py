@@ -12,10 +12,18 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from zerobubble.errors import InputError
+from zerobubble.ir import Kind
+from zerobubble.rules import used_stages
+from zerobubble.runtime.measure.held import held_bytes
 from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.messages.nest import Parcel, take_apart
+from zerobubble.runtime.messages.wire import shapes_of
 from zerobubble.runtime.split.work import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
+"""What crosses a stage boundary; a `Parcel` where it is more than the positional arguments of the next stage."""
+Gradients = tuple[Tensor | None, ...]
+"""The gradients of those tensors that can have one; None for one that the stage after it ignored."""
 
 
 class Stage:
@@ -57,22 +65,38 @@ class Stage:
 
     def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         if self.meter is None:
-            output = self.module(*inputs)
+            output = self._call(inputs)
             return (finish(output),) if finish else as_tensors(output, self.index)
         with self.meter.counting():
-            output = self.module(*inputs)
+            output = self._call(inputs)
             return (finish(output),) if finish else as_tensors(output, self.index)
 
-    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
-        """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs."""
+    def _call(self, inputs: Tensors) -> Any:
+        try:
+            if type(inputs) is tuple:
+                return self.module(*inputs)
+            assert isinstance(inputs, Parcel)
+            positional, named = inputs.arguments()
+            return self.module(*positional, **named)
+        except (RuntimeError, TypeError) as error:
+            error.add_note(_what_it_got(self.index, inputs, str(error)))
+            raise
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs.
+
+        As on one device, an output whose gradient is None is not gone back from, and an input that nothing came back to has None.
+        """
         leaves, edges, work = self._saved.pop(microbatch)
         collect_into(work, backward=True)
         fresh = [parameter for parameter in self._parameters if parameter.grad is None]
         if edges:
+            edges, gradients = _with_gradient(edges, gradients)
+        if edges:
             Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:
             self._work[microbatch] = work
-        outputs = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+        outputs = tuple(x.grad for x in leaves)
         if fresh:
             _set_apart(fresh, (*gradients, *outputs, *(work.held if work is not None else ())))
         return outputs
@@ -80,6 +104,15 @@ class Stage:
     def weight(self, microbatch: int) -> None:
         """W: do the weight work that B of this microbatch left."""
         self._work.pop(microbatch).run()
+
+    def in_flight(self) -> tuple[int, int]:
+        """The microbatches that wait for a backward pass, and the bytes held for them without parameters and buffers."""
+        saved = list(self._saved.values())
+        works = [*(work for _, _, work in saved if work is not None), *self._work.values()]
+        tensors = [tensor for leaves, _, _ in saved for tensor in leaves]
+        tensors += [tensor for work in works for tensor in work.held]
+        nodes = [edge.node for _, edges, _ in saved for edge in edges]
+        return len(self._saved.keys() | self._work.keys()), held_bytes(tensors, nodes, (*self._parameters, *self.module.buffers()))
 
     def clear(self) -> None:
         """Forget every microbatch in flight."""
@@ -96,11 +129,39 @@ def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | Non
             parameter.grad = gradient.clone()
 
 
+def _with_gradient(edges: list[Any], gradients: Gradients) -> tuple[list[Any], Gradients]:
+    """The edges that a gradient came back to, and these gradients."""
+    for gradient in gradients:
+        if gradient is None:
+            pairs = [(edge, g) for edge, g in zip(edges, gradients, strict=True) if g is not None]
+            return [edge for edge, _ in pairs], tuple(g for _, g in pairs)
+    return edges, gradients
+
+
 def as_tensors(output: Any, index: int) -> Tensors:
-    """A stage's output as a tuple; raises `TypeError` naming the stage for anything but a tensor or a tuple of tensors."""
+    """A stage's output for the next stage, whose arguments it becomes: a tensor or a tuple as they are, a dict by its names.
+
+    Raises `TypeError` naming the stage and the place for what is neither a tensor, a constant nor a nest of these.
+    """
     if isinstance(output, Tensor):
         return (output,)
     if isinstance(output, (tuple, list)) and all(isinstance(part, Tensor) for part in output):
         return tuple(output)
-    got = type(output).__name__
-    raise TypeError(f"stage {index} must return a tensor or a tuple of tensors for the next stage, got {got}")
+    if not isinstance(output, (tuple, list, dict)):
+        got = type(output).__name__
+        raise TypeError(f"stage {index} must return a tensor, or a tuple, list or dict of tensors for the next stage, got {got}")
+    tensors: list[Tensor] = []
+    layout = take_apart(dict(output) if isinstance(output, dict) else output, tensors, f"the output of stage {index}")
+    return Parcel.of(tensors, layout)
+
+
+def _what_it_got(index: int, inputs: Tensors, message: str) -> str:
+    """What a stage that failed was given and by whom, and the remedy where it is known."""
+    shapes = ", ".join(map(str, shapes_of(inputs))) or "no tensor"
+    if isinstance(inputs, Parcel):
+        shapes = f"a {inputs.layout}: {shapes}"
+    givers = [f"stage {stage}" for _, stage in used_stages(Kind.F, index, index + 1)]
+    note = f"stage {index} was given {shapes} by {', '.join(givers) or 'the batch'}"
+    if "a leaf Variable that requires grad" in message:
+        note += "; a stage must not change its input in place: let it work on x.clone(), or use the operation that makes a new tensor"
+    return note

@@ -12,14 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Op
+from zerobubble.runtime.messages.wire import Known
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One training step as one rank saw it.
 
-    `step` counts from 0, `seconds` is how long `Pipeline.step` took, `bubble` the share of it (0 to 1) in which the rank ran no pass.
-    `loss` is the mean loss. `mfu` is the rank's share of its `peak_flops`, None where the pipeline was not given them.
+    `step` counts from 0, `seconds` is how long `Pipeline.step` took, `bubble` the share of it (0 to 1) in which the rank ran no pass;
+    of forwards that started over (`PostValidation`), the first time is bubble. `loss` is the mean loss. `mfu` is the rank's share of its
+    `peak_flops`, None where the pipeline was not given them.
     """
 
     step: int
@@ -44,23 +46,34 @@ class FlopBook:
         if not peak > 0:
             raise InputError(f"peak_flops is what a rank computes at most in a second, such as 312e12, got {peak}")
         self._peak = peak
-        self._known: dict[int, int] = {}
-        self._shapes = 0
+        self._last = 0
+        self._counter = FlopCounterMode(display=False)
 
     @contextmanager
-    def counting(self, shapes: int) -> Iterator[None]:
-        """Count the operations of a step inside; those of `shapes`, a number of their own, are counted once."""
-        self._shapes = shapes
-        if shapes in self._known:
+    def counting(self, known: Known) -> Iterator[None]:
+        """Count the operations of a step inside, unless they are `known`."""
+        if known.flops is None:
+            with self._counter:
+                yield
+            known.flops = self._counter.get_total_flops()
+        else:
             yield
-            return
-        with FlopCounterMode(display=False) as counter:
-            yield
-        self._known[shapes] = counter.get_total_flops()
+        self._last = known.flops
+
+    def counting_last(self, goes_on: Callable[[], bool]) -> Callable[[], bool]:
+        """`goes_on`; when it lets a step start over, what was counted before is forgotten."""
+
+        def asked() -> bool:
+            stood = goes_on()
+            if not stood:
+                self._counter.flop_counts.clear()
+            return stood
+
+        return asked
 
     def mfu(self, seconds: float) -> float:
         """The share of the peak that the last step reached in `seconds`."""
-        return self._known[self._shapes] / (seconds * self._peak)
+        return self._last / (seconds * self._peak)
 
 
 def log_steps(logger: logging.Logger, every: int = 1) -> OnStep:

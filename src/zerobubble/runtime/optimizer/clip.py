@@ -19,13 +19,21 @@ Norms = dict[int, Tensor]
 """The norms of the gradients of each stage that has any, one after another on the CPU."""
 
 
-def norms_of(modules: Mapping[int, nn.Module], norm_type: float) -> Norms:
-    """The norms of this rank's gradients; a parameter of several stages counts with the first of them."""
+def counted(modules: Mapping[int, nn.Module]) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each stage of this rank, in order; one of several stages counts with the first of them."""
     taken: set[nn.Parameter] = set()
-    norms: Norms = {}
+    found: dict[int, list[nn.Parameter]] = {}
     for stage, module in sorted(modules.items()):
-        gradients = [p.grad.detach() for p in module.parameters() if p.grad is not None and p not in taken]
-        taken.update(module.parameters())
+        found[stage] = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(found[stage])
+    return found
+
+
+def norms_of(modules: Mapping[int, nn.Module], norm_type: float) -> Norms:
+    """The norms of this rank's gradients, in the order of `counted`."""
+    norms: Norms = {}
+    for stage, parameters in counted(modules).items():
+        gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
         if gradients:
             norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]).cpu()
     return norms
