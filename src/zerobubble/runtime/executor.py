@@ -23,6 +23,7 @@ from zerobubble.runtime.messages.mailbox import Mailbox
 from zerobubble.runtime.messages.transport import Transport
 from zerobubble.runtime.messages.wire import Shapes
 from zerobubble.runtime.pace import Pace
+from zerobubble.runtime.skips import laden
 from zerobubble.runtime.stage import Stage, Tensors
 
 Call = Callable[[], object]
@@ -224,7 +225,9 @@ class Executor:
 
     def _inputs(self, source: Value) -> Tensors:
         tensors = self._take(source)
-        return tensors if source in self._received else tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        if source in self._received:
+            return tensors
+        return laden(tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors), tensors)
 
     def _done(self, step: Step, begin: Mark) -> None:
         if self._pace is not None:

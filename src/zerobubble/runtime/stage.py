@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.skips import carry
 from zerobubble.runtime.split.work import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
@@ -45,7 +46,7 @@ class Stage:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
         work = WeightWork(self.meter) if self.split else None
         collect_into(work)
-        outputs = self._run(inputs, finish)
+        outputs = carry(self._run, inputs, finish, self.index)
         edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._saved[microbatch] = (leaves, edges, work)
@@ -53,7 +54,7 @@ class Stage:
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
-        return self._run(inputs, finish)
+        return carry(self._run, inputs, finish, self.index)
 
     def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         if self.meter is None:

@@ -14,6 +14,7 @@ from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.messages.rings import Rings
 from zerobubble.runtime.messages.transport import Transport, lost_with, wait
 from zerobubble.runtime.messages.wire import NOTE_LENGTH, Shapes, look_like, read_note, shapes_of, write_note
+from zerobubble.runtime.skips import laden, names_of
 from zerobubble.runtime.stage import Tensors
 
 
@@ -65,6 +66,7 @@ class Mailbox:
         if value.stuff is Stuff.ACTIVATION:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
+            return laden(tensors, self._known[value])
         return tensors
 
     def send(self, value: Value, peer: int, tensors: Tensors) -> None:
@@ -130,8 +132,13 @@ def _describe(value: Value) -> str:
     return f"the {what} of stage {value.stage}, microbatch {value.microbatch}"
 
 
+def _told(shapes: Shapes) -> str:
+    names = ("",) * (len(shapes) - len(names_of(shapes))) + tuple(f"{name!r} " for name in names_of(shapes))
+    return ", ".join(f"{name}{shape}" for name, shape in zip(names, shapes, strict=True))
+
+
 def _changed(value: Value, before: Shapes, now: Shapes) -> str:
-    was, got = ", ".join(map(str, before)), ", ".join(map(str, now))
+    was, got = _told(before), _told(now)
     return (
         f"{_describe(value)} is {got}, but was {was} in an earlier step with the same input shapes; "
         "pad it to one shape, or let it follow from the shape of the inputs"

@@ -6,13 +6,14 @@ the activations they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.skips import Laden, laden, names_of
 
 NOTE_LENGTH = 256
 _DTYPES = (
@@ -45,14 +46,14 @@ class TensorShape(NamedTuple):
 Shapes = tuple[TensorShape, ...]
 
 
-def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+def shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
     """The shapes of a message; `requires_grad` of a tensor says whether a gradient flows back."""
-    return tuple(TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return laden(tuple(TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), tensors)
 
 
-def look_like(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
-    """Whether these tensors have these shapes."""
-    if len(tensors) != len(shapes):
+def look_like(tensors: tuple[Tensor, ...], shapes: Shapes) -> bool:
+    """Whether these tensors have these shapes and names."""
+    if len(tensors) != len(shapes) or names_of(tensors) != names_of(shapes):
         return False
     for tensor, (size, dtype, differentiable) in zip(tensors, shapes, strict=True):
         if tensor.shape != size or tensor.dtype != dtype or tensor.requires_grad != differentiable:
@@ -67,6 +68,8 @@ def write_note(shapes: Shapes, device: torch.device) -> Tensor:
         if dtype not in _DTYPES:
             raise InputError(f"tensors of {dtype} cannot cross a stage boundary; known are {', '.join(map(str, _DTYPES))}")
         numbers += [_DTYPES.index(dtype), int(differentiable), len(size), *size]
+    names = json.dumps(names_of(shapes)).encode() if names_of(shapes) else b""
+    numbers += [len(names), *(int.from_bytes(names[at : at + 7]) for at in range(0, len(names), 7))]
     if len(numbers) > NOTE_LENGTH:
         raise InputError(f"a stage boundary of {len(shapes)} tensors is too wide to announce; pass fewer or stacked tensors")
     return torch.tensor(numbers + [0] * (NOTE_LENGTH - len(numbers)), dtype=torch.int64, device=device)
@@ -79,4 +82,6 @@ def read_note(note: Tensor) -> Shapes:
     for _ in range(next(numbers)):
         dtype, differentiable, dims = next(numbers), next(numbers), next(numbers)
         shapes.append(TensorShape(tuple(next(numbers) for _ in range(dims)), _DTYPES[dtype], bool(differentiable)))
-    return tuple(shapes)
+    length = next(numbers)
+    names = b"".join(next(numbers).to_bytes(min(7, length - at)) for at in range(0, length, 7))
+    return Laden(shapes, tuple(json.loads(names))) if names else tuple(shapes)
