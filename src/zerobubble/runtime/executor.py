@@ -6,8 +6,9 @@ for nothing else; what was sent is kept until the program frees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,11 +74,17 @@ class Executor:
 
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
     `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in hand, for whoever
-    has to explain a failure.
+    has to explain a failure. `closing` has calls to be made when the last backward pass of a stage is over.
     """
 
     def __init__(
-        self, program: Program, stages: dict[int, Stage], transport: Transport, pace: Pace | None, overlap: Overlap | None = None
+        self,
+        program: Program,
+        stages: dict[int, Stage],
+        transport: Transport,
+        pace: Pace | None,
+        overlap: Overlap | None = None,
+        closing: Mapping[int, Call] = MappingProxyType({}),
     ) -> None:
         self.program = program
         self.overlap = overlap
@@ -97,6 +104,8 @@ class Executor:
         self._batch: Batch | None = None
         self._seed = torch.ones((), device=transport.device)
         self._calls = [self._compile(action) for action in self.row]
+        for stage, close in closing.items():
+            self._calls[self._last(stage)] = partial(_both, self._calls[self._last(stage)], close)
 
     def run(self, batch: Batch) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
@@ -138,6 +147,11 @@ class Executor:
         if isinstance(action, Send):
             return partial(self._post_out, action.value, action.peer)
         return partial(self._free, action.value)
+
+    def _last(self, stage: int) -> int:
+        """Where in the row the last pass is that adds to the gradients of `stage`."""
+        passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
+        return max(position for position, op in passes if op.stage == stage and op.kind is not Kind.F)
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
@@ -244,3 +258,8 @@ class Executor:
     def _free(self, value: Value) -> None:
         self._mailbox.release(value)
         del self._values[value]
+
+
+def _both(first: Call, second: Call) -> None:
+    first()
+    second()

@@ -32,6 +32,7 @@ from zerobubble.runtime.pace import Pace
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.ties import Place, Tied, read_tied
 from zerobubble.schedules import make
 from zerobubble.timeline import Timeline
 from zerobubble.verify_program import program_faults
@@ -55,6 +56,10 @@ class Pipeline:
     the other. A bidirectional schedule has a copy of a stage on each route: copies start with the parameters of the first route's, and
     `step` leaves the sum of their gradients in each.
 
+    `tied` makes parameters of several stages one: groups such as `[(0, "tok.weight"), (3, "head.weight")]` of stages and names of
+    parameters or whole modules in them, "" for a whole stage. They start with the values of the first of their group, `step` leaves the
+    sum of all their gradients in each, and a norm counts them once.
+
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
@@ -69,6 +74,7 @@ class Pipeline:
         timeout: float = 120.0,
         pace: Costs | None = None,
         overlap: Overlap | None = None,
+        tied: Tied = (),
     ) -> None:
         self._closed: str | None = None
         self._openings: dict[Executor, Opening] = {}
@@ -83,6 +89,7 @@ class Pipeline:
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
+            ties = read_tied(tied, self.schedule.num_stages)
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
@@ -91,9 +98,9 @@ class Pipeline:
         self._agree(fault)
         self._transport.open(self.device, sorted({channel for program in programs for _, _, channel, _ in program.channels()}))
         self._board = NoticeBoard(self._transport.store, ranks)
-        self._copies = self._level()
+        self._copies = self._level(ties)
         self.pace = Pace(pace) if pace is not None else None
-        self._train = Executor(programs[0], self._stages, self._transport, self.pace, overlap)
+        self._train = Executor(programs[0], self._stages, self._transport, self.pace, overlap, self._copies.closing)
         self._infer = Executor(programs[1], self._stages, self._transport, None)
         for executor in (self._train, self._infer):
             self._openings[executor] = Opening(self.schedule.placement, self._transport)
@@ -133,12 +140,12 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
 
-        Every parameter counts once, whatever number of stages or copies of a stage share it. A norm that is not finite scales gradients
-        as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes from.
-        Raises `PipelineError` on every rank when any rank fails.
+        Every parameter counts once, whatever number of stages share it, copy it or are tied in it. A norm that is not finite scales
+        gradients as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes
+        from. Raises `PipelineError` on every rank when any rank fails.
         """
         with self._ending_all("while clipping gradients"):
-            norms = clip.gather_norms(clip.norms_of(self.modules, norm_type), self._transport)
+            norms = clip.gather_norms(clip.norms_of(self.modules, norm_type, self._copies.elsewhere), self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
@@ -194,12 +201,11 @@ class Pipeline:
             self._shut("the pipeline was never opened")
             raise InputError("; ".join(faults))
 
-    def _level(self) -> Copies:
-        """The stages that other ranks hold too, all copies made equal."""
-        copies = Copies(self.schedule.placement, self.modules, self._transport)
+    def _level(self, tied: tuple[tuple[Place, ...], ...]) -> Copies:
+        """The parameters that are held elsewhere, too, all made equal."""
+        copies = Copies(self.schedule.placement, self.modules, self._transport, tied)
         try:
-            if len(self.schedule.placement.routes) > 1:
-                copies.level()
+            copies.level()
         except InputError:
             self._shut("the pipeline was never opened")
             raise
@@ -286,6 +292,7 @@ class Pipeline:
         for executor in self._openings:
             executor.clear()
         self._losses.clear()
+        self._copies.clear()
         self._shut(note.message)
         self._board.farewell()
         raise error_of(note) from (None if isinstance(error, LostContactError) else error)

@@ -6,7 +6,7 @@ makes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ Norms = dict[int, Tensor]
 """The norms of the gradients of each stage that has any, one after another on the CPU."""
 
 
-def norms_of(modules: Mapping[int, nn.Module], norm_type: float) -> Norms:
-    """The norms of this rank's gradients; a parameter of several stages counts with the first of them."""
-    taken: set[nn.Parameter] = set()
+def norms_of(modules: Mapping[int, nn.Module], norm_type: float, elsewhere: Iterable[nn.Parameter] = ()) -> Norms:
+    """The norms of this rank's gradients but for those that count `elsewhere`; a parameter of several stages counts with the first."""
+    taken: set[nn.Parameter] = set(elsewhere)
     norms: Norms = {}
     for stage, module in sorted(modules.items()):
         gradients = [p.grad.detach() for p in module.parameters() if p.grad is not None and p not in taken]
