@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.models import Block, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
+from zerobubble.rules import Stuff
 from zerobubble.runtime.ties import Place, bonds_of, outline, read_tied
 
 SCHEDULES = [("1f1b", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("chimera", 4), ("dualpipe", 8), ("dualpipe-v", 8)]
@@ -369,3 +370,35 @@ def test_the_page_runs(world: Ranks) -> None:
         weights = [weight for _, weight in pages if weight is not None]
         assert len(weights) >= 2
         assert all(torch.equal(weight, weights[0]) for weight in weights)
+
+
+def sent_when(group: Any, name: str, tied: list[Any]) -> list[tuple[int, int]]:
+    """For each tied gradient that this rank sends in a step: (the actions of its row before it is sent, the rank it goes to)."""
+    with zb.Pipeline(Stage, name, 4, loss_fn, group=group, tied=tied) as pipe:
+        sent: list[tuple[int, int]] = []
+        sender = pipe._transport.sender
+
+        def spy(stuff: Stuff, peer: int) -> Any:
+            if stuff is Stuff.WORK:
+                sent.append((pipe._train.at, peer))
+            return sender(stuff, peer)
+
+        pipe._transport.sender = spy  # type: ignore[method-assign]
+        pipe.step(*batch(4))
+        return sent
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", (0, 3)), ("zb-h1", (1, 3)), ("zb-v", (3, 6)), ("zb-v", (2, 7))])
+def test_a_gradient_leaves_after_the_last_pass_that_adds_to_it_for_those_who_share_it(
+    world: Ranks, name: str, stages: tuple[int, int]
+) -> None:
+    schedule = zb.make(name, 4, 4)
+    program = zb.lower(schedule)
+    ranks = [schedule.rank_of(stage, 0) for stage in stages]
+    expected: list[list[tuple[int, int]]] = [[] for _ in range(4)]
+    for stage, here, there in zip(stages, ranks, reversed(ranks), strict=True):
+        passes = [(at, op) for at, action in enumerate(program.rows[here]) for op in getattr(action, "step", ())]
+        last = max(at for at, op in passes if op.stage == stage and op.kind is not zb.Kind.F)
+        expected[here] = [(last, there)]
+    tied = [[(stage, "block.up.weight") for stage in stages]]
+    assert world.run(sent_when, name, tied, ranks=4) == expected

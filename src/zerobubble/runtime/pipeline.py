@@ -228,6 +228,7 @@ class Pipeline:
             stack.callback(stop_collecting)
             for stage in stages.values():
                 stage.meter = meter
+                stage.parameters = tuple(stage.module.parameters())
                 if stage.split:
                     stack.enter_context(shadowing(stage.module))
             loss = self._run(executor, inputs, targets, None)

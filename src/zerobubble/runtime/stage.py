@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory import Meter
@@ -17,6 +16,12 @@ from zerobubble.runtime.skips import carry
 from zerobubble.runtime.split.work import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
+_AVERAGING = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
+    "torch.distributed._composable.replicate.DDP": "module under replicate()",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FullyShardedDataParallel",
+}
+"""Classes of modules that reduce gradients in the middle of a step, by name: most programs never import them."""
 
 
 class Stage:
@@ -24,21 +29,23 @@ class Stage:
 
     `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
     `differentiable` names and gives those of the inputs that can have one. With `split`, the weight gradients wait for `weight`.
+    `parameters` are those the module has now: set them before a step, as `meter`.
 
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
 
     def __init__(self, module: nn.Module, index: int, *, split: bool) -> None:
-        if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        averaging = [name for part in module.modules() for name in _kinds(part) if name in _AVERAGING]
+        if averaging:
             raise InputError(
-                f"stage {index} holds a DistributedDataParallel, which averages gradients before every microbatch has added to them; "
+                f"stage {index} holds a {_AVERAGING[averaging[0]]}, which averages gradients before every microbatch has added to them; "
                 "give the module without it, and average `.grad` over its group after each step"
             )
         self.module = module
         self.index = index
         self.meter: Meter | None = None
         self.split = split
-        self._parameters = tuple(module.parameters())
+        self.parameters = tuple(module.parameters())
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
 
@@ -68,7 +75,7 @@ class Stage:
         """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs."""
         leaves, edges, work = self._saved.pop(microbatch)
         collect_into(work, backward=True)
-        fresh = [parameter for parameter in self._parameters if parameter.grad is None]
+        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         if edges:
             Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:
@@ -86,6 +93,10 @@ class Stage:
         """Forget every microbatch in flight."""
         self._saved.clear()
         self._work.clear()
+
+
+def _kinds(module: nn.Module) -> list[str]:
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
 
 
 def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | None]) -> None:
