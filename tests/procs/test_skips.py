@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.messages.wire import read_note, shapes_of, write_note
-from zerobubble.runtime.skips import Laden, names_of
+from zerobubble.runtime.skips import Laden, carry, names_of
 
 SCHEDULES = [("gpipe", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("interleaved-zb", 4), ("chimera", 4), ("dualpipe", 8)]
 
@@ -291,3 +292,36 @@ def test_the_page_runs(world: Ranks) -> None:
     for losses, error in world.run(run_page, ranks=4):
         assert losses[-1] < losses[0]
         assert error <= 1e-6
+
+
+def beside_each_other(first: Any, second: Any) -> None:
+    other = threading.Thread(target=first.run)
+    other.start()
+    second.run()
+    other.join()
+
+
+def overlapped(group: Any) -> float:
+    with zb.Pipeline(UNet, "dualpipe", 8, loss_fn, group=group, overlap=beside_each_other) as pipe:
+        stages = [UNet(s, 4) for s in range(4)]
+        pipe.step(*batch(8))
+        one_device(stages, 8, *batch(8))
+        errors = [
+            (p.grad - q.grad).abs().max().item()
+            for stage, module in pipe.modules.items()
+            for p, q in zip(module.parameters(), stages[stage].parameters(), strict=True)
+            if p.grad is not None and q.grad is not None
+        ]
+        assert len(errors) == len(list(pipe.parameters()))
+        return max(errors)
+
+
+def test_overlapped_passes_in_threads_keep_their_own(world: Ranks) -> None:
+    assert max(world.run(overlapped, ranks=4)) <= 1e-13
+
+
+def test_a_message_without_skips_is_what_the_stage_gave() -> None:
+    inputs, outputs = (torch.ones(1),), (torch.ones(2),)
+    given: list[Any] = []
+    assert carry(lambda tensors, _: given.append(tensors) or outputs, inputs, None, 0) is outputs  # type: ignore[func-returns-value]
+    assert given[0] is inputs
