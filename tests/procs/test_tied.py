@@ -402,3 +402,20 @@ def test_a_gradient_leaves_after_the_last_pass_that_adds_to_it_for_those_who_sha
         expected[here] = [(last, there)]
     tied = [[(stage, "block.up.weight") for stage in stages]]
     assert world.run(sent_when, name, tied, ranks=4) == expected
+
+
+def one_way(group: Any) -> float:
+    """A bidirectional placement where all microbatches take the first route: the copies of the other one have no pass of their own."""
+    linear = zb.make("1f1b", group.size(), 4)
+    schedule = zb.Schedule("one-way", zb.Placement.bidirectional(group.size()), 4, linear.rows, (0,) * 4)
+    with zb.Pipeline(Stage, schedule, 4, loss_fn, group=group, tied=ends(2)) as pipe:
+        stages = shared_model(ends(2), 2)
+        pipe.step(*batch(4))
+        one_device(stages, 4, *batch(4))
+        grads = [(p.grad, q.grad) for s, m in pipe.modules.items() for p, q in zip(m.parameters(), stages[s].parameters(), strict=True)]
+        assert all(p is not None and q is not None for p, q in grads)
+        return max((p - q).abs().max().item() for p, q in grads)  # type: ignore[operator]
+
+
+def test_copies_without_a_pass_get_the_sum_too(world: Ranks) -> None:
+    assert max(world.run(one_way, ranks=2)) <= 1e-14

@@ -136,6 +136,8 @@ class Copies:
 
     def sum(self) -> None:
         """After a step: give every copy the sum of this step's gradients, added to what was set aside."""
+        for one in self._unsent:  # those of stages that had no pass in this step
+            one.send()
         for one in self._sums:
             one.finish()
         for parameter, before in self._aside.items():

@@ -104,8 +104,9 @@ class Executor:
         self._batch: Batch | None = None
         self._seed = torch.ones((), device=transport.device)
         self._calls = [self._compile(action) for action in self.row]
-        for stage, close in closing.items():
-            self._calls[self._last(stage)] = partial(_both, self._calls[self._last(stage)], close)
+        for stage, position in self._last_passes().items():
+            if stage in closing:
+                self._calls[position] = partial(_both, self._calls[position], closing[stage])
 
     def run(self, batch: Batch) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
@@ -148,10 +149,10 @@ class Executor:
             return partial(self._post_out, action.value, action.peer)
         return partial(self._free, action.value)
 
-    def _last(self, stage: int) -> int:
-        """Where in the row the last pass is that adds to the gradients of `stage`."""
+    def _last_passes(self) -> dict[int, int]:
+        """For each stage, where in the row the last pass is that adds to its gradients."""
         passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
-        return max(position for position, op in passes if op.stage == stage and op.kind is not Kind.F)
+        return {op.stage: position for position, op in passes if op.kind is not Kind.F}
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
