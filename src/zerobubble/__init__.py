@@ -28,8 +28,15 @@ from zerobubble.verify_program import program_faults
 if TYPE_CHECKING:
     from zerobubble.runtime.optimizer.validation import PostValidation as PostValidation
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
+    from zerobubble.runtime.skips import pop as pop
+    from zerobubble.runtime.skips import stash as stash
 
-_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline", "PostValidation": "zerobubble.runtime.optimizer.validation"}
+_NEEDS_TORCH = {
+    "Pipeline": "zerobubble.runtime.pipeline",
+    "PostValidation": "zerobubble.runtime.optimizer.validation",
+    "pop": "zerobubble.runtime.skips",
+    "stash": "zerobubble.runtime.skips",
+}
 
 __all__ = [
     "SCHEDULES",

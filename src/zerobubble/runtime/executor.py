@@ -6,8 +6,9 @@ for nothing else; what was sent is kept until the program frees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -77,6 +78,7 @@ class Executor:
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
     `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in hand, for whoever
     has to explain a failure. A row with a `turning` point can be asked to start over there.
+    `closing` has calls to be made when the last backward pass of a stage is over.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Executor:
         pace: Pace | None,
         overlap: Overlap | None = None,
         turning: TurningPoint | None = None,
+        closing: Mapping[int, Call] = MappingProxyType({}),
     ) -> None:
         self.program = program
         self.overlap = overlap
@@ -106,6 +109,9 @@ class Executor:
         self._values: dict[Value, Any] = {}
         self._batch: Batch | None = None
         self._calls = [self._compile(action) for action in self.row]
+        for stage, position in self._last_passes().items():
+            if stage in closing:
+                self._calls[position] = partial(_both, self._calls[position], closing[stage])
 
     def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.
@@ -171,6 +177,11 @@ class Executor:
         if isinstance(action, Send):
             return partial(self._post_out, action.value, action.peer)
         return partial(self._free, action.value)
+
+    def _last_passes(self) -> dict[int, int]:
+        """For each stage, where in the row the last pass is that adds to its gradients."""
+        passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
+        return {op.stage: position for position, op in passes if op.kind is not Kind.F}
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
@@ -280,3 +291,8 @@ class Executor:
     def _free(self, value: Value) -> None:
         self._mailbox.release(value)
         del self._values[value]
+
+
+def _both(first: Call, second: Call) -> None:
+    first()
+    second()
