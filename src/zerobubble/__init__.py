@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from zerobubble.runtime.measure.live import write_scalars as write_scalars
     from zerobubble.runtime.optimizer.validation import PostValidation as PostValidation
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
+    from zerobubble.runtime.skips import pop as pop
+    from zerobubble.runtime.skips import stash as stash
 
 _NEEDS_TORCH = {
     "Pipeline": "zerobubble.runtime.pipeline",
     "PostValidation": "zerobubble.runtime.optimizer.validation",
     "StepReport": "zerobubble.runtime.measure.live",
     "log_steps": "zerobubble.runtime.measure.live",
+    "pop": "zerobubble.runtime.skips",
+    "stash": "zerobubble.runtime.skips",
     "write_scalars": "zerobubble.runtime.measure.live",
 }
 

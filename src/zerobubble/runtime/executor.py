@@ -6,9 +6,10 @@ for nothing else; what was sent is kept until the program frees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Executor:
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
     `records` tells what ran when; while `recording`, when messages were sent and waited for; with a `meter` set, what was held.
     While it runs, `at` is the action in hand, for whoever has to explain a failure. A row with a `turning` point can be asked to start
-    over there.
+    over there. `closing` has calls to be made when the last backward pass of a stage is over.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Executor:
         pace: Pace | None,
         overlap: Overlap | None = None,
         turning: TurningPoint | None = None,
+        closing: Mapping[int, Call] = MappingProxyType({}),
     ) -> None:
         self.program = program
         self.overlap = overlap
@@ -109,6 +111,7 @@ class Executor:
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
         self._values: dict[Value, Any] = {}
         self._batch: Batch | None = None
+        self._closing = closing
         self._messages: list[tuple[Doing, Value, Mark, Mark]] = []
         self._optimizer: list[tuple[Mark, Mark]] = []
         self._recording = False
@@ -124,6 +127,9 @@ class Executor:
         if value is not self._recording:
             self._recording = value
             self._calls = [self._compile(action) for action in self.row]
+            for stage, position in self._last_passes().items():
+                if stage in self._closing:
+                    self._calls[position] = partial(_both, self._calls[position], self._closing[stage])
 
     def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.
@@ -199,6 +205,11 @@ class Executor:
         if isinstance(action, Send):
             return self._timed(Doing.SEND, action.value, partial(self._post_out, action.value, action.peer))
         return partial(self._free, action.value)
+
+    def _last_passes(self) -> dict[int, int]:
+        """For each stage, where in the row the last pass is that adds to its gradients."""
+        passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
+        return {op.stage: position for position, op in passes if op.kind is not Kind.F}
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
@@ -329,3 +340,8 @@ class Executor:
     def _free(self, value: Value) -> None:
         self._mailbox.release(value)
         del self._values[value]
+
+
+def _both(first: Call, second: Call) -> None:
+    first()
+    second()

@@ -38,6 +38,7 @@ from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_ch
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Gradients, Stage
+from zerobubble.runtime.ties import Place, Tied, read_tied
 from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class Pipeline:
     `zerobubble plan` names them) with no more than `memory_limit` bytes of activations (of each rank, or all alike) is planned beside the
     training and changed to between two steps, and planned anew when passes come to take another time. `plan` tells which.
 
+    `tied` makes parameters of several stages one: groups such as `[(0, "tok.weight"), (3, "head.weight")]` of stages and names of
+    parameters or whole modules in them, "" for a whole stage. They start with the values of the first of their group, `step` leaves the
+    sum of all their gradients in each, and a norm counts them once.
+
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
@@ -102,6 +107,7 @@ class Pipeline:
         peak_flops: float | None = None,
         memory_limit: int | Sequence[int] | None = None,
         placement: str | Placement = "linear",
+        tied: Tied = (),
     ) -> None:
         self.on_step = on_step
         self._steps = 0
@@ -119,6 +125,7 @@ class Pipeline:
             raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
         self.rank, ranks = self._transport.rank, self._transport.size
         self._board = NoticeBoard(self._transport.store, self.rank, ranks, self._transport.store_host, self._doing)
+        self._copies = Copies(Placement.linear(ranks), {}, self._transport, ())
         self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
         with self._ending_all("while meeting the other ranks"), meeting("meeting the other ranks"):
             self._transport.meet()
@@ -139,6 +146,7 @@ class Pipeline:
             self._flops = FlopBook(peak_flops) if peak_flops is not None else None
             programs = _programs(self.schedule)
             stages = self._staged(self.schedule)
+            ties = read_tied(tied, self.schedule.num_stages)
             order = _seal(self.schedule.to_text())
             terms |= {"schedule": f"{self.schedule.name} of {num_microbatches} microbatches #{order}", "kind of device": self.device.type}
         except ZeroBubbleError as error:
@@ -150,7 +158,7 @@ class Pipeline:
         self._agree(fault, terms)
         with self._ending_all("while connecting the ranks"), meeting("connecting the ranks"):
             self._transport.open(self.device, every_channel(self.schedule.placement))
-        self._copies = self._level()
+        self._copies = self._level(ties)
         self.pace = Pace(pace) if pace is not None else None
         self._overlap = overlap
         self._given_schedule = schedule
@@ -241,13 +249,13 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
 
-        Every parameter counts once, whatever number of stages or copies of a stage share it. A norm that is not finite scales gradients
-        as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes from.
-        Raises `PipelineError` on every rank when any rank fails.
+        Every parameter counts once, whatever number of stages share it, copy it or are tied in it. A norm that is not finite scales
+        gradients as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes
+        from. Raises `PipelineError` on every rank when any rank fails.
         """
         self._settle()
         with self._ending_all("while clipping gradients"):
-            norms = clip.gather_norms(clip.norms_of(self.modules, norm_type), self._transport)
+            norms = clip.gather_norms(clip.norms_of(clip.counted(self.modules, self._copies.elsewhere), norm_type), self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
@@ -333,10 +341,10 @@ class Pipeline:
         if schedule.is_forward_only:
             return Piece(schedule, stages, None, infer)
         if self._validation is None:
-            train = Executor(programs[0], stages, self._transport, self.pace, self._overlap)
+            train = Executor(programs[0], stages, self._transport, self.pace, self._overlap, closing=self._copies.closing)
         else:
             program, turning = with_turning_points(programs[0])
-            train = Executor(sound(program), stages, self._transport, self.pace, self._overlap, turning[self.rank])
+            train = Executor(sound(program), stages, self._transport, self.pace, self._overlap, turning[self.rank], self._copies.closing)
         self._openings[train] = Opening(schedule, self._transport)
         return Piece(schedule, stages, train, infer)
 
@@ -376,12 +384,11 @@ class Pipeline:
             self._shut("the pipeline was never opened")
             raise InputError("; ".join(faults))
 
-    def _level(self) -> Copies:
-        """The stages that other ranks hold too, all copies made equal."""
-        copies = Copies(self.schedule.placement, self.modules, self._transport)
+    def _level(self, tied: tuple[tuple[Place, ...], ...]) -> Copies:
+        """The parameters that are held elsewhere, too, all made equal."""
+        copies = Copies(self.schedule.placement, self.modules, self._transport, tied)
         try:
-            if len(self.schedule.placement.routes) > 1:
-                copies.level()
+            copies.level()
         except InputError:
             self._shut("the pipeline was never opened")
             raise
@@ -412,6 +419,7 @@ class Pipeline:
             stack.callback(stop_collecting)
             for stage in stages.values():
                 stage.meter = meter
+                stage.parameters = tuple(stage.module.parameters())
                 if stage.split:
                     stack.enter_context(shadowing(stage.module))
             loss = self._run(executor, given, None)
@@ -521,6 +529,7 @@ class Pipeline:
         let_go(error)
         for executor in self._openings:
             executor.clear()
+        self._copies.clear()
         self._shut(note.message, note)
         if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
             raise error

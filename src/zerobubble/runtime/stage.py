@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
@@ -18,12 +17,19 @@ from zerobubble.runtime.measure.held import held_bytes
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.nest import Parcel, take_apart
 from zerobubble.runtime.messages.wire import shapes_of
+from zerobubble.runtime.skips import carry
 from zerobubble.runtime.split.work import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
 """What crosses a stage boundary; a `Parcel` where it is more than the positional arguments of the next stage."""
 Gradients = tuple[Tensor | None, ...]
 """The gradients of those tensors that can have one; None for one that the stage after it ignored."""
+_AVERAGING = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
+    "torch.distributed._composable.replicate.DDP": "module under replicate()",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FullyShardedDataParallel",
+}
+"""Classes of modules that reduce gradients in the middle of a step, by name: most programs never import them."""
 
 
 class Stage:
@@ -31,21 +37,23 @@ class Stage:
 
     `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
     `differentiable` names and gives those of the inputs that can have one. With `split`, the weight gradients wait for `weight`.
+    `parameters` are those the module has now: set them before a step, as `meter`.
 
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
 
     def __init__(self, module: nn.Module, index: int, *, split: bool) -> None:
-        if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        averaging = [name for part in module.modules() for name in _kinds(part) if name in _AVERAGING]
+        if averaging:
             raise InputError(
-                f"stage {index} holds a DistributedDataParallel, which averages gradients before every microbatch has added to them; "
+                f"stage {index} holds a {_AVERAGING[averaging[0]]}, which averages gradients before every microbatch has added to them; "
                 "give the module without it, and average `.grad` over its group after each step"
             )
         self.module = module
         self.index = index
         self.meter: Meter | None = None
         self.split = split
-        self._parameters = tuple(module.parameters())
+        self.parameters = tuple(module.parameters())
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
 
@@ -53,7 +61,7 @@ class Stage:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
         work = WeightWork(self.meter) if self.split else None
         collect_into(work)
-        outputs = self._run(inputs, finish)
+        outputs = carry(self._run, inputs, finish, self.index)
         edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._saved[microbatch] = (leaves, edges, work)
@@ -61,7 +69,7 @@ class Stage:
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
-        return self._run(inputs, finish)
+        return carry(self._run, inputs, finish, self.index)
 
     def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         if self.meter is None:
@@ -89,7 +97,7 @@ class Stage:
         """
         leaves, edges, work = self._saved.pop(microbatch)
         collect_into(work, backward=True)
-        fresh = [parameter for parameter in self._parameters if parameter.grad is None]
+        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         if edges:
             edges, gradients = _with_gradient(edges, gradients)
         if edges:
@@ -112,12 +120,16 @@ class Stage:
         tensors = [tensor for leaves, _, _ in saved for tensor in leaves]
         tensors += [tensor for work in works for tensor in work.held]
         nodes = [edge.node for _, edges, _ in saved for edge in edges]
-        return len(self._saved.keys() | self._work.keys()), held_bytes(tensors, nodes, (*self._parameters, *self.module.buffers()))
+        return len(self._saved.keys() | self._work.keys()), held_bytes(tensors, nodes, (*self.parameters, *self.module.buffers()))
 
     def clear(self) -> None:
         """Forget every microbatch in flight."""
         self._saved.clear()
         self._work.clear()
+
+
+def _kinds(module: nn.Module) -> list[str]:
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
 
 
 def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | None]) -> None:

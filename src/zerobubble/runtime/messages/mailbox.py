@@ -13,7 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
 from zerobubble.program import Channel, Program, Recv, Send
 from zerobubble.rules import Stuff, Value, uses
-from zerobubble.runtime.messages.nest import Layout, Parcel, changes
+from zerobubble.runtime.messages.nest import Layout, Parcel, changes, layout_of
 from zerobubble.runtime.messages.rings import Rings
 from zerobubble.runtime.messages.transport import Transport, lost_with, wait
 from zerobubble.runtime.messages.wire import Known, Shapes, look_like, read_note, shapes_of, write_note
@@ -146,15 +146,15 @@ class Mailbox:
 
     def _check(self, value: Value, tensors: Tensors) -> None:
         """See that an activation is what it was, or learn what it is."""
-        known, layout = self._known, None if type(tensors) is tuple else _layout_of(tensors)
+        known, layout = self._known, None if type(tensors) is tuple else layout_of(tensors)
         if self._announcing:
             known[value] = shapes_of(tensors)
             if layout is not None:
                 known.layouts[value] = layout
-        elif not look_like(tensors, known[value]):
-            raise InputError(_changed(value, known[value], shapes_of(tensors)))
         elif (known.layouts or layout is not None) and known.layouts.get(value) != layout:
             raise InputError(_changed_layout(value, known.layouts.get(value), layout))
+        elif not look_like(tensors, known[value]):
+            raise InputError(_changed(value, known[value], shapes_of(tensors)))
 
     def _laid_out(self, value: Value, tensors: Tensors) -> Tensors:
         layout = self._known.layouts.get(value)
@@ -212,10 +212,6 @@ def _changed(value: Value, before: Shapes, now: Shapes) -> str:
         f"{_describe(value)} is {got}, but was {was} in an earlier step with the same input shapes; "
         "pad it to one shape, or let it follow from the shape of the inputs"
     )
-
-
-def _layout_of(tensors: Tensors) -> Layout:
-    return tensors.layout if isinstance(tensors, Parcel) else None
 
 
 def _changed_layout(value: Value, before: Layout, now: Layout) -> str:

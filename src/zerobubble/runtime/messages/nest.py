@@ -36,7 +36,17 @@ class Branch(NamedTuple):
         return self.kind.__name__ + (f" of {', '.join(map(repr, self.keys))}" if self.keys else f" of {len(self.parts)}")
 
 
-Layout: TypeAlias = Branch | Constant | None
+class Stashed(NamedTuple):
+    """Arguments of this `layout`, None where they are a plain tuple of tensors, and behind them the tensors stashed under `names`."""
+
+    layout: Layout
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{'tensors' if self.layout is None else self.layout} with {', '.join(map(repr, self.names))} stashed"
+
+
+Layout: TypeAlias = Branch | Constant | Stashed | None
 """How a value is put together from tensors; None stands for a tensor. Equal layouts put equal tensors together to equal values."""
 
 
@@ -80,6 +90,11 @@ class Parcel(tuple[Tensor, ...]):
         return ((), {**nest, **self.extra}) if isinstance(nest, dict) else (nest, self.extra)
 
 
+def layout_of(tensors: tuple[Tensor, ...]) -> Layout:
+    """How the tensors of a message lie, None for a plain tuple of them."""
+    return tensors.layout if isinstance(tensors, Parcel) else None
+
+
 def with_extra(tensors: tuple[Tensor, ...], extra: dict[str, Any]) -> Parcel:
     """These arguments with more keyword arguments."""
     layout = tensors.layout if isinstance(tensors, Parcel) else Branch(tuple, (), (None,) * len(tensors))
@@ -113,6 +128,7 @@ def put_together(layout: Layout, tensors: Iterator[Any]) -> Any:
         return next(tensors)
     if isinstance(layout, Constant):
         return _value_of(layout)
+    assert isinstance(layout, Branch)
     parts = [put_together(part, tensors) for part in layout.parts]
     if layout.kind in _MAPS:
         return layout.kind(zip(layout.keys, parts, strict=True))

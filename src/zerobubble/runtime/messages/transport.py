@@ -28,6 +28,7 @@ from zerobubble.runtime.inquest import IN_TIME
 from zerobubble.runtime.messages.shared import Doors, PeerGoneError, Wire, is_supported
 
 _CONTROL_TAG = 16
+_LANES = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
 
 
 class LostContactError(Exception):
@@ -71,7 +72,7 @@ class Transport:
         """
         self.device = device
         places = self.gather_objects((platform.node(), _boot(), device.type == "cpu" and is_supported()))
-        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
+        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(2 * len(_LANES) if device.type == "cuda" else 1)]
         if len(set(places)) == 1 and places[0][2] and channels:
             self._connect(channels)
         self._all_gather(torch.zeros(1))
@@ -97,7 +98,7 @@ class Transport:
 
     def _lane(self, stuff: Stuff, source: int, destination: int) -> tuple[int, int]:
         """The backend and the tag of a channel."""
-        lane = 2 * (stuff is Stuff.GRADIENT) + (source < destination)
+        lane = 2 * _LANES.index(stuff) + (source < destination)
         return (lane, 0) if len(self._lanes) > 1 else (0, lane)
 
     def sender(self, stuff: Stuff, peer: int) -> Any:

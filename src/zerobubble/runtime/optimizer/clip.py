@@ -6,7 +6,7 @@ makes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ Norms = dict[int, Tensor]
 """The norms of the gradients of each stage that has any, one after another on the CPU."""
 
 
-def counted(modules: Mapping[int, nn.Module]) -> dict[int, list[nn.Parameter]]:
-    """The parameters of each stage of this rank, in order; one of several stages counts with the first of them."""
-    taken: set[nn.Parameter] = set()
+def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] = ()) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each stage of this rank, in order, but for those that count `elsewhere`; one of several stages counts with the
+    first of them."""
+    taken: set[nn.Parameter] = set(elsewhere)
     found: dict[int, list[nn.Parameter]] = {}
     for stage, module in sorted(modules.items()):
         found[stage] = [parameter for parameter in module.parameters() if parameter not in taken]
@@ -29,10 +30,10 @@ def counted(modules: Mapping[int, nn.Module]) -> dict[int, list[nn.Parameter]]:
     return found
 
 
-def norms_of(modules: Mapping[int, nn.Module], norm_type: float) -> Norms:
-    """The norms of this rank's gradients, in the order of `counted`."""
+def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float) -> Norms:
+    """The norms of the gradients of a rank's parameters, by stage; `counted` gives those that a norm of the whole model counts."""
     norms: Norms = {}
-    for stage, parameters in counted(modules).items():
+    for stage, parameters in parts.items():
         gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
         if gradients:
             norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]).cpu()

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.optimizer.clip import Norms, counted
+from zerobubble.runtime.optimizer.clip import Norms
 
 _WAITS, _OVERFLOWN, _HEAD = 0, 1, 2
 _ABSENT = -1.0
 
 Dtypes = dict[int, list[torch.dtype]]
+Parts = Mapping[int, list[nn.Parameter]]
+"""The parameters of each stage of a rank that a norm of the whole model counts."""
 
 
-def dtypes_of(modules: Mapping[int, nn.Module]) -> Dtypes:
+def dtypes_of(parts: Parts) -> Dtypes:
     """What a rank tells of itself before sheets are made: by stage, the dtype of each gradient."""
-    return {stage: [parameter.dtype for parameter in parameters] for stage, parameters in counted(modules).items()}
+    return {stage: [parameter.dtype for parameter in parameters] for stage, parameters in parts.items()}
 
 
 class Sheet:
@@ -27,7 +29,7 @@ class Sheet:
     then the norms, stage after stage.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], told: Sequence[Dtypes], rank: int, max_norm: float | None) -> None:
+    def __init__(self, parts: Parts, told: Sequence[Dtypes], rank: int, max_norm: float | None) -> None:
         first = {stage: (owner, dtypes) for owner, entry in reversed(list(enumerate(told))) for stage, dtypes in entry.items()}
         self._max_norm = max_norm
         self._mine: list[tuple[int, int, list[nn.Parameter]]] = []
@@ -35,7 +37,7 @@ class Sheet:
         self.length = _HEAD
         for stage, (owner, dtypes) in sorted(first.items()):
             if owner == rank:
-                self._mine.append((self.length, stage, counted(modules)[stage]))
+                self._mine.append((self.length, stage, parts[stage]))
             for dtype in dtypes:
                 self._places.setdefault(dtype, []).append(self.length)
                 self.length += 1

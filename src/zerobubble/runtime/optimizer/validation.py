@@ -23,7 +23,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import wait
 from zerobubble.runtime.optimizer.arithmetic import ByFormula, why_not
-from zerobubble.runtime.optimizer.clip import norms_of
+from zerobubble.runtime.optimizer.clip import counted, norms_of
 from zerobubble.runtime.optimizer.copy import SavedCopy
 from zerobubble.runtime.optimizer.sheet import Sheet, dtypes_of
 from zerobubble.runtime.optimizer.snapshot import Snapshot
@@ -73,9 +73,10 @@ class PostValidation:
         self._down: tuple[Any, Tensor] | None = None
         self._back: tuple[Any, Tensor] | None = None
         self._telling: list[tuple[Any, int]] = []
+        self._parts = counted(pipe.modules, pipe._copies.elsewhere)
         fault = _fault(optimizer, pipe, max_norm, undo)
         with pipe._ending_all("while making the optimizer"), meeting("making the optimizer"):
-            told = self._transport.gather_objects((fault, (max_norm, self._scaler is not None), dtypes_of(pipe.modules)))
+            told = self._transport.gather_objects((fault, (max_norm, self._scaler is not None), dtypes_of(self._parts)))
         faults = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(told) if entry[0]]
         if not faults and len({entry[1] for entry in told}) > 1:
             listed = (f"rank {r} has {entry[1][0]} {'with' if entry[1][1] else 'without'} a scaler" for r, entry in enumerate(told))
@@ -85,7 +86,7 @@ class PostValidation:
         self._undo: SavedCopy | ByFormula = (
             SavedCopy(optimizer) if undo == "copy" or (undo is None and _copy_fits(optimizer, pipe.device)) else ByFormula(optimizer)
         )
-        self._form = Sheet(pipe.modules, [entry[2] for entry in told], self._transport.rank, max_norm)
+        self._form = Sheet(self._parts, [entry[2] for entry in told], self._transport.rank, max_norm)
         if self._scaler is not None:
             self._scaler.scale(torch.ones((), device=pipe.device))  # its scale is made by its first use, which only a last stage has
         pipe._validate_with(self)
@@ -154,7 +155,7 @@ class PostValidation:
         """Step early, if this rank may; the last rank knows all."""
         self._wait_until_told()
         overflown = self._unscale()
-        norms = norms_of(self._pipe.modules, 2.0)
+        norms = norms_of(self._parts, 2.0)
         sheet = self._receive_down()
         self._form.write(sheet, norms, overflown=overflown)
         rank, size = self._transport.rank, self._transport.size
