@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.split.work import WeightWork, collect_into
 
@@ -23,11 +24,12 @@ class Stage:
 
     `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
     `differentiable` names and gives those of the inputs that can have one. With `split`, the weight gradients wait for `weight`.
+    `gradients` says where they are summed.
 
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
 
-    def __init__(self, module: nn.Module, index: int, *, split: bool) -> None:
+    def __init__(self, module: nn.Module, index: int, *, split: bool, gradients: Gradients = IN_GRAD) -> None:
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
             raise InputError(
                 f"stage {index} holds a DistributedDataParallel, which averages gradients before every microbatch has added to them; "
@@ -37,16 +39,17 @@ class Stage:
         self.index = index
         self.meter: Meter | None = None
         self.split = split
+        self._gradients = gradients
         self._parameters = tuple(module.parameters())
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        work = WeightWork(self.meter) if self.split else None
+        work = WeightWork(self.meter, self._gradients) if self.split else None
         collect_into(work)
         outputs = self._run(inputs, finish)
-        edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
+        edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._saved[microbatch] = (leaves, edges, work)
         return outputs
@@ -73,7 +76,9 @@ class Stage:
         if work is not None:
             self._work[microbatch] = work
         outputs = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
-        if fresh:
+        if self._gradients.dtype is not None:
+            self._gradients.collect(self._parameters)
+        elif fresh:
             _set_apart(fresh, (*gradients, *outputs, *(work.held if work is not None else ())))
         return outputs
 
@@ -85,6 +90,12 @@ class Stage:
         """Forget every microbatch in flight."""
         self._saved.clear()
         self._work.clear()
+
+
+def _edge(y: Tensor) -> GradientEdge:
+    """Where to go back from: `get_gradient_edge`, in short for a node in C++, which needs nobody to keep it alive."""
+    node = y.grad_fn
+    return get_gradient_edge(y) if node is None or isinstance(node, torch._C._FunctionBase) else GradientEdge(node, y.output_nr)
 
 
 def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | None]) -> None:
