@@ -295,9 +295,7 @@ KINDS: dict[str, Kind] = {
     "gpt block": Kind(Attention),
     "mlp without bias": Kind(lambda: nn.Sequential(lin(bias=False), nn.GELU(), lin(bias=False))),
     "layer norm": Kind(lambda: nn.LayerNorm(D), waits=False),
-    "raw parameters": Kind(
-        lambda: Way(lambda m, x: torch.tanh(x * m.scale) @ m.matrix, scale=parameter(D), matrix=parameter(D, D))
-    ),
+    "raw parameters": Kind(lambda: Way(lambda m, x: torch.tanh(x * m.scale) @ m.matrix, scale=parameter(D), matrix=parameter(D, D))),
     "conv1d": Kind(lambda: nn.Sequential(nn.Conv1d(5, 5, 3), nn.ReLU(inplace=True))),
     "conv2d and batch norm": Kind(
         lambda: Way(lambda m, x: m.norm(m.conv(x.unsqueeze(1))), conv=nn.Conv2d(1, 2, 3), norm=nn.BatchNorm2d(2))
@@ -428,7 +426,9 @@ KINDS: dict[str, Kind] = {
         lambda: Way(lambda m, x: m.block(x @ m.w), w=parameter(D, D), block=compiled(Block()))
     ),
     "matrix of the module, hooked": Kind(with_raw_node_hook, waits=False),
-    "matrix of the module, mapped over rows": Kind(lambda: Way(lambda m, x: torch.vmap(lambda row: row @ m.w)(x), w=parameter(D, D)), waits=False),
+    "matrix of the module, mapped over rows": Kind(
+        lambda: Way(lambda m, x: torch.vmap(lambda row: row @ m.w)(x), w=parameter(D, D)), waits=False
+    ),
     "matrix of the module, frozen": Kind(
         lambda: Way(lambda m, x: x @ m.w @ m.fixed, w=parameter(D, D), fixed=parameter(D, D).requires_grad_(False))
     ),

@@ -27,8 +27,16 @@ from zerobubble.verify_program import program_faults
 
 if TYPE_CHECKING:
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
+    from zerobubble.runtime.split.own import check_split as check_split
+    from zerobubble.runtime.split.own import deferral as deferral
+    from zerobubble.runtime.split.report import SplitReport as SplitReport
 
-_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline"}
+_NEEDS_TORCH = {
+    "Pipeline": "zerobubble.runtime.pipeline",
+    "SplitReport": "zerobubble.runtime.split.report",
+    "check_split": "zerobubble.runtime.split.own",
+    "deferral": "zerobubble.runtime.split.own",
+}
 
 __all__ = [
     "SCHEDULES",

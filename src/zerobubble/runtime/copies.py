@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.rules import Stuff
+from zerobubble.runtime.gradients import Gradients
 from zerobubble.runtime.messages.transport import Transport, wait
 
 _TOPIC = 4
@@ -22,8 +23,9 @@ class Copies:
     A rank that holds a stage on two routes has one module for both. Gradients that were there before a step are kept out of the sum.
     """
 
-    def __init__(self, placement: Placement, modules: dict[int, nn.Module], transport: Transport) -> None:
+    def __init__(self, placement: Placement, modules: dict[int, nn.Module], transport: Transport, gradients: Gradients) -> None:
         self._transport = transport
+        self._gradients = gradients
         homes = {stage: tuple(dict.fromkeys(route[stage] for route in placement.routes)) for stage in modules}
         self.ranks = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
         self._modules = modules
@@ -53,8 +55,8 @@ class Copies:
     def set_aside(self) -> None:
         """Before a step: take the gradients of earlier steps out of `.grad`."""
         for parameter in self._parameters():
-            self._aside[parameter] = parameter.grad
-            parameter.grad = None
+            self._aside[parameter] = self._gradients.of(parameter)
+            self._gradients.put(parameter, None)
 
     def sum(self) -> None:
         """After a step: give every copy the sum of this step's gradients, added to what was set aside; a shared parameter counts once."""
@@ -65,7 +67,8 @@ class Copies:
             summed.update(parameters)
         for parameter, before in self._aside.items():
             if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+                more = self._gradients.of(parameter)
+                self._gradients.put(parameter, before if more is None else before.add_(more))
         self._aside.clear()
 
     def _parameters(self) -> Iterable[nn.Parameter]:
@@ -74,25 +77,28 @@ class Copies:
     def _sum_stage(self, parameters: list[nn.Parameter], ranks: tuple[int, ...]) -> None:
         """Every copy sends its gradients to all others and adds them up in the order of the routes, so that all get the same bits."""
         rank, others = self._transport.rank, [other for other in ranks if other != self._transport.rank]
-        present = [float(parameter.grad is not None) for parameter in parameters]
+        mine = [self._gradients.of(parameter) for parameter in parameters]
+        present = [float(gradient is not None) for gradient in mine]
         telling = [self._transport.tell(present, other, _TOPIC) for other in others]
-        sending = [(self._send(p.grad, other), other) for other in others for p in parameters if p.grad is not None]
-        parts = {rank: [parameter.grad for parameter in parameters]}
+        sending = [(self._send(gradient, other), other) for other in others for gradient in mine if gradient is not None]
+        parts = {rank: mine}
         for other in others:
             work, flags = self._transport.listen(len(parameters), other, _TOPIC)
             wait(work, other, "summing the gradients of a stage's copies")
-            parts[other] = [self._receive(p, other) if flag else None for p, flag in zip(parameters, flags.tolist(), strict=True)]
+            parts[other] = [
+                self._receive(p, other, self._gradients.dtype) if flag else None for p, flag in zip(parameters, flags.tolist(), strict=True)
+            ]
         for parameter, *gradients in zip(parameters, *(parts[home] for home in ranks), strict=True):
             found = [gradient for gradient in gradients if gradient is not None]
-            parameter.grad = sum(found[1:], found[0].clone()) if found else None
+            self._gradients.put(parameter, sum(found[1:], found[0].clone()) if found else None)
         for work, other in [*sending, *((work, other) for (work, _), other in zip(telling, others, strict=True))]:
             wait(work, other, "summing the gradients of a stage's copies")
 
     def _send(self, tensor: Tensor, peer: int) -> Any:
         return self._transport.sender(Stuff.GRADIENT, peer)(tensor.contiguous())
 
-    def _receive(self, like: Tensor, peer: int) -> Tensor:
-        room = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+    def _receive(self, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
+        room = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
         wait(self._transport.receiver(Stuff.GRADIENT, peer)(room), peer, "receiving from a stage's copy")
         return room
 

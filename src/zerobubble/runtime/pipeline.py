@@ -21,6 +21,7 @@ from zerobubble.runtime.batch import join_outputs, split_batch
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
 from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
+from zerobubble.runtime.gradients import Gradients
 from zerobubble.runtime.loss import LossBook
 from zerobubble.runtime.measure import profile, trace
 from zerobubble.runtime.measure.memory import Meter
@@ -55,6 +56,9 @@ class Pipeline:
     the other. A bidirectional schedule has a copy of a stage on each route: copies start with the parameters of the first route's, and
     `step` leaves the sum of their gradients in each.
 
+    With `main_grad`, such as torch.float32 for a model in bfloat16, gradients are summed in `parameter.main_grad` of that type, and `.grad`
+    stays None; set it to None to begin anew.
+
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
@@ -69,6 +73,7 @@ class Pipeline:
         timeout: float = 120.0,
         pace: Costs | None = None,
         overlap: Overlap | None = None,
+        main_grad: torch.dtype | None = None,
     ) -> None:
         self._closed: str | None = None
         self._openings: dict[Executor, Opening] = {}
@@ -82,7 +87,9 @@ class Pipeline:
             self.device = _device(self.modules)
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
-            self._stages = {s: Stage(m, s, split=s in self.schedule.split_stages) for s, m in self.modules.items()}
+            self._gradients = Gradients(main_grad)
+            splits = self.schedule.split_stages
+            self._stages = {s: Stage(m, s, split=s in splits, gradients=self._gradients) for s, m in self.modules.items()}
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
@@ -138,9 +145,9 @@ class Pipeline:
         Raises `PipelineError` on every rank when any rank fails.
         """
         with self._ending_all("while clipping gradients"):
-            norms = clip.gather_norms(clip.norms_of(self.modules, norm_type), self._transport)
+            norms = clip.gather_norms(clip.norms_of(self.modules, norm_type, self._gradients), self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        clip.scale(self.parameters(), max_norm, total, self._gradients)
         return total
 
     def profile(self, inputs: Any = None, targets: Any = None, *, steps: int = 3, progress: Progress | None = None) -> Costs:
@@ -196,7 +203,7 @@ class Pipeline:
 
     def _level(self) -> Copies:
         """The stages that other ranks hold too, all copies made equal."""
-        copies = Copies(self.schedule.placement, self.modules, self._transport)
+        copies = Copies(self.schedule.placement, self.modules, self._transport, self._gradients)
         try:
             if len(self.schedule.placement.routes) > 1:
                 copies.level()

@@ -6,12 +6,13 @@ makes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.gradients import Gradients
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import Transport
 
@@ -19,15 +20,15 @@ Norms = dict[int, Tensor]
 """The norms of the gradients of each stage that has any, one after another on the CPU."""
 
 
-def norms_of(modules: Mapping[int, nn.Module], norm_type: float) -> Norms:
+def norms_of(modules: Mapping[int, nn.Module], norm_type: float, gradients: Gradients) -> Norms:
     """The norms of this rank's gradients; a parameter of several stages counts with the first of them."""
     taken: set[nn.Parameter] = set()
     norms: Norms = {}
     for stage, module in sorted(modules.items()):
-        gradients = [p.grad.detach() for p in module.parameters() if p.grad is not None and p not in taken]
+        found = [g.detach() for p in module.parameters() if p not in taken and (g := gradients.of(p)) is not None]
         taken.update(module.parameters())
-        if gradients:
-            norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]).cpu()
+        if found:
+            norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in found]).cpu()
     return norms
 
 
@@ -52,3 +53,15 @@ def total_norm(norms: Norms, norm_type: float, *, error_if_nonfinite: bool) -> T
             "leave this step out, or let error_if_nonfinite be False to scale by it all the same"
         )
     return total
+
+
+def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
+    """Scale gradients as `torch.nn.utils.clip_grads_with_norm_` does, wherever they are."""
+    if gradients.dtype is None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        gradient = gradients.of(parameter)
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.device))

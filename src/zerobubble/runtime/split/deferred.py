@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from zerobubble.runtime.split import conv, embedding, linear
-from zerobubble.runtime.split.gate import accumulator_is_kept, can_train
+from zerobubble.runtime.split.gate import can_train, watching
 from zerobubble.runtime.split.raw import Catching, owns_matrices
 
 WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -33,11 +32,12 @@ WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
 def shadowing(module: nn.Module) -> Iterator[None]:
     """Shadow every layer of `module` that has a way; each call then decides whether its weight gradient can wait."""
     shadowed = {part: way for part in module.modules() if (way := way_of(part)) is not None}
-    kept = _kept(module) if _catching in shadowed.values() else frozenset()
+    is_own = any(part._parameters and not _is_torchs(part) for part in module.modules())
     for part, way in shadowed.items():
-        part.__dict__["forward"] = MethodType(partial(way, kept) if way is _catching else way, part)
+        part.__dict__["forward"] = MethodType(way, part)
     try:
-        yield
+        with watching(module.parameters() if is_own else ()):
+            yield
     finally:
         for part in shadowed:
             part.__dict__.pop("forward", None)
@@ -50,8 +50,8 @@ def way_of(part: nn.Module) -> Callable[..., Any] | None:
         return None
     if own in WAYS:  # `part.weight` may be computed, and computing it may change buffers
         return WAYS[own] if can_train(part._parameters.get("weight")) and _convolves_plainly(part) else None
-    is_torchs = own.__module__.startswith("torch.")  # such give their parameters to one kernel, in which nothing can be caught
-    return None if is_torchs or not owns_matrices(part) else _catching
+    # torch's others give their parameters to one kernel, in which nothing can be caught
+    return None if _is_torchs(part) or not owns_matrices(part) else _catching
 
 
 def _convolves_plainly(part: nn.Module) -> bool:
@@ -59,11 +59,10 @@ def _convolves_plainly(part: nn.Module) -> bool:
     return own in (None, nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
 
-def _kept(module: nn.Module) -> frozenset[nn.Parameter]:
-    """The parameters whose gradients somebody is set to watch."""
-    return frozenset(p for p in module.parameters() if p.requires_grad and accumulator_is_kept(p))
+def _is_torchs(part: nn.Module) -> bool:
+    return type(part).forward.__module__.startswith("torch.")
 
 
-def _catching(kept: frozenset[nn.Parameter], part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with Catching(kept):
+def _catching(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with Catching():
         return type(part).forward(part, *args, **kwargs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -21,7 +24,22 @@ def work_for(weight: Tensor, x: Tensor) -> WeightWork | None:
 
 def is_watched(weight: Tensor) -> bool:
     """Whether a hook is to see the gradient of `weight`."""
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)) or weight in _kept
+
+
+_kept: set[Tensor] = set()
+"""The parameters of the stages in a step whose accumulators somebody keeps; within a Function that cannot be told any more."""
+
+
+@contextmanager
+def watching(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Find out whose accumulators are kept, for the length of a step."""
+    kept = {parameter for parameter in parameters if parameter.requires_grad and accumulator_is_kept(parameter)}
+    _kept.update(kept)
+    try:
+        yield
+    finally:
+        _kept.difference_update(kept)
 
 
 def accumulator_is_kept(weight: Tensor) -> bool:

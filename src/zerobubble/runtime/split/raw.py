@@ -37,21 +37,21 @@ _TAKEN: tuple[set[str], ...] = (set(), {"bias"}, {"offs"})
 class Catching(TorchFunctionMode):
     """Sends products of parameters to where their weight gradient can wait."""
 
-    def __init__(self, watched: frozenset[nn.Parameter]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._watched = watched
         self._hooks = _saving_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         ours = _CAUGHT.get(func)
-        if ours is None or torch.compiler.is_compiling() or not self._is_plain(args, kwargs) or _saving_hooks() != self._hooks:
+        if ours is None or torch.compiler.is_compiling() or not _is_plain(args, kwargs) or _saving_hooks() != self._hooks:
             return func(*args, **kwargs)
         return ours(func, *args, **kwargs)
 
-    def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call names a parameter among its tensors and has no options that our ways do not know."""
-        return kwargs.keys() in _TAKEN and any(type(arg) is nn.Parameter and arg not in self._watched for arg in args)
+
+def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call names a parameter among its tensors and has no options that our ways do not know."""
+    return kwargs.keys() in _TAKEN and any(type(arg) is nn.Parameter for arg in args)
 
 
 def _saving_hooks() -> Any:
