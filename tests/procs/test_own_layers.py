@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,10 @@ class Transposed(Product):
 def test_a_gradient_of_another_shape_is_refused() -> None:
     with pytest.raises(zb.InputError, match=r"left for a weight of shape \(6, 4\) has the shape \(2, 4, 6\)"):
         train(lambda: Way(lambda m, x: Transposed.apply(m.weight, x), weight=parameter(D, 4)), "x", Ours)
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "split.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(program, {"__name__": "page"})
+    assert capsys.readouterr().out == "waits for W: weight\n"

@@ -31,6 +31,7 @@ from zerobubble.runtime.messages.transport import LostContactError, Transport
 from zerobubble.runtime.optimizer import clip
 from zerobubble.runtime.pace import Pace
 from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Stage
 from zerobubble.schedules import make
@@ -177,6 +178,17 @@ class Pipeline:
         """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it."""
         with self._ending_all("while gathering a timeline"):
             return self._timeline(self._train)
+
+    def describe(self) -> SplitReports:
+        """How each stage splits its backward pass, the same on every rank; every rank must call it.
+
+        After a training step it tells how much of the weight gradients W did, and which parameters got theirs in B. Of the copies of a
+        stage, the first rank's is told. Raises `PipelineError` as `step` does.
+        """
+        with self._ending_all("while describing the split"), meeting("describing the split"):
+            told = self._transport.gather_objects([stage.report() for stage in self._stages.values()])
+        found = {report.stage: report for reports in reversed(told) for report in reports}
+        return SplitReports(found[stage] for stage in sorted(found))
 
     def close(self) -> None:
         """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""

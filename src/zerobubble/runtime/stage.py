@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zerobubble.errors import InputError
 from zerobubble.runtime.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.split.count import WeightFlops, flops_of, is_compiled
+from zerobubble.runtime.split.report import SplitReport, at_once
 from zerobubble.runtime.split.work import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
@@ -43,12 +45,19 @@ class Stage:
         self._parameters = tuple(module.parameters())
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
+        self._sample: int | None = None
+        self._shapes: list[torch.Size] = []
+        self._flops = 0
+        self._share: float | None = None
+        self._at_once: tuple[str, ...] = ()
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
         work = WeightWork(self.meter, self._gradients) if self.split else None
         collect_into(work)
-        outputs = self._run(inputs, finish)
+        if self._sample is None:
+            self._sample = microbatch
+        outputs = self._run(inputs, finish) if microbatch != self._sample else self._run_counting(inputs, finish)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._saved[microbatch] = (leaves, edges, work)
@@ -66,6 +75,17 @@ class Stage:
             output = self.module(*inputs)
             return (finish(output),) if finish else as_tensors(output, self.index)
 
+    def _run_counting(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        """As `_run`, and where shapes are new, count what the weight gradients of a stage that splits take."""
+        shapes = [x.shape for x in inputs]
+        if not self.split or shapes == self._shapes or is_compiled(self.module):
+            return self._run(inputs, finish)
+        self._shapes = shapes
+        with WeightFlops(p for p in self._parameters if p.requires_grad) as counted:
+            outputs = self._run(inputs, finish)
+        self._flops = counted.total
+        return outputs
+
     def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
         """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs."""
         leaves, edges, work = self._saved.pop(microbatch)
@@ -75,6 +95,9 @@ class Stage:
             Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:
             self._work[microbatch] = work
+            if microbatch == self._sample and self._flops:
+                trained = (p for p in self._parameters if p.grad is not None)
+                self._at_once = at_once(self.module, work.weights(), trained)
         outputs = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
         if self._gradients.dtype is not None:
             self._gradients.collect(self._parameters)
@@ -84,7 +107,20 @@ class Stage:
 
     def weight(self, microbatch: int) -> None:
         """W: do the weight work that B of this microbatch left."""
-        self._work.pop(microbatch).run()
+        work = self._work.pop(microbatch)
+        if microbatch == self._sample and self._flops:
+            self._share = min(1.0, flops_of(work.run) / self._flops)
+            self._flops = 0
+        else:
+            work.run()
+
+    def report(self) -> SplitReport:
+        """What W did of the weight gradients, by the first microbatch of the last shapes."""
+        if not self.split:
+            return SplitReport(
+                self.index, "whole", None if self._sample is None else 0.0, ("every parameter: the schedule gives this stage BW",)
+            )
+        return SplitReport(self.index, "deferred", self._share, self._at_once)
 
     def clear(self) -> None:
         """Forget every microbatch in flight."""
