@@ -58,7 +58,7 @@ def forward(layer: Conv, x: Tensor) -> Tensor:
     weight, bias, spatial = layer.weight, layer.bias, len(layer.kernel_size)
     work = work_for(weight, x)
     if work is None or torch.is_autocast_enabled(x.device.type):
-        y: Tensor = layer._conv_forward(x, weight, bias)  # type: ignore[arg-type]
+        y: Tensor = layer._conv_forward(x, weight, bias)
         return y
     x, padding = _pad(layer, x)
     shape = _Shape(list(layer.stride), padding, list(layer.dilation), layer.groups)

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 
-class WeightFlops(TorchDispatchMode):
+class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sums in `total` the FLOPs of every product in which a tensor made from `weights` alone meets another."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self._made = {weight.untyped_storage().data_ptr(): weight for weight in weights if weight.numel()}
 
@@ -40,7 +40,7 @@ def flops_of(call: Callable[[], object]) -> int:
     """The FLOPs that `call` takes."""
     with FlopCounterMode(display=False) as counter:
         call()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -94,7 +94,7 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
             stop_collecting()
             torch.set_rng_state(state)
         waited = tuple(name for name, p in mine.named_parameters() if name in before and p.grad is not None)
-        of_inputs = {f"input {i}": next(gradients) for i, x in enumerate(leaves) if x.requires_grad}
+        of_inputs: dict[str, Tensor | None] = {f"input {i}": next(gradients) for i, x in enumerate(leaves) if x.requires_grad}
         found.append({name: p.grad for name, p in mine.named_parameters()} | of_inputs)
     wrong = [name for name in found[0] if not _close(found[1][name], found[0][name], tolerance)]
     if wrong:
