@@ -28,7 +28,7 @@ from run import KEEP, Block
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.split.graph import GraphStage
 
-SHAPES = [(512, 2, 256), (256, 2, 128)]
+SHAPES = [(512, 2, 256)]
 BLOCKS = 2
 
 

@@ -292,7 +292,7 @@ class _Trace:
 def _inductor(graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
     from torch._inductor import compile as compile_graph
 
-    compiled = compile_graph(graph, list(examples))
+    compiled = compile_graph(graph, list(examples), options={"fallback_random": True})  # the random numbers of eager mode
     return lambda tensors: compiled(*tensors)
 
 
