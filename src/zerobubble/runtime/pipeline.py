@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from zerobubble.runtime.messages.opening import Opening
 from zerobubble.runtime.messages.transport import LostContactError, Transport
 from zerobubble.runtime.optimizer import clip
 from zerobubble.runtime.pace import Pace
+from zerobubble.runtime.split.choice import make_stage, ways_of
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.split.work import stop_collecting
@@ -60,6 +61,10 @@ class Pipeline:
     With `main_grad`, such as torch.float32 for a model in bfloat16, gradients are summed in `parameter.main_grad` of that type, and `.grad`
     stays None; set it to None to begin anew.
 
+    `split` says how backward passes come apart, for all stages or for some of this rank's by index (others are "deferred"): "deferred"
+    (eager, Linears wait), "graph" (the traced graph of the stage is cut), "compiled" (its parts are compiled, too) or "whole" (B does
+    all, W nothing).
+
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
@@ -75,6 +80,7 @@ class Pipeline:
         pace: Costs | None = None,
         overlap: Overlap | None = None,
         main_grad: torch.dtype | None = None,
+        split: str | Mapping[int, str] = "deferred",
     ) -> None:
         self._closed: str | None = None
         self._openings: dict[Executor, Opening] = {}
@@ -89,8 +95,9 @@ class Pipeline:
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             self._gradients = Gradients(main_grad)
+            self._ways = ways_of(split, self.modules)
             splits = self.schedule.split_stages
-            self._stages = {s: Stage(m, s, split=s in splits, gradients=self._gradients) for s, m in self.modules.items()}
+            self._stages = {s: make_stage(self._ways[s], m, s, s in splits, self._gradients) for s, m in self.modules.items()}
             programs = _proved(self.schedule), _proved(self.schedule.forward_only())
         except ZeroBubbleError as error:
             fault = str(error)
@@ -163,7 +170,7 @@ class Pipeline:
             raise InputError(f"a profile takes at least 1 step, got {steps}")
         timelines: list[Timeline] = []
         with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device):
-            stages = {s: Stage(m, s, split=True) for s, m in self.modules.items()}
+            stages = {s: make_stage(self._ways[s], m, s, True) for s, m in self.modules.items()}
             executor = Executor(_proved(profile.one_by_one(self.schedule)), stages, self._transport, self.pace)
             self._openings[executor] = Opening(self.schedule.placement, self._transport)
             while len(timelines) <= steps:
@@ -241,7 +248,7 @@ class Pipeline:
             stack.callback(stop_collecting)
             for stage in stages.values():
                 stage.meter = meter
-                if stage.split:
+                if stage.split and self._ways[stage.index] == "deferred":
                     stack.enter_context(shadowing(stage.module))
             loss = self._run(executor, inputs, targets, None)
         assert loss is not None

@@ -38,6 +38,7 @@ class Stage:
                 "give the module without it, and average `.grad` over its group after each step"
             )
         self.module = module
+        self._call: Callable[..., Any] = module
         self.index = index
         self.meter: Meter | None = None
         self.split = split
@@ -69,10 +70,10 @@ class Stage:
 
     def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         if self.meter is None:
-            output = self.module(*inputs)
+            output = self._call(*inputs)
             return (finish(output),) if finish else as_tensors(output, self.index)
         with self.meter.counting():
-            output = self.module(*inputs)
+            output = self._call(*inputs)
             return (finish(output),) if finish else as_tensors(output, self.index)
 
     def _run_counting(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
