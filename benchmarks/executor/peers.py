@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from stages import tiny_stage
 from torch import Tensor, nn
 
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.runtime.messages.shared import SharedLane
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -19,9 +26,10 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def ours(build: Callable[[], nn.Module], name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
-    """zerobubble: (step, close)."""
-    pipe = zb.Pipeline(lambda stage, num_stages: build(), name, microbatches, mean_square)
+def ours(build: Callable[[], nn.Module], schedule: zb.Schedule, shared: bool = True) -> tuple[Step, Callable[[], None]]:
+    """zerobubble: (step, close). Without `shared`, messages go over gloo though the ranks share a machine."""
+    with nullcontext() if shared else mock.patch("zerobubble.runtime.messages.transport.is_supported", return_value=False):
+        pipe = zb.Pipeline(lambda stage, num_stages: build(), schedule, schedule.num_microbatches, mean_square)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         pipe.step(inputs, targets)
@@ -29,16 +37,34 @@ def ours(build: Callable[[], nn.Module], name: str, microbatches: int) -> tuple[
     return step, pipe.close
 
 
-def pytorch(build: Callable[[], nn.Module], name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
+def delay_messages(seconds: float) -> None:
+    """From here on, what this rank sends through shared memory arrives so much later; the sender goes on at once."""
+    put, lines = SharedLane.put, {}
+
+    def deliver(lane: SharedLane, line: SimpleQueue[Any]) -> None:
+        while True:
+            due, tensors, shapes = line.get()
+            time.sleep(max(0.0, due - time.perf_counter()))
+            put(lane, tensors, shapes)
+
+    def later(lane: SharedLane, tensors: Any, shapes: Any) -> None:
+        if lane not in lines:
+            lines[lane] = SimpleQueue()
+            threading.Thread(target=deliver, args=(lane, lines[lane]), daemon=True).start()
+        lines[lane].put((time.perf_counter() + seconds, tensors, shapes))
+
+    SharedLane.put = later  # type: ignore[method-assign]
+
+
+def pytorch(build: Callable[[], nn.Module], schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
     """torch.distributed.pipelining running the same order, from its own class where it has one, else from our CSV."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    schedule = zb.make(name, ranks, microbatches)
+    rank, microbatches = dist.get_rank(), schedule.num_microbatches
     stages = [PipelineStage(build(), s, schedule.num_stages, torch.device("cpu")) for _, s in schedule.placement.stages(rank)]
     engine: Any
-    if name == "1f1b":
+    if schedule.name == "1f1b":
         engine = Schedule1F1B(stages[0], microbatches, loss_fn=mean_square)
     else:
         engine = _PipelineScheduleRuntime(stages, microbatches, loss_fn=mean_square)
@@ -59,32 +85,97 @@ def _actions(schedule: zb.Schedule) -> dict[int, list[Any]]:
     return {rank: [_Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
 
 
-def messages(name: str, microbatches: int) -> tuple[Step, Callable[[], None]]:
-    """The floor: the same program with its messages and no passes at all."""
+def messages(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
+    """The floor of messages: the same program with no passes at all."""
+    payload = torch.zeros(1, 16)
+    return _loop(schedule, lambda op, given, inputs, targets: payload)
+
+
+def bare(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
+    """The floor of a step: the same program, each pass of a Linear written out by hand, and no machinery around them.
+
+    F calls the module, the last stage its loss, too; BW is autograd's backward; a split B and W are a matrix product each.
+    """
+    from zerobubble.ir import Kind, Op
+
+    microbatches = schedule.num_microbatches
+    linears = {stage: tiny_stage() for _, stage in schedule.placement.stages(dist.get_rank())}
+    kept: dict[tuple[int, int], Any] = {}
+
+    def work(op: Op, given: Tensor | None, inputs: list[Tensor], targets: list[Tensor]) -> Tensor | None:
+        linear, place = linears[op.stage], (op.stage, op.microbatch)
+        if op.kind is Kind.F:
+            x = inputs[op.microbatch] if given is None else given.detach().requires_grad_()
+            y = linear(x)
+            if op.stage == schedule.num_stages - 1:
+                y = mean_square(y, targets[op.microbatch]) / microbatches
+            kept[place] = (x, y)
+            return y.detach()
+        if op.kind is Kind.W:
+            x, dy = kept.pop(place)
+            _add(linear.weight, dy.t().mm(x))
+            return None
+        x, y = kept.pop(place)
+        if op.kind is Kind.BW:
+            y.backward(given)
+            return x.grad
+        if op.stage == schedule.num_stages - 1:
+            given = 2 * (linear(x) - targets[op.microbatch]) / (y.numel() * microbatches)
+        assert given is not None
+        kept[place] = (x, given)
+        _add(linear.bias, given.sum(0))
+        return given.mm(linear.weight) if op.stage else None
+
+    return _loop(schedule, torch.no_grad()(work) if schedule.split_stages else work)
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def _loop(schedule: zb.Schedule, work: Callable[..., Any]) -> tuple[Step, Callable[[], None]]:
+    """The program of a schedule over plain gloo messages, its passes done by `work(op, what came, inputs, targets)`."""
     from zerobubble.program import Compute, Recv, Send
-    from zerobubble.rules import uses
+    from zerobubble.rules import MOVES, makes, uses
     from zerobubble.runtime.messages.transport import Transport
 
-    rank = dist.get_rank()
-    program = zb.lower(zb.make(name, dist.get_world_size(), microbatches))
+    program = zb.lower(schedule)
     transport = Transport(None, 60.0)
     transport.open(torch.device("cpu"), [])
+    actions = []
+    for action in program.rows[transport.rank]:
+        if isinstance(action, (Recv, Send)):
+            start = (transport.receiver if isinstance(action, Recv) else transport.sender)(action.value.stuff, action.peer)
+            actions.append((action, start, None))
+        elif isinstance(action, Compute):
+            (op,) = action.step
+            taken = next((value for value in uses(op, program.num_stages) if value.stuff in MOVES), None)
+            made = next((value for value in makes(op, program.num_stages, False) if value.stuff in MOVES), None)
+            actions.append((action, taken, made))
 
     def step(inputs: Tensor, targets: Tensor) -> None:
+        parts, aims = inputs.split(1), targets.split(1)
         arriving: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         leaving = []
-        payload = torch.zeros(1, 16)
-        for action in program.rows[rank]:
+        for action, first, second in actions:
             if isinstance(action, Recv):
                 buffer = torch.empty(1, 16)
-                arriving[action.value] = (transport.receiver(action.value.stuff, action.peer)(buffer), buffer)
+                arriving[action.value] = (first(buffer), buffer)
             elif isinstance(action, Send):
-                leaving.append(transport.sender(action.value.stuff, action.peer)(payload))
-            elif isinstance(action, Compute):
-                for value in uses(action.step[0], program.num_stages):
-                    if value in arriving:
-                        arriving.pop(value)[0].wait()
-        for work in leaving:
-            work.wait()
+                leaving.append(first(values.pop(action.value)))
+            else:
+                given = values.pop(first, None)
+                if first in arriving:
+                    message, given = arriving.pop(first)
+                    message.wait()
+                left = work(action.step[0], given, parts, aims)
+                if second is not None:
+                    values[second] = left
+        for message in leaving:
+            message.wait()
 
     return step, transport.close

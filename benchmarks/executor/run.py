@@ -1,4 +1,5 @@
-"""How close the runtime comes to the schedule's simulated time, and what an action costs by itself; PyTorch's runtime beside it.
+"""How close the runtime comes to the schedule's simulated time, with messages that take none and some, and what an action costs by
+itself; PyTorch's runtime beside it.
 
 Writes `results.json` next to this file. Absolute times depend on the machine; read the ratios.
 """
@@ -6,6 +7,7 @@ Writes `results.json` next to this file. Absolute times depend on the machine; r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -17,29 +19,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from peers import messages, ours, pytorch
+from peers import bare, delay_messages, messages, ours, pytorch
 from stages import SleepingStage, tiny_stage
 
 import zerobubble as zb
 
-SLEEPING = [(ranks, name, 10.0) for ranks in (4, 8) for name in ("1f1b", "zb-h1", "zb-v")] + [(4, "zb-v", 5.0), (8, "zb-v", 5.0)]
-"""Ranks, schedule, and milliseconds of every pass of a stage; the last two give zb-v the work per rank of the others."""
-OVERHEAD = [(2, microbatches, name) for microbatches in (32, 64) for name in ("1f1b", "zb-h1", "zb-v")]
+SLEEPING = [(8, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "planned")] + [(4, "1f1b"), (4, "zb-h1"), (4, "zb-v")]
+"""Ranks and schedule; every pass of a stage takes `PASS_MS`."""
+PASS_MS, LATENCY_MS = 10.0, 5.0
+OVERHEAD = [(ranks, microbatches, name) for ranks in (2, 4) for microbatches in (32, 64) for name in ("1f1b", "zb-h1", "zb-v")]
 
 
 def main() -> None:
     """Run every case in fresh ranks and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="steps measured per case, the runtimes taking turns")
-    parser.add_argument("--only", choices=["efficiency", "overhead"], help="run one of the two claims")
+    parser.add_argument("--only", choices=["efficiency", "latency", "overhead"], help="run one of the claims")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine()}
-    if options.only != "overhead":
-        results["efficiency"] = [show(in_ranks(efficiency, ranks, name, ms, options.repeats)) for ranks, name, ms in SLEEPING]
-    if options.only != "efficiency":
+    for claim, latency in (("efficiency", 0.0), ("latency", LATENCY_MS)):
+        if options.only in (None, claim):
+            cases = [(ranks, made(name, ranks, latency).to_text(), latency) for ranks, name in SLEEPING if ranks == 8 or not latency]
+            results[claim] = [show(in_ranks(efficiency, ranks, text, late, options.repeats)) for ranks, text, late in cases]
+    if options.only in (None, "overhead"):
         results["overhead"] = [show(in_ranks(overhead, ranks, name, m, options.repeats)) for ranks, m, name in OVERHEAD]
     if options.only is None:
         Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def made(name: str, ranks: int, latency_ms: float) -> zb.Schedule:
+    """The published schedule, or the one planned for these passes and messages in 3/4 of the memory of 1F1B."""
+    if name != "planned":
+        return zb.make(name, ranks, 4 * ranks)
+    placement = zb.Placement.vee(ranks)
+    costs = zb.Costs.uniform(2 * ranks, (PASS_MS,) * 3, latency_ms)
+    limits = zb.Limits((3 * ranks // 2 * costs.held_after_f[0],) * ranks)
+    plan = zb.plan(costs, 4 * ranks, limits, placements=placement, objective="makespan", evaluations=20_000)
+    return dataclasses.replace(plan.schedule, name="planned")
 
 
 def machine() -> dict[str, Any]:
@@ -96,19 +112,23 @@ def measure(steps: dict[str, Any], microbatches: int, repeats: int) -> dict[str,
     return {who: statistics.median(values) for who, values in times.items()}
 
 
-def efficiency(name: str, pass_ms: float, repeats: int) -> dict[str, Any]:
-    """Simulated over measured time with sleeping passes."""
-    ranks = dist.get_world_size()
-    microbatches = 4 * ranks
-    schedule = zb.make(name, ranks, microbatches)
-    costs = zb.Costs.uniform(schedule.num_stages, (pass_ms,) * 3)
+def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
+    """Simulated over measured time with sleeping passes, and messages that take `latency_ms`, which the simulation knows."""
+    schedule = zb.Schedule.from_text(text)
+    costs = zb.Costs.uniform(schedule.num_stages, (PASS_MS,) * 3, latency_ms)
     ideal = zb.simulate(schedule, costs).makespan / 1e9
 
     def build() -> SleepingStage:
-        return SleepingStage((pass_ms / 1000,) * 3)
+        return SleepingStage((PASS_MS / 1000,) * 3)
 
-    took = measure({"ours": ours(build, name, microbatches), "pytorch": pytorch(build, name, microbatches)}, microbatches, repeats)
-    row = {"schedule": name, "ranks": ranks, "microbatches": microbatches, "pass_ms": pass_ms, "simulated_ms": round(ideal * 1000, 1)}
+    steps = {"ours": ours(build, schedule)}
+    if latency_ms:
+        delay_messages(latency_ms / 1000)
+    else:
+        steps["pytorch"] = pytorch(build, schedule)
+    took = measure(steps, schedule.num_microbatches, repeats)
+    row = {"schedule": schedule.name, "ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches, "pass_ms": PASS_MS}
+    row |= {"latency_ms": latency_ms, "simulated_ms": round(ideal * 1000, 1)}
     return row | {who: round(ideal / value, 4) for who, value in took.items()}
 
 
@@ -119,13 +139,16 @@ def overhead(name: str, microbatches: int, repeats: int) -> dict[str, Any]:
     unit = zb.Costs.from_ms(*[[1.0] * schedule.num_stages] * 2, [0.0 if not schedule.split_stages else 1.0] * schedule.num_stages)
     actions = zb.simulate(schedule, unit).makespan / 1e6
     steps = {
-        "ours": ours(tiny_stage, name, microbatches),
-        "pytorch": pytorch(tiny_stage, name, microbatches),
-        "messages": messages(name, microbatches),
+        "ours": ours(tiny_stage, schedule),
+        "ours_on_gloo": ours(tiny_stage, schedule, shared=False),
+        "pytorch": pytorch(tiny_stage, schedule),
+        "bare": bare(schedule),
+        "messages": messages(schedule),
     }
     took = measure(steps, microbatches, 10 * repeats)
     row = {"schedule": name, "ranks": ranks, "microbatches": microbatches, "critical_actions": round(actions)}
     row |= {f"{who}_us": round(value / actions * 1e6, 1) for who, value in took.items()}
+    row |= {f"{who}_over_bare_us": round((took[who] - took["bare"]) / actions * 1e6, 1) for who in ("ours", "ours_on_gloo", "pytorch")}
     return row | {"ratio": round(took["ours"] / took["pytorch"], 3)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -11,59 +10,81 @@ from torch import Tensor, nn
 
 from zerobubble.runtime.split.work import pending_work
 
+_AWAKE_S = 0.0004
+"""A sleeper wakes this long before its time, and computes next to nothing until then.
 
-def _overshoot() -> float:
-    """How much longer this machine sleeps than asked, in seconds."""
-    took = []
-    for _ in range(50):
-        begin = time.perf_counter()
-        time.sleep(0.01)
-        took.append(time.perf_counter() - begin - 0.01)
-    return statistics.median(took)
-
-
-_LATE = _overshoot()
+A virtual machine wakes a sleeper 0.1 ms late and with cold caches, so that the first operation after it takes 70 us instead of 2. The
+host of a device that computes for 10 ms has neither.
+"""
+_SPECK = torch.zeros(4)
 
 
 def sleep_until(end: float) -> None:
-    """Sleep until the `perf_counter` reads `end`, on average: the machine's overshoot is taken off."""
-    left = end - time.perf_counter() - _LATE
+    """Sleep until the `perf_counter` reads `end`."""
+    left = end - time.perf_counter() - _AWAKE_S
     if left > 0:
         time.sleep(left)
+    while time.perf_counter() < end:
+        _SPECK.detach().requires_grad_().sum()
 
 
-class _SleepInB(torch.autograd.Function):
-    """Identity whose backward takes `seconds`: the input-gradient pass."""
+class _Times:
+    """The seconds of F, B and W of a stage, and when the backward pass of a microbatch is to end."""
+
+    def __init__(self, seconds: tuple[float, float, float]) -> None:
+        self.forward, self.backward, self.weight = seconds
+        self.end = 0.0
+
+
+class _BackwardBegins(torch.autograd.Function):
+    """Identity at the output: the first thing a backward pass meets."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
+    def forward(ctx: Any, y: Tensor, times: _Times) -> Tensor:
+        ctx.times = times
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        sleep_until(time.perf_counter() + ctx.seconds)
+        ctx.times.end = time.perf_counter() + ctx.times.backward
         return dy, None
 
 
-class _SleepInW(torch.autograd.Function):
-    """Identity on a weight whose gradient takes `seconds`, at once or, in a pass that splits, later."""
+class _BackwardEnds(torch.autograd.Function):
+    """Identity at the input: the last thing a backward pass meets, where it sleeps for the rest of its time."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, times: _Times) -> Tensor:
+        ctx.times = times
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        sleep_until(ctx.times.end)
+        return dx, None
+
+
+class _SleepInW(torch.autograd.Function):
+    """Identity on a weight whose gradient takes its time, at the end of the backward pass or, in a pass that splits, later."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, times: _Times) -> Tensor:
+        ctx.times = times
         ctx.weight = weight
         ctx.work = pending_work()
-        return weight.clone()
+        return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        times = ctx.times
+        if ctx.work is None:
+            times.end += times.weight
+            return dy, None
+
         def gradient() -> Tensor:
-            sleep_until(time.perf_counter() + ctx.seconds)
+            sleep_until(time.perf_counter() + times.weight)
             return dy
 
-        if ctx.work is None:
-            return gradient(), None
         ctx.work.defer(ctx.weight, gradient, dy)
         return None, None
 
@@ -77,9 +98,10 @@ class SleepingStage(nn.Module):
         self.weight = nn.Parameter(torch.zeros(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        forward, backward, weight = self.seconds
-        end = time.perf_counter() + forward
-        y: Tensor = _SleepInB.apply(x, backward) + _SleepInW.apply(self.weight, weight)
+        end = time.perf_counter() + self.seconds[0]
+        times = _Times(self.seconds)
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        y: Tensor = _BackwardBegins.apply(_BackwardEnds.apply(x, times) + _SleepInW.apply(self.weight, times), times)
         sleep_until(end)
         return y
 

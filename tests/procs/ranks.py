@@ -1,4 +1,4 @@
-"""Real rank processes, spawned once and given job after job.
+"""Real rank processes, forked from a server that has imported torch, and given job after job.
 
 A job is a module-level function `job(group, *args)`; it runs on the first `ranks` processes and its results come back in rank order.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ def _worker(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
     while True:
         job = pipe.recv()
@@ -32,13 +33,20 @@ def _worker(rank: int, size: int, store: str, pipe: Connection) -> None:
     os._exit(0)
 
 
-class Ranks:
-    """`size` processes in one gloo world."""
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+
+class Ranks:
+    """`size` processes in one gloo world; its store is a file, or where `hosted`, in the process of rank 0."""
+
+    def __init__(self, size: int, *, hosted: bool = False) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.procs.preload"])
         self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "store")
+        store = f"tcp://127.0.0.1:{_free_port()}" if hosted else f"file://{os.path.join(self._folder.name, 'store')}"
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
@@ -51,18 +59,24 @@ class Ranks:
 
     def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[tuple[str, Any]]:
         """Per rank: ("ok", result), ("error", text) or ("gone", "") when the process died."""
+        self.start(function, *args, ranks=ranks)
+        return [self.outcome(rank, seconds) for rank in range(ranks)]
+
+    def start(self, function: Any, *args: Any, ranks: int) -> None:
+        """Give the first `ranks` processes a job."""
         for pipe in self.pipes[:ranks]:
             pipe.send((function, ranks, args))
-        found = []
-        for rank, pipe in enumerate(self.pipes[:ranks]):
-            try:
-                if not pipe.poll(seconds):
-                    self.kill()
-                    raise AssertionError(f"rank {rank} of {ranks} hangs in {function.__name__}{args}")
-                found.append(pipe.recv())
-            except (EOFError, ConnectionResetError):
-                found.append(("gone", ""))
-        return found
+
+    def outcome(self, rank: int, seconds: float = 120) -> tuple[str, Any]:
+        """How the job ended on `rank`, as `outcomes` tells it."""
+        try:
+            if not self.pipes[rank].poll(seconds):
+                self.kill()
+                raise AssertionError(f"rank {rank} hangs")
+            found: tuple[str, Any] = self.pipes[rank].recv()
+            return found
+        except (EOFError, ConnectionResetError):
+            return "gone", ""
 
     def run(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[Any]:
         """The results of a job that must succeed on every rank."""

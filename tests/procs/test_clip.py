@@ -210,13 +210,13 @@ def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks) -> None:
     for state, (took, text, rank) in (first, last):
         assert state == "ok"
         assert took < PROMPT
-        assert rank is None
+        assert rank == 1
         assert text == first[1][1]
-        assert re.match("rank [02] lost contact with another rank while gathering the norms of gradients: ", text)
+        assert re.match("rank 1 is gone or frozen: rank [02] lost contact while gathering the norms of gradients ", text)
 
 
 def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ranks) -> None:
     for took, text, rank in world.run(clip_with, freeze, 3, 2.0, ranks=4)[:3]:
         assert 1 < took < 15
-        assert rank is None
-        assert "lost contact with another rank while gathering the norms of gradients" in text
+        assert rank == 3
+        assert text.startswith("rank 3 kept the others waiting: it was outside the pipeline, in code of its own when rank ")

@@ -33,6 +33,17 @@ REFUSED = {
     "checkpoint, reentrant": "use_reentrant=True",
     "checkpoint, selective": "a checkpoint or offloading has no effect in a graph",
     "checkpoint in a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "autocast, checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint of convolutions": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint of a module with a matrix": "a checkpoint or offloading has no effect in a graph",
+    "matrix of the module, in a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "matrix of the module, in a reentrant checkpoint": "use_reentrant=True",
+    "matrix of the module before a compiled block": "module block is compiled already",
+    "matrix of the module, hooked": "parameter w has a hook",
+    "gradient within a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "gradient within a reentrant checkpoint": "use_reentrant=True",
+    "gradient of weights within a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "first gradient within a checkpoint, kept from going back": "a checkpoint or offloading has no effect in a graph",
     "checkpoint with dropout": "a checkpoint or offloading has no effect in a graph",
     "checkpoint, reentrant, with dropout": "use_reentrant=True",
     "checkpoint of a linear used outside too": "a checkpoint or offloading has no effect in a graph",
@@ -46,7 +57,11 @@ REFUSED = {
     "module hook": "module linear has a hook",
 }
 """Kinds that no graph can hold, and what the user is told. All others keep every bit."""
-NO_WEIGHT_WORK = {"layer norm", "all frozen", "output is the input"}
+ROUNDED = {"autocast, a linear used twice": 2**-8}
+"""Eager mode sums the gradients of the one cast that autocast keeps, in bfloat16; a graph casts for each use, and sums in float32."""
+OF_EMBEDDINGS = {"embedding with padding", "embedding by frequency", "embedding of bounded norm", "embedding bag"}
+NO_WEIGHT_WORK = {"layer norm", "all frozen", "output is the input", *OF_EMBEDDINGS}
+"""Where nothing waits: what W would need takes more bytes than the gradients."""
 
 
 class Graph(Ours):
@@ -72,7 +87,7 @@ def test_a_graph_leaves_what_autograd_leaves_or_says_why_not(name: str) -> None:
         assert 'split={1: "deferred"}' in str(caught.value)
         return
     mine = train(kind.build, kind.takes, Graph)
-    assert difference(mine, train(kind.build, kind.takes, Plain)) == 0
+    assert difference(mine, train(kind.build, kind.takes, Plain)) <= ROUNDED.get(name, 0)
     assert bool(mine.waited) == (name not in NO_WEIGHT_WORK)
 
 
@@ -132,6 +147,7 @@ def test_every_kind_of_input_has_its_trace() -> None:
     stage = GraphStage(module, 1)
     for rows, training in ((2, True), (3, True), (3, False), (2, True)):
         module.train(training)
+        stage.begin(None)
         x = torch.randn(rows, 4, requires_grad=True)
         module.zero_grad()
         torch.manual_seed(rows)
@@ -215,6 +231,7 @@ def test_a_hook_set_between_steps_is_refused() -> None:
     module = nn.Linear(3, 3)
     stage = passed(GraphStage(module, 1), torch.ones(1, 3, requires_grad=True))
     module.weight.register_hook(lambda gradient: 2 * gradient)
+    stage.begin(None)
     with pytest.raises(zb.InputError, match="parameter weight has a hook"):
         passed(stage, torch.ones(1, 3, requires_grad=True))
 

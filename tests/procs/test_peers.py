@@ -247,6 +247,11 @@ class Named(nn.Module):
         return {"hidden": x}
 
 
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"hidden": {x}}
+
+
 class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu_()
@@ -275,19 +280,31 @@ class Wrong(NamedTuple):
 
 
 WRONG = {
-    "another width": Wrong(("rank 1 failed at 'run 1F0': RuntimeError: mat1 and mat2 shapes cannot be multiplied",), front=Narrow),
-    "a dict between stages": Wrong(
-        ("rank 0 failed at 'run 0F0': TypeError: stage 0 must return a tensor or a tuple of tensors", "got dict"), Named
+    "another width": Wrong(
+        ("rank 1 failed at 'run 1F0': RuntimeError: mat1 and mat2 shapes cannot be", "stage 1 was given (2, 5, 6) float64 by stage 0"),
+        front=Narrow,
     ),
-    "its input changed in place": Wrong(("rank 1 failed at 'run 1F0': RuntimeError: a leaf Variable that requires grad",), front=InPlace),
+    "a name between stages that the next does not take": Wrong(
+        (
+            "rank 1 failed at 'run 1F0': TypeError",
+            "argument 'hidden'",
+            "stage 1 was given a dict of 'hidden': (2, 5, 6) float64 by stage 0",
+        ),
+        Named,
+    ),
+    "an object between stages": Wrong(
+        ("rank 0 failed at 'run 0F0': TypeError: the output of stage 0['hidden'] is a set, which is neither a tensor",), Odd
+    ),
+    "its input changed in place": Wrong(
+        ("rank 1 failed at 'run 1F0': RuntimeError: a leaf Variable that requires grad", "let it work on x.clone()"), front=InPlace
+    ),
     "another shape in the second step": Wrong(
         ("rank 1 failed at", "the activation of stage 1, microbatch 0 is (2, 4, 6) float64, but was (2, 5, 6) float64", "pad it"),
         front=Unsteady,
     ),
     "no targets": Wrong(("rank 2 failed before its first pass", "targets are missing", "last stage"), data=lambda x, _: (x, None)),
     "no inputs": Wrong(("rank 0 failed before its first pass", "inputs are missing", "first stage"), data=lambda _, y: (None, y)),
-    "too few sequences": Wrong(("batch size 3 cannot be cut into 4 equal microbatches",), data=lambda x, y: (x[:3], y[:3])),
-    "an uneven batch": Wrong(("batch size 6 cannot be cut into 4 equal microbatches",), data=lambda x, y: (x[:6], y[:6])),
+    "too few sequences": Wrong(("batch size 3 cannot be cut into 4 microbatches",), data=lambda x, y: (x[:3], y[:3])),
     "a loss for each token": Wrong(("rank 2 failed at 'run 2F0'", "loss_fn must return a tensor with one element"), reduction="none"),
 }
 

@@ -1,4 +1,4 @@
-"""The README's training program."""
+"""The programs of README and docs run as they are pasted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,28 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
-    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def run(page: Path, folder: Path, ranks: int) -> str:
+    """What the first program of `page` prints on so many ranks."""
+    program = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert program is not None
-    (tmp_path / "hello.py").write_text(program[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "hello.py"]
+    (folder / "program.py").write_text(program[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "program.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    return done.stdout
+
+
+def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run(ROOT / "README.md", tmp_path, 4))]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+def test_the_page_on_auto_ends_with_a_plan(tmp_path: Path) -> None:
+    printed = run(ROOT / "docs/auto.md", tmp_path, 2)
+    names = re.findall(r"step \d+: (.+)", printed)
+    assert names[0] == "one by one"
+    assert len(names) > 1
+    assert re.search(r"bubble [\d.]+ %, at least [\d.]+ %", printed)

@@ -6,24 +6,26 @@ for nothing else; what was sent is kept until the program frees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Step
+from zerobubble.lower.turning import TurningPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import MOVES, Value, makes, uses
 from zerobubble.runtime.measure.clock import Mark, clock_for
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.mailbox import Mailbox
+from zerobubble.runtime.messages.nest import Parcel, with_extra
 from zerobubble.runtime.messages.transport import Transport
-from zerobubble.runtime.messages.wire import Shapes
+from zerobubble.runtime.messages.wire import Known
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.stage import Stage, Tensors
+from zerobubble.runtime.stage import Cotangents, Stage, Tensors
 
 Call = Callable[[], object]
 
@@ -32,13 +34,16 @@ class Batch(NamedTuple):
     """What one step works on.
 
     `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
-    rank: in training it gives the scalar to go back from. `known` are the shapes of messages, learnt into it when `announcing`.
+    rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
+    when `announcing`. `extras[stage][j]` are more keyword arguments for a stage.
     """
 
     inputs: list[Tensors]
     finish: Callable[[int, Any], Tensor]
-    known: dict[Value, Shapes]
+    seed: Cotangents
+    known: Known
     announcing: bool
+    extras: dict[int, list[dict[str, Any]]]
 
 
 class Overlapped:
@@ -63,8 +68,8 @@ class _Pass(NamedTuple):
     """A pass made ready to run: `take` waits for what it uses, `work` computes it."""
 
     op: Op
-    take: Callable[[], Tensors]
-    work: Callable[[Tensors], object]
+    take: Callable[[], Any]
+    work: Callable[[Any], object]
 
 
 class Executor:
@@ -72,16 +77,25 @@ class Executor:
 
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
     `spans` tells what ran when, and with a `meter` set, `memory` what was held. While it runs, `at` is the action in hand, for whoever
-    has to explain a failure.
+    has to explain a failure. A row with a `turning` point can be asked to start over there.
+    `closing` has calls to be made when the last backward pass of a stage is over.
     """
 
     def __init__(
-        self, program: Program, stages: dict[int, Stage], transport: Transport, pace: Pace | None, overlap: Overlap | None = None
+        self,
+        program: Program,
+        stages: dict[int, Stage],
+        transport: Transport,
+        pace: Pace | None,
+        overlap: Overlap | None = None,
+        turning: TurningPoint | None = None,
+        closing: Mapping[int, Call] = MappingProxyType({}),
     ) -> None:
         self.program = program
         self.overlap = overlap
         self.row = program.rows[transport.rank]
         self.at = 0
+        self.turning = turning
         self.meter: Meter | None = None
         self._marks: list[tuple[Op, Mark, Mark]] = []
         self._held: list[tuple[Mark, int]] = []
@@ -92,23 +106,45 @@ class Executor:
         self._pace = pace
         self._mailbox = Mailbox(program, transport)
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
-        self._values: dict[Value, Tensors] = {}
+        self._values: dict[Value, Any] = {}
         self._batch: Batch | None = None
-        self._seed = torch.ones((), device=transport.device)
         self._calls = [self._compile(action) for action in self.row]
+        for stage, position in self._last_passes().items():
+            if stage in closing:
+                self._calls[position] = partial(_both, self._calls[position], closing[stage])
 
-    def run(self, batch: Batch) -> None:
-        """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged."""
+    def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
+        """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.
+
+        `goes_on`, which needs a turning point, is asked there: when it says no, as it must on all ranks alike, what ran before is
+        forgotten and the row starts over.
+        """
+        self._begin(batch)
+        if goes_on is None:
+            self._play(0, len(self.row))
+        else:
+            assert self.turning is not None
+            self._play(0, self.turning.position)
+            if not goes_on():
+                self._mailbox.drain(self.turning.coming)
+                self._forget()
+                self._begin(batch)
+                self._play(0, self.turning.position)
+            self._play(self.turning.position, len(self.row))
+        self.at = len(self.row)
+        self._batch = None
+
+    def _begin(self, batch: Batch) -> None:
         self._batch = batch
         self._marks = []
         self._held = []
         self._clock.start()
         self._mailbox.begin(batch.known, batch.announcing)
-        for position, call in enumerate(self._calls):
+
+    def _play(self, start: int, end: int) -> None:
+        for position, call in enumerate(self._calls[start:end], start):
             self.at = position
             call()
-        self.at = len(self.row)
-        self._batch = None
 
     @property
     def spans(self) -> list[tuple[Op, int, int]]:
@@ -123,6 +159,10 @@ class Executor:
     def clear(self) -> None:
         """Forget everything in flight."""
         self._mailbox.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what passes have left."""
         self._values.clear()
         self._batch = None
         for stage in self._stages.values():
@@ -137,6 +177,11 @@ class Executor:
         if isinstance(action, Send):
             return partial(self._post_out, action.value, action.peer)
         return partial(self._free, action.value)
+
+    def _last_passes(self) -> dict[int, int]:
+        """For each stage, where in the row the last pass is that adds to its gradients."""
+        passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
+        return {op.stage: position for position, op in passes if op.kind is not Kind.F}
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
@@ -181,7 +226,9 @@ class Executor:
 
         def take() -> Tensors:
             assert self._batch is not None
-            return self._batch.inputs[microbatch] if source is None else self._inputs(source)
+            inputs = self._batch.inputs[microbatch] if source is None else self._inputs(source)
+            extras = self._batch.extras
+            return with_extra(inputs, extras[op.stage][microbatch]) if extras and op.stage in extras else inputs
 
         def work(inputs: Tensors) -> None:
             assert self._batch is not None
@@ -196,12 +243,12 @@ class Executor:
         stage, microbatch = self._stages[op.stage], op.microbatch
         source, target = self._ends(op)
         at_once = op.kind is Kind.BW and stage.split
-        seed = (self._seed,)
 
-        def take() -> Tensors:
-            return seed if source is None else self._take(source)
+        def take() -> Cotangents:
+            assert self._batch is not None
+            return self._batch.seed if source is None else self._take(source)
 
-        def work(gradients: Tensors) -> None:
+        def work(gradients: Cotangents) -> None:
             outputs = stage.backward(microbatch, gradients)
             if at_once:
                 stage.weight(microbatch)
@@ -219,12 +266,15 @@ class Executor:
         taken, left = uses(op, self._num_stages), makes(op, self._num_stages, not self._training)
         return next((v for v in taken if v.stuff in MOVES), None), next((v for v in left if v.stuff in MOVES), None)
 
-    def _take(self, source: Value) -> Tensors:
+    def _take(self, source: Value) -> Any:
         return self._mailbox.take(source) if source in self._received else self._values.pop(source)
 
     def _inputs(self, source: Value) -> Tensors:
-        tensors = self._take(source)
-        return tensors if source in self._received else tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        tensors: Tensors = self._take(source)
+        if source in self._received:
+            return tensors
+        apart = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        return tensors.holding(apart) if isinstance(tensors, Parcel) else apart
 
     def _done(self, step: Step, begin: Mark) -> None:
         if self._pace is not None:
@@ -241,3 +291,8 @@ class Executor:
     def _free(self, value: Value) -> None:
         self._mailbox.release(value)
         del self._values[value]
+
+
+def _both(first: Call, second: Call) -> None:
+    first()
+    second()

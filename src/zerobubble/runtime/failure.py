@@ -1,70 +1,169 @@
 """One rank's failure is every rank's clear error: the first to fail writes down why, closes its connections, and so wakes the rest.
 
-A rank blocked on a message is woken when the other end closes; it reads the note, closes in turn, and the wave passes through the
-group. A rank that was killed leaves no note: then the first to miss it writes one.
+A rank blocked on a message is woken when the other end closes, or gives up after its timeout; it reads the note, closes in turn, and
+the wave passes through the group. Where no note hangs, as after a kill, the rank that lost contact rings the alarm. On every rank a thread
+listens for it, even while the rank computes or waits, and says what the rank does; from what they say, `inquest` finds the culprit.
+
+The notes hang in the store of torch.distributed. It may have gone or frozen with the process that hosts it, so nobody waits for it longer
+than a few seconds.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from typing import Any, NamedTuple
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
 
 from zerobubble.errors import PipelineError
+from zerobubble.runtime.inquest import Note, Word, verdict
+from zerobubble.runtime.stage import Stage
 
-GRACE_S = 2.0
-"""How long a rank that lost contact waits for the note of the one that failed."""
+GRACE_S = 3.0
+"""How long the ranks have to answer the alarm; who does not is gone or frozen."""
 FAREWELL_S = 3.0
 """How long a rank stays after a failure, so that the others can read the note before its process may end."""
+PERIOD_S = 0.5
+"""How often a rank listens for the alarm."""
 
-
-class Note(NamedTuple):
-    """Who failed, at which pass or action, and why; `rank` is -1 where only a lost connection is known."""
-
-    rank: int
-    op: str
-    message: str
+Answer = TypeVar("Answer")
 
 
 class NoticeBoard:
-    """The place where a failed pipeline's note hangs, in the store of torch.distributed."""
+    """The place where a failed pipeline's note hangs. `doing` is a bound method that says what this rank does; it is held weakly.
 
-    def __init__(self, store: Any, size: int) -> None:
+    `host` is the rank whose process holds the store, None where it is none of the group's.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, host: int | None, doing: Callable[[], Word]) -> None:
         self._store = store
+        self._rank = rank
         self._size = size
+        self._host = host
+        self._answers = True
+        over = threading.Event()
+        listener = threading.Thread(
+            target=_listen, args=(store, rank, over, weakref.WeakMethod(doing)), name="zerobubble-listener", daemon=True
+        )
+        listener.start()
+        self._end = weakref.finalize(self, _stop, over, listener)
 
     def publish(self, note: Note) -> Note:
-        """Hang `note` up unless one hangs already; gives the one that hangs. With the store gone, `note` itself."""
-        try:
-            won = self._store.compare_set("note", "", json.dumps(note))
-            return Note(*json.loads(won))
-        except (RuntimeError, ValueError):
-            return note
+        """Hang `note` up unless one hangs already; gives the one that hangs. Without the store, `note` itself."""
+        return self._ask(GRACE_S, lambda: self._hang(note)) or note
 
-    def look(self, seconds: float) -> Note | None:
-        """The note, waiting up to `seconds` for one to appear."""
-        end = time.monotonic() + seconds
-        try:
-            while not self._store.check(["note"]):
-                if time.monotonic() > end:
-                    return None
-                time.sleep(0.02)
-            return Note(*json.loads(self._store.get("note")))
-        except RuntimeError:
-            return None
+    def inquire(self, word: Word) -> Note:
+        """The note that hangs, or the one that an inquest finds: this rank's `word` tells with whom it lost contact, and how."""
+        return self._ask(2 * GRACE_S, lambda: self._inquest(word)) or self._without_store(word)
 
-    def farewell(self) -> None:
-        """Wait until every rank has read the note, at most `FAREWELL_S` seconds."""
+    def close(self, note: Note | None = None) -> None:
+        """Stop listening for the alarm. After a failure, wait first until every rank but the absent has read the note, a few seconds."""
+        if note is not None:
+            self._ask(FAREWELL_S, lambda: self._part(self._size - len(note.absent)))
+        self._end()
+
+    def _ask(self, seconds: float, call: Callable[[], Answer]) -> Answer | None:
+        """What `call` gives; None where the store raises or does not answer within `seconds`, and from then on."""
+        future: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except RuntimeError as error:
+                future.set_exception(error)
+
+        if self._answers:
+            threading.Thread(target=run, name="zerobubble-notice", daemon=True).start()
+            try:
+                return future.result(seconds)
+            except (RuntimeError, TimeoutError):
+                self._answers = False
+        return None
+
+    def _hang(self, note: Note) -> Note:
+        won: bytes = self._store.compare_set("note", "", json.dumps(note))
+        return _read_note(won)
+
+    def _inquest(self, word: Word) -> Note:
+        """The caller's words count at once; the first caller's verdict, on what all have said, is everyone's."""
+        self._store.set(f"word/{self._rank}", json.dumps(word))
+        first = int(self._store.compare_set("alarm", "", str(self._rank)))
+        end = time.monotonic() + GRACE_S * (1 if first == self._rank else 1.5)
+        absent = set(range(self._size)) - {self._rank}
+        while not self._store.check(["note"]):
+            absent = {rank for rank in absent if not self._store.check([f"word/{rank}"])}
+            if time.monotonic() > end or (not absent and first == self._rank):
+                words = {rank: Word(*json.loads(self._store.get(f"word/{rank}"))) for rank in range(self._size) if rank not in absent}
+                return self._hang(verdict(words, self._size, self._rank))
+            time.sleep(0.02)
+        return _read_note(self._store.get("note"))
+
+    def _without_store(self, word: Word) -> Note:
+        lost = f"rank {self._rank} lost contact{'' if word.peer < 0 else f' with rank {word.peer}'} while {word.doing} ({word.reason})"
+        if self._host is None:
+            return Note(word.peer, "", f"{lost}, and the store of torch.distributed does not answer: see the log of the one who started it")
+        store = f"the store of torch.distributed, in the process of rank {self._host}, does not answer: see the log there"
+        return Note(self._host, "", f"rank {self._host} is gone or frozen: {lost}, and {store}")
+
+    def _part(self, readers: int) -> bool:
+        seen = self._store.add("seen", 1)
         end = time.monotonic() + FAREWELL_S
-        try:
-            seen = self._store.add("seen", 1)
-            while seen < self._size and time.monotonic() < end:
-                time.sleep(0.02)
-                seen = self._store.add("seen", 0)
-        except RuntimeError:
-            return
+        while seen < readers and time.monotonic() < end:
+            time.sleep(0.02)
+            seen = self._store.add("seen", 0)
+        return True
 
 
 def error_of(note: Note) -> PipelineError:
     """The exception that tells of `note`."""
     return PipelineError(note.message, rank=note.rank if note.rank >= 0 else None, op=note.op or None)
+
+
+def why(error: BaseException, stages: dict[int, Stage]) -> str:
+    """An error in words, with the notes added to it; where memory ran out, with what the stages hold and what would help."""
+    told = "; ".join((f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", ())))
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in told:
+        return told
+    held = {index: stage.in_flight() for index, stage in stages.items()}
+    parts = [f"stage {index} held {size} bytes for {count} microbatches in flight" for index, (count, size) in held.items()]
+    return f"{told}; {', '.join(parts)}; choose a schedule that holds less, plan one within a memory limit, or cut smaller microbatches"
+
+
+def let_go(error: BaseException | None) -> None:
+    """Forget the local variables on the way of an error and of those that led to it, which would keep activations alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _read_note(text: bytes) -> Note:
+    rank, op, message, absent = json.loads(text)
+    return Note(rank, op, message, tuple(absent))
+
+
+def _listen(store: Any, rank: int, over: threading.Event, doing: weakref.WeakMethod[Callable[[], Word]]) -> None:
+    """Answer the alarm once, if it ever rings; a pipeline that is closed says so on leaving."""
+    try:
+        while not over.wait(PERIOD_S):
+            if store.check(["alarm"]):
+                say = doing()
+                store.compare_set(f"word/{rank}", "", json.dumps(say() if say is not None else _GONE))
+                return
+        store.compare_set(f"word/{rank}", "", json.dumps(_GONE))
+    except RuntimeError:  # no store, no alarm
+        return
+
+
+_GONE = Word("closing the pipeline")
+
+
+def _stop(over: threading.Event, listener: threading.Thread) -> None:
+    over.set()
+    if listener is not threading.current_thread():
+        listener.join(GRACE_S)

@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, PipelineError, ProgramError, ZeroBubbleError
-from zerobubble.ir import Schedule
-from zerobubble.lower import lower
+from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
+from zerobubble.ir import Placement, Schedule
+from zerobubble.lower.turning import with_turning_points
+from zerobubble.plan import Solved
 from zerobubble.program import Program
-from zerobubble.runtime.batch import join_outputs, split_batch
+from zerobubble.runtime.auto import Auto
+from zerobubble.runtime.batch import UNCUT, Cut, arguments, join_outputs, split_batch, spread_kwargs
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
-from zerobubble.runtime.failure import GRACE_S, Note, NoticeBoard, error_of
+from zerobubble.runtime.failure import NoticeBoard, error_of, let_go, why
 from zerobubble.runtime.gradients import Gradients
-from zerobubble.runtime.loss import LossBook
+from zerobubble.runtime.inquest import Note, Word
+from zerobubble.runtime.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.measure import profile, trace
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.meeting import meeting
+from zerobubble.runtime.messages.nest import tensors_in
 from zerobubble.runtime.messages.opening import Opening
-from zerobubble.runtime.messages.transport import LostContactError, Transport
-from zerobubble.runtime.optimizer import clip
+from zerobubble.runtime.messages.transport import LostContactError, Transport, stop_waiting, waiting
+from zerobubble.runtime.optimizer import clip, scale
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.split.choice import make_stage, ways_of
+from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_channel, proved, sound
+from zerobubble.runtime.split.choice import TRACED, make_stage, ways_of
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.split.work import stop_collecting
-from zerobubble.runtime.stage import Stage
-from zerobubble.schedules import make
+from zerobubble.runtime.stage import Cotangents, Stage
+from zerobubble.runtime.ties import Place, Tied, read_tied
 from zerobubble.timeline import Timeline
-from zerobubble.verify_program import program_faults
 
-LossFunction = Callable[[Any, Any], Tensor]
+if TYPE_CHECKING:
+    from zerobubble.runtime.optimizer.validation import PostValidation
+
 Build = Callable[[int, int], nn.Module]
 Progress = Callable[[int, int], object]
+
+
+class _Given(NamedTuple):
+    """What the user gave for one step."""
+
+    inputs: Any
+    targets: Any
+    kwargs: Any
+    scaler: torch.amp.GradScaler | None = None
 
 
 class Pipeline:
@@ -49,7 +63,11 @@ class Pipeline:
 
     Every rank of `group` (default: all) makes one, after `torch.distributed.init_process_group`, with the same arguments but its own
     modules. `build_or_modules` is a function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules by ascending
-    stage. `schedule` is a published name or a `Schedule`. `loss_fn(output, target)` gives the mean loss of one microbatch.
+    stage. `schedule` is a published name, a function `(num_ranks, num_microbatches) -> Schedule`, a `Schedule`, which has one number
+    of microbatches, or "auto"; one without backward passes, such as "forward-only", serves `eval_step`.
+    `loss_fn(output, target)` gives the mean loss of one microbatch. Microbatches count by their samples, or by
+    `loss_weight(target)`: the number of tokens that count, say. `on_loss(microbatch, loss)` hears of each loss where it is computed,
+    without waiting for other ranks.
 
     `timeout` bounds in seconds how long a rank waits for a message. `pace` stretches every training pass to the given times, which
     shows a schedule's effect where ranks share cores. With `metering`, steps count the bytes held for backward (`timeline` tells).
@@ -58,12 +76,20 @@ class Pipeline:
     the other. A bidirectional schedule has a copy of a stage on each route: copies start with the parameters of the first route's, and
     `step` leaves the sum of their gradients in each.
 
+    With "auto", the first steps train with microbatches one by one and are measured; then the shortest schedule over `placement` (as
+    `zerobubble plan` names them) with no more than `memory_limit` bytes of activations (of each rank, or all alike) is planned beside the
+    training and changed to between two steps, and planned anew when passes come to take another time. `plan` tells which.
+
+    `tied` makes parameters of several stages one: groups such as `[(0, "tok.weight"), (3, "head.weight")]` of stages and names of
+    parameters or whole modules in them, "" for a whole stage. They start with the values of the first of their group, `step` leaves the
+    sum of all their gradients in each, and a norm counts them once.
+
     With `main_grad`, such as torch.float32 for a model in bfloat16, gradients are summed in `parameter.main_grad` of that type, and `.grad`
     stays None; set it to None to begin anew.
 
     `split` says how backward passes come apart, for all stages or for some of this rank's by index (others are "deferred"): "deferred"
-    (eager, Linears wait), "graph" (the traced graph of the stage is cut), "compiled" (its parts are compiled, too) or "whole" (B does
-    all, W nothing).
+    (eager, layers leave their weight gradients to W), "graph" (the traced graph of the stage is cut), "compiled" (its parts are compiled,
+    too) or "whole" (B does all, W nothing).
 
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
@@ -71,75 +97,150 @@ class Pipeline:
     def __init__(
         self,
         build_or_modules: Build | nn.Module | Sequence[nn.Module],
-        schedule: str | Schedule,
+        schedule: str | Schedule | MakeSchedule,
         num_microbatches: int,
         loss_fn: LossFunction,
         *,
+        loss_weight: LossWeight | None = None,
+        on_loss: OnLoss | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: float = 120.0,
         pace: Costs | None = None,
         overlap: Overlap | None = None,
+        memory_limit: int | Sequence[int] | None = None,
+        placement: str | Placement = "linear",
+        tied: Tied = (),
         main_grad: torch.dtype | None = None,
         split: str | Mapping[int, str] = "deferred",
     ) -> None:
         self._closed: str | None = None
+        self._auto: Auto | None = None
+        self._inside: str | Executor | None = None
         self._openings: dict[Executor, Opening] = {}
+        self._stages: dict[int, Stage] = {}
+        self._traced: dict[int, Stage] = {}
         self.metering = False
-        self._transport = Transport(group, timeout)
+        self.optimizer_spans: list[tuple[int, int]] = []
+        self._validation: PostValidation | None = None
+        try:
+            self._transport = Transport(group, timeout)
+        except RuntimeError as error:
+            raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
         self.rank, ranks = self._transport.rank, self._transport.size
+        self._board = NoticeBoard(self._transport.store, self.rank, ranks, self._transport.store_host, self._doing)
+        self._copies = Copies(Placement.linear(ranks), {}, self._transport, ())
+        self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
+        with self._ending_all("while meeting the other ranks"), meeting("meeting the other ranks"):
+            self._transport.meet()
+        self._inside = "while building its stages"
+        terms = {"timeout": f"{timeout:g} s", "pace": _seal(pace), "overlap function": "one" if overlap else "none"}
+        terms["type of main_grad"] = str(main_grad)
         fault = ""
         try:
-            self.schedule = _schedule(schedule, ranks, num_microbatches)
+            if schedule == "auto":
+                self._auto = Auto.asked(placement, ranks, num_microbatches, memory_limit)
+                schedule = self._auto.schedule
+            self.schedule = compose(schedule, ranks, num_microbatches)
+            if memory_limit is not None and self._auto is None:
+                raise InputError(f"memory_limit is for schedule='auto', which plans with it; {self.schedule.name!r} takes what it takes")
             self.modules = _modules(build_or_modules, self.schedule, self.rank)
             self.device = _device(self.modules)
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             self._gradients = Gradients(main_grad)
             self._ways = ways_of(split, self.modules)
-            splits = self.schedule.split_stages
-            self._stages = {s: make_stage(self._ways[s], m, s, s in splits, self._gradients) for s, m in self.modules.items()}
-            programs = _proved(self.schedule), _proved(self.schedule.forward_only())
+            programs = _programs(self.schedule)
+            stages = self._staged(self.schedule)
+            ties = read_tied(tied, self.schedule.num_stages)
+            order = _seal(self.schedule.to_text())
+            terms |= {"schedule": f"{self.schedule.name} of {num_microbatches} microbatches #{order}", "kind of device": self.device.type}
         except ZeroBubbleError as error:
             fault = str(error)
         except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
             fault = f"{type(error).__name__}: {error}"
-        self._agree(fault)
-        self._transport.open(self.device, sorted({channel for program in programs for _, _, channel, _ in program.channels()}))
-        self._board = NoticeBoard(self._transport.store, ranks)
-        self._copies = self._level()
+        except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit stop the others, too
+            self._fail(error, self._inside)
+        self._agree(fault, terms)
+        with self._ending_all("while connecting the ranks"), meeting("connecting the ranks"):
+            self._transport.open(self.device, every_channel(self.schedule.placement))
+        self._copies = self._level(ties)
         self.pace = Pace(pace) if pace is not None else None
-        self._train = Executor(programs[0], self._stages, self._transport, self.pace, overlap)
-        self._infer = Executor(programs[1], self._stages, self._transport, None)
-        for executor in (self._train, self._infer):
-            self._openings[executor] = Opening(self.schedule.placement, self._transport)
-        self._losses = LossBook(self._transport, loss_fn)
+        self._overlap = overlap
+        self._given_schedule = schedule
+        self._pieces = {num_microbatches: self._ready(self.schedule, programs, stages)}
+        self._now = self._pieces[num_microbatches]
+        self._measured = self._now.train or self._now.infer
+        self._seed = torch.ones((), device=self.device)
+        self._inside = None
 
-    def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Any = None,
+        num_microbatches: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
         """Forward and backward of one batch: gradients are added to `.grad`, the mean loss comes back on every rank.
 
-        `inputs` (needed on the first stage's rank) and `targets` (on the last's) are tensors or tuples of tensors whose first
-        dimension is the batch, a multiple of the number of microbatches; a bidirectional schedule has one such rank per route. Raises
-        `PipelineError` on every rank when any rank fails.
-        """
-        return self._train_with(self._train, self._stages, inputs, targets, self._meter() if self.metering else None)
+        `inputs` (needed on the first stage's rank) are what the first stage is called with: a tensor, a tuple of arguments or a dict of
+        named ones. Tensors have the batch as their first dimension and are cut, the first microbatches being the bigger ones; all else
+        goes to every microbatch. A list holds the microbatches themselves, of any shapes. `targets` (on the last stage's rank) likewise.
+        A bidirectional schedule has one such rank per route. `kwargs` are named arguments for the stages of this rank that take them:
+        tensors as long as the batch are cut, or a list has a dict for each microbatch.
 
-    def eval_step(self, inputs: Any = None, targets: Any = None) -> tuple[Tensor | None, Any]:
-        """Forward of one batch in evaluation mode: (mean loss on every rank, None without targets; outputs).
-
-        The outputs of all microbatches come back concatenated on the last stage's rank, and None elsewhere. A bidirectional schedule
-        evaluates on its first route.
+        Another `num_microbatches` than the pipeline's plays the same named schedule for that number. With a `scaler`, gradients are
+        scaled; call `unscale_` after it. Raises `InputError` for a schedule without backward passes, and `PipelineError` on every rank
+        when any rank fails.
         """
-        outputs: list[Any] = [None] * self.schedule.num_microbatches
+        self._refuse_to_train()
+        given = _Given(inputs, targets, kwargs, scaler)
+        executor, stages = self._choose(num_microbatches).train, self._now.stages
+        assert executor is not None
+        self._measured = executor
+        if self._auto is not None and self._auto.is_counting_bytes:
+            loss = self._train_with(executor, stages, given, self._meter(inputs, targets, kwargs))
+        else:
+            loss = self._train_with(executor, stages, given, self._meter() if self.metering else None)
+        if self._auto is not None:
+            self._follow(self._auto)
+        return loss
+
+    @property
+    def plan(self) -> Solved | None:
+        """The plan that `schedule="auto"` follows, with its costs and bound; None before there is one."""
+        return None if self._auto is None else self._auto.solved
+
+    def eval_step(
+        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
+    ) -> tuple[Tensor | None, Any]:
+        """Forward of one batch, given as to `step`, in evaluation mode: (mean loss on every rank, None without targets; outputs).
+
+        The outputs of all microbatches come back joined on the last stage's rank, and None elsewhere: tensors concatenated along the
+        batch, those without dimensions stacked, what is equal in all microbatches once, anything else as a list of one for each. A
+        bidirectional schedule evaluates on its first route.
+        """
+        self._settle()
+        infer = self._choose(num_microbatches).infer
+        if self.schedule.is_forward_only:
+            self._measured = infer
+        outputs: list[Any] = [None] * infer.program.num_microbatches
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         try:
             for part, _ in modes:
                 part.training = False
             with torch.no_grad():
-                loss = self._run(self._infer, inputs, targets, outputs)
+                loss = self._run(infer, _Given(inputs, targets, kwargs), outputs)
         finally:
             for part, mode in modes:
                 part.training = mode
-        return loss, join_outputs(outputs) if self.rank in _ends(self._infer)[1] else None
+        return loss, join_outputs(outputs) if self.rank in _ends(infer)[1] else None
+
+    @property
+    def losses(self) -> Tensor | None:
+        """The loss of each microbatch of the last step, on every rank; None before one and without targets."""
+        return self._losses.losses
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once."""
@@ -148,17 +249,31 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
 
-        Every parameter counts once, whatever number of stages or copies of a stage share it. A norm that is not finite scales gradients
-        as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes from.
-        Raises `PipelineError` on every rank when any rank fails.
+        Every parameter counts once, whatever number of stages share it, copy it or are tied in it. A norm that is not finite scales
+        gradients as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes
+        from. Raises `PipelineError` on every rank when any rank fails.
         """
+        self._settle()
         with self._ending_all("while clipping gradients"):
-            norms = clip.gather_norms(clip.norms_of(self.modules, norm_type, self._gradients), self._transport)
+            mine = clip.norms_of(clip.counted(self.modules, self._copies.elsewhere), norm_type, self._gradients)
+            norms = clip.gather_norms(mine, self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
         clip.scale(self.parameters(), max_norm, total, self._gradients)
         return total
 
-    def profile(self, inputs: Any = None, targets: Any = None, *, steps: int = 3, progress: Progress | None = None) -> Costs:
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.unscale_(optimizer)`, after which `scaler.step` and `scaler.update` do the same on every rank. All must call it.
+
+        Each rank has a scaler of its own, made alike, for this rank's optimizer; a gradient that is not finite on one rank makes every
+        rank leave out the step, as on one device. Raises `PipelineError` on every rank when any rank fails or their scales differ.
+        """
+        if scaler.is_enabled():
+            with self._ending_all("while unscaling gradients"):
+                scale.unscale(scaler, optimizer, self._transport, self.parameters(), self._gradients)
+
+    def profile(
+        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
+    ) -> Costs:
         """What the passes and messages of each stage take on these ranks and what they hold, the same `Costs` on every rank.
 
         Runs a step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so that
@@ -168,13 +283,17 @@ class Pipeline:
         """
         if steps < 1:
             raise InputError(f"a profile takes at least 1 step, got {steps}")
+        self._refuse_to_train()
+        given = _Given(inputs, targets, kwargs)
+        self._settle()
         timelines: list[Timeline] = []
-        with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device):
-            stages = {s: make_stage(self._ways[s], m, s, True) for s, m in self.modules.items()}
-            executor = Executor(_proved(profile.one_by_one(self.schedule)), stages, self._transport, self.pace)
-            self._openings[executor] = Opening(self.schedule.placement, self._transport)
+        with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device, self._gradients):
+            schedule = profile.one_by_one(self.schedule)
+            stages = self._staged(schedule)
+            executor = Executor(proved(schedule), stages, self._transport, self.pace)
+            self._openings[executor] = Opening(schedule, self._transport)
             while len(timelines) <= steps:
-                self._train_with(executor, stages, inputs, targets, None if timelines else self._meter(inputs, targets))
+                self._train_with(executor, stages, given, None if timelines else self._meter(inputs, targets, kwargs))
                 timelines.append(self._timeline(executor))
                 if progress is not None:
                     progress(len(timelines), steps + 1)
@@ -182,9 +301,12 @@ class Pipeline:
         return profile.costs_of(timelines[0], timelines[1:])
 
     def timeline(self) -> Timeline:
-        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it."""
+        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it.
+
+        Of a schedule without backward passes it is the last `eval_step`.
+        """
         with self._ending_all("while gathering a timeline"):
-            return self._timeline(self._train)
+            return self._timeline(self._measured)
 
     def describe(self) -> SplitReports:
         """How each stage splits its backward pass, the same on every rank; every rank must call it.
@@ -193,64 +315,126 @@ class Pipeline:
         stage, the first rank's is told. Raises `PipelineError` as `step` does.
         """
         with self._ending_all("while describing the split"), meeting("describing the split"):
-            told = self._transport.gather_objects([stage.report() for stage in self._stages.values()])
+            told = self._transport.gather_objects([stage.report() for stage in self._now.stages.values()])
         found = {report.stage: report for reports in reversed(told) for report in reports}
         return SplitReports(found[stage] for stage in sorted(found))
 
     def close(self) -> None:
-        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`."""
+        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`.
+
+        An optimizer's step still to be validated is made final first.
+        """
         if self._closed is None:
+            self._settle()
             self._shut("the pipeline is closed")
 
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            self.close()
+        elif self._closed is None:
+            self._shut("the pipeline is closed")
 
-    def _agree(self, fault: str) -> None:
-        """Compare arguments with every rank; where something is wrong, raise the same error on all."""
-        mine = "" if fault else f"{self.schedule.name} of {self.schedule.num_microbatches} microbatches"
-        digest = "" if fault else hashlib.sha256(self.schedule.to_text().encode()).hexdigest()
-        told = self._transport.gather_objects((fault, mine, digest))
-        faults = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(told) if entry[0]]
-        if not faults and len({entry[2] for entry in told}) > 1:
-            faults = ["ranks disagree on the schedule: " + ", ".join(f"rank {r} has {entry[1]}" for r, entry in enumerate(told))]
+    def _staged(self, schedule: Schedule) -> dict[int, Stage]:
+        """This rank's stages for `schedule`; what was traced serves every schedule."""
+        stages = {}
+        for index, module in self.modules.items():
+            way, splits = self._ways[index], index in schedule.split_stages
+            stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients)
+            if way in TRACED:
+                self._traced[index] = stage
+            stages[index] = stage
+        return stages
+
+    def _ready(self, schedule: Schedule, programs: tuple[Program, Program], stages: dict[int, Stage]) -> Piece:
+        infer = Executor(programs[1], stages, self._transport, None)
+        self._openings[infer] = Opening(schedule.forward_only(), self._transport)
+        if schedule.is_forward_only:
+            return Piece(schedule, stages, None, infer)
+        if self._validation is None:
+            train = Executor(programs[0], stages, self._transport, self.pace, self._overlap, closing=self._copies.closing)
+        else:
+            program, turning = with_turning_points(programs[0])
+            train = Executor(sound(program), stages, self._transport, self.pace, self._overlap, turning[self.rank], self._copies.closing)
+        self._openings[train] = Opening(schedule, self._transport)
+        return Piece(schedule, stages, train, infer)
+
+    def _choose(self, num_microbatches: int | None) -> Piece:
+        """What is played for this number of microbatches; every rank finds out with the step's first word whether it plays the same."""
+        self._refuse_if_closed()
+        count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
+        if count not in self._pieces:
+            with self._ending_all(f"while making the schedule of {count} microbatches"):
+                schedule = compose(self._given_schedule, self._transport.size, count)
+                if schedule.placement != self.schedule.placement:
+                    raise InputError(
+                        f"schedule {schedule.name!r} places the stages otherwise for {count} microbatches than for "
+                        f"{self.schedule.num_microbatches}: {schedule.placement} instead of {self.schedule.placement}"
+                    )
+                self._pieces[count] = self._ready(schedule, _programs(schedule), self._staged(schedule))
+        self._now = self._pieces[count]
+        self._stages = self._now.stages
+        return self._now
+
+    def _refuse_to_train(self) -> None:
+        if self.schedule.is_forward_only:
+            raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
+
+    def _agree(self, fault: str, terms: dict[str, str]) -> None:
+        """Compare `terms` with every rank; where something is wrong, raise the same error on all, with every fault."""
+        with self._ending_all("while comparing arguments"), meeting("comparing arguments"):
+            told = self._transport.gather_objects((fault, terms))
+        faults = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
+        for what in dict.fromkeys(name for _, theirs in told for name in theirs):
+            found = {rank: theirs[what] for rank, (_, theirs) in enumerate(told) if what in theirs}
+            if len(set(found.values())) > 1:
+                shown = {rank: value.split(" #")[0] for rank, value in found.items()}
+                found = shown if len(set(shown.values())) > 1 else found
+                faults.append(f"ranks disagree on the {what}: " + ", ".join(f"rank {rank} has {value}" for rank, value in found.items()))
         if faults:
             self._shut("the pipeline was never opened")
             raise InputError("; ".join(faults))
 
-    def _level(self) -> Copies:
-        """The stages that other ranks hold too, all copies made equal."""
-        copies = Copies(self.schedule.placement, self.modules, self._transport, self._gradients)
+    def _level(self, tied: tuple[tuple[Place, ...], ...]) -> Copies:
+        """The parameters that are held elsewhere, too, all made equal."""
+        copies = Copies(self.schedule.placement, self.modules, self._transport, tied, self._gradients)
         try:
-            if len(self.schedule.placement.routes) > 1:
-                copies.level()
+            copies.level()
         except InputError:
             self._shut("the pipeline was never opened")
             raise
-        except LostContactError as error:
-            self._shut("the pipeline was never opened")
-            raise PipelineError(str(error), rank=error.peer) from error
+        except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
+            self._fail(error, "while making the copies of stages equal")
         return copies
+
+    def _follow(self, auto: Auto) -> None:
+        """After a step: change to the schedule that `auto` finds better, if any."""
+        with self._ending_all("while choosing a schedule"):
+            better = auto.after_step(lambda: self._timeline(self._measured), self._transport)
+            if better is not None:
+                self.schedule = self._given_schedule = better
+                self._openings.clear()
+                self._now = self._ready(better, _programs(better), self._staged(better))
+                self._pieces = {better.num_microbatches: self._now}
 
     def _meter(self, *batch: Any) -> Meter:
         """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
-        given = [tensor for part in batch for tensor in (part if isinstance(part, (tuple, list)) else (part,))]
-        return Meter([*own, *(tensor for tensor in given if isinstance(tensor, Tensor))])
+        return Meter([*own, *tensors_in(batch)])
 
-    def _train_with(self, executor: Executor, stages: dict[int, Stage], inputs: Any, targets: Any, meter: Meter | None) -> Tensor:
+    def _train_with(self, executor: Executor, stages: dict[int, Stage], given: _Given, meter: Meter | None) -> Tensor:
         """One step of forward and backward passes; the mean loss."""
         executor.meter = meter
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.callback(stop_collecting)
             for stage in stages.values():
-                stage.meter = meter
+                stage.begin(meter)
                 if stage.split and self._ways[stage.index] == "deferred":
                     stack.enter_context(shadowing(stage.module))
-            loss = self._run(executor, inputs, targets, None)
+            loss = self._run(executor, given, None)
         assert loss is not None
         return loss
 
@@ -258,79 +442,113 @@ class Pipeline:
         with meeting("gathering a timeline"):
             return trace.gather(executor.program.name, executor.spans, executor.memory, self._transport)
 
-    def _run(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Tensor | None:
+    def _run(self, executor: Executor, given: _Given, outputs: list[Any] | None) -> Tensor | None:
         self._refuse_if_closed()
         executor.at = -1
+        sums = executor is self._now.train
+        around, self._inside = self._inside, executor
         try:
-            batch = self._open(executor, inputs, targets, outputs)
-            if executor is self._train:
+            batch = self._open(executor, given, outputs)
+            stands = self._validation.question() if self._validation is not None and sums else None
+            if sums:
                 self._copies.set_aside()
-            executor.run(batch)
-            if executor is self._train:
+            executor.run(batch, stands)
+            if sums:
                 self._copies.sum()
             return self._losses.close()
-        except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
-            action = str(executor.row[executor.at]) if 0 <= executor.at < len(executor.row) else ""
-            when = f"at '{action}'" if action else "before its first pass" if executor.at < 0 else "after its last pass"
-            self._fail(error, when, action)
+        except BaseException as error:
+            if self._closed is not None:  # the optimizer's step failed in validation, and all have been told
+                raise
+            self._fail(error, *_where(executor))
+        finally:
+            self._inside = around
 
     @contextmanager
     def _ending_all(self, when: str) -> Iterator[None]:
         """Between steps, too, whatever stops this rank stops them all."""
         self._refuse_if_closed()
+        around, self._inside = self._inside, when
         try:
             yield
         except PipelineError:
             raise
         except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
             self._fail(error, when)
+        finally:
+            self._inside = around
+
+    def _doing(self) -> Word:
+        """What this rank says when another waits for it in vain."""
+        inside, waits = self._inside, waiting()
+        if inside is None:
+            return Word("outside the pipeline, in code of its own")
+        if waits is not None:
+            return Word(waits[1], waits[0])
+        when, action = (inside, "") if isinstance(inside, str) else _where(inside)
+        return Word(when.removeprefix("while "), op=action)
+
+    def _validate_with(self, validation: PostValidation) -> None:
+        """Let `validation` ask at the turning point of a step whether its forwards stand; every rank must be given one."""
+        self._validation = validation
+        self._openings.clear()
+        self._pieces = {count: self._ready(p.schedule, _programs(p.schedule), p.stages) for count, p in self._pieces.items()}
+        self._now = self._pieces[self._now.schedule.num_microbatches]
+
+    def _settle(self) -> None:
+        """Make the optimizer's last step final before anything but a step looks at weights or gradients."""
+        if self._validation is not None:
+            self._validation.settle()
 
     def _refuse_if_closed(self) -> None:
         if self._closed is not None:
             raise PipelineError(f"{self._closed}; make a new Pipeline to go on")
 
-    def _open(self, executor: Executor, inputs: Any, targets: Any, outputs: list[Any] | None) -> Batch:
-        count = self.schedule.num_microbatches
+    def _open(self, executor: Executor, given: _Given, outputs: list[Any] | None) -> Batch:
+        count = executor.program.num_microbatches
         entries, exits = _ends(executor)
         is_first, is_last = self.rank in entries, self.rank in exits
-        for what, value, needed in (("inputs", inputs, is_first), ("targets", targets, is_last and outputs is None)):
+        for what, value, needed in (("inputs", given.inputs, is_first), ("targets", given.targets, is_last and outputs is None)):
             if needed and value is None:
                 where = "first" if what == "inputs" else "last"
                 raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
-        cut = split_batch(inputs, count, "inputs") if is_first else []
-        aims = split_batch(targets, count, "targets") if is_last and targets is not None else None
-        self._losses.open(exits, aims, outputs)
-        known, announcing = self._openings[executor].open(cut)
-        return Batch(cut, self._losses.finish, known, announcing)
+        cut = split_batch(given.inputs, count, "inputs") if is_first else Cut([], [], UNCUT)
+        aims = split_batch(given.targets, count, "targets") if is_last and given.targets is not None else Cut([], [], UNCUT)
+        inputs = [arguments(part) for part in cut.parts]
+        known, announcing, size = self._openings[executor].open(inputs, cut.whole)
+        extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size)
+        self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
+        return Batch(inputs, self._losses.finish, self._seed_by(given.scaler), known, announcing, extras)
+
+    def _seed_by(self, scaler: torch.amp.GradScaler | None) -> Cotangents:
+        """What the backward pass starts from; every rank's scaler begins with it, too."""
+        return (self._seed if scaler is None else scaler.scale(self._seed),)
 
     def _fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
+        lost = isinstance(error, LostContactError)
         if isinstance(error, LostContactError):
-            traceback.clear_frames(error.__traceback__)
-            note = self._board.look(GRACE_S) or self._board.publish(Note(error.peer, action, f"rank {self.rank} {error}"))
+            note = self._board.inquire(Word(error.what, error.peer, error.reason, action))
         else:
-            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {type(error).__name__}: {error}"))
+            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {why(error, self._stages)}"))
+        stop_waiting()
+        let_go(error)
         for executor in self._openings:
             executor.clear()
-        self._losses.clear()
-        self._shut(note.message)
-        self._board.farewell()
-        raise error_of(note) from (None if isinstance(error, LostContactError) else error)
+        self._copies.clear()
+        self._shut(note.message, note)
+        if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
+            raise error
+        raise error_of(note) from (None if lost else error)
 
-    def _shut(self, reason: str) -> None:
+    def _shut(self, reason: str, note: Note | None = None) -> None:
         self._closed = reason
+        if self._auto is not None:
+            self._auto.close()
+        if self._validation is not None:
+            self._validation.clear()
         self._openings.clear()  # a message that was sent keeps its connection open
+        self._losses.clear()
         self._transport.close()
-
-
-def _schedule(schedule: str | Schedule, ranks: int, num_microbatches: int) -> Schedule:
-    made = make(schedule, ranks, num_microbatches) if isinstance(schedule, str) else schedule
-    if made.num_ranks != ranks:
-        raise InputError(f"schedule {made.name!r} is for {made.num_ranks} ranks, the process group has {ranks}")
-    if made.num_microbatches != num_microbatches:
-        raise InputError(f"schedule {made.name!r} has {made.num_microbatches} microbatches, num_microbatches is {num_microbatches}")
-    if made.is_forward_only:
-        raise InputError(f"schedule {made.name!r} has no backward passes; Pipeline trains, and evaluates with the same schedule")
-    return made
+        self._board.close(note)
 
 
 def _ends(executor: Executor) -> tuple[list[int], list[int]]:
@@ -340,13 +558,22 @@ def _ends(executor: Executor) -> tuple[list[int], list[int]]:
     return [route[0] for route in taken], [route[-1] for route in taken]
 
 
-def _proved(schedule: Schedule) -> Program:
-    """The schedule's program, proved to match its messages and never to stop before a rank runs it."""
-    program = lower(schedule)
-    faults = program_faults(program)
-    if faults:
-        raise ProgramError(faults, program.name)
-    return program
+def _where(executor: Executor) -> tuple[str, str]:
+    """Where in its row a rank is, in words, and the action in hand."""
+    if not 0 <= executor.at < len(executor.row):
+        return "before its first pass" if executor.at < 0 else "after its last pass", ""
+    action = str(executor.row[executor.at])
+    return f"at '{action}'", action
+
+
+def _seal(value: object) -> str:
+    """A few letters that differ where `value` does."""
+    return "none" if value is None else hashlib.sha256(str(value).encode()).hexdigest()[:8]
+
+
+def _programs(schedule: Schedule) -> tuple[Program, Program]:
+    """The programs of a schedule that train and that evaluate."""
+    return proved(schedule), proved(schedule.forward_only())
 
 
 def _modules(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
-from zerobubble.program import Program, Recv, Send
+from zerobubble.program import Channel, Program, Recv, Send
 from zerobubble.rules import Stuff, Value, uses
+from zerobubble.runtime.messages.nest import Layout, Parcel, changes, layout_of
 from zerobubble.runtime.messages.rings import Rings
 from zerobubble.runtime.messages.transport import Transport, lost_with, wait
-from zerobubble.runtime.messages.wire import NOTE_LENGTH, Shapes, look_like, read_note, shapes_of, write_note
-from zerobubble.runtime.stage import Tensors
+from zerobubble.runtime.messages.wire import Known, Shapes, look_like, read_note, shapes_of, write_note
+from zerobubble.runtime.stage import Cotangents, Tensors
 
 
 class Mailbox:
@@ -22,6 +25,7 @@ class Mailbox:
 
     def __init__(self, program: Program, transport: Transport) -> None:
         self._device = transport.device
+        self._rank = transport.rank
         self._num_stages = program.num_stages
         self._rings = Rings(program, transport) if transport.wires else None
         self._peer: dict[Value, int] = {}
@@ -33,14 +37,14 @@ class Mailbox:
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
                 self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
-        self._known: dict[Value, Shapes] = {}
+        self._known = Known()
         self._announcing = False
         self._shared: Rings | None = None
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
-        self._arriving: dict[Value, tuple[Tensors, list[Any]]] = {}
+        self._arriving: dict[Value, tuple[Any, list[Any]]] = {}
         self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
 
-    def begin(self, known: dict[Value, Shapes], announcing: bool) -> None:
+    def begin(self, known: Known, announcing: bool) -> None:
         """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
         self._known = known
         self._announcing = announcing
@@ -55,8 +59,8 @@ class Mailbox:
         else:
             self._start(value, peer)
 
-    def take(self, value: Value) -> Tensors:
-        """The tensors of a received value, waiting for them; raises `LostContactError` when they cannot come."""
+    def take(self, value: Value) -> Any:
+        """The `Tensors` or `Cotangents` received as `value`, waiting for them; raises `LostContactError` when they cannot come."""
         if value not in self._arriving:
             self._read_up_to(value)
         tensors, works = self._arriving.pop(value)
@@ -65,22 +69,28 @@ class Mailbox:
         if value.stuff is Stuff.ACTIVATION:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
+            if self._known.layouts:
+                return self._laid_out(value, tensors)
+        elif self._may_lack(self._peer[value], self._rank):
+            return self._without_gaps(value, tensors)
         return tensors
 
-    def send(self, value: Value, peer: int, tensors: Tensors) -> None:
-        """Start sending `tensors` as `value`. Raises `InputError` when an activation has not the shape it had for these inputs."""
+    def send(self, value: Value, peer: int, tensors: Any) -> None:
+        """Start sending the `Tensors` or `Cotangents` that are `value`.
+
+        Raises `InputError` when an activation is not what it was with the same inputs, in shapes or constants, and, where messages
+        cannot tell it, when a gradient is missing that was there.
+        """
         if value.stuff is Stuff.ACTIVATION:
-            if self._announcing:
-                self._known[value] = shapes_of(tensors)
-            elif not look_like(tensors, self._known[value]):
-                raise InputError(_changed(value, self._known[value], shapes_of(tensors)))
+            self._check(value, tensors)
         if self._shared is not None:
             with lost_with(peer, f"sending {_describe(value)}"):
                 self._shared.out(peer, value.stuff).put(tensors, self._shapes(value))
             return
-        outgoing = [t.detach().contiguous() for t in tensors]
+        outgoing = self._filled(value, peer, tensors) if value.stuff is Stuff.GRADIENT else [t.detach().contiguous() for t in tensors]
         if self._announcing and value.stuff is Stuff.ACTIVATION:
-            outgoing.insert(0, write_note(self._known[value], self._device))
+            note = write_note(self._known[value], self._known.layouts.get(value), self._device)
+            outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
         start = self._send[peer, value.stuff]
         self._leaving[value] = (tuple(outgoing), [start(t) for t in outgoing], peer)
 
@@ -90,6 +100,13 @@ class Mailbox:
             _, works, peer = self._leaving.pop(value)
             for work in works:
                 wait(work, peer, f"sending {_describe(value)}")
+
+    def drain(self, coming: Iterable[Value]) -> None:
+        """Receive the values posted and still `coming`, and drop them; wait until all that was sent has left."""
+        for value in coming:
+            self.take(value)
+        for value in list(self._leaving):
+            self.release(value)
 
     def clear(self) -> None:
         """Let go of everything in flight."""
@@ -107,15 +124,74 @@ class Mailbox:
                     self._arriving[following] = (self._shared.into(peer, value.stuff).take(self._shapes(following)), [])
                 continue
             if value.stuff is Stuff.ACTIVATION:
-                note = torch.empty(NOTE_LENGTH, dtype=torch.int64, device=self._device)
-                wait(self._receive[peer, value.stuff](note), peer, f"waiting for {_describe(following)}")
-                self._known[following] = read_note(note)
+                self._read_note(following, peer)
             self._start(following, peer)
+
+    def _read_note(self, value: Value, peer: int) -> None:
+        receive, what = self._receive[peer, value.stuff], f"waiting for {_describe(value)}"
+        length = torch.empty(1, dtype=torch.int64, device=self._device)
+        wait(receive(length), peer, what)
+        note = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+        wait(receive(note), peer, what)
+        self._known[value], layout = read_note(note)
+        if layout is not None:
+            self._known.layouts[value] = layout
 
     def _start(self, value: Value, peer: int) -> None:
         receive = self._receive[peer, value.stuff]
         tensors = tuple(torch.empty(size, dtype=dtype, device=self._device) for size, dtype, _ in self._shapes(value))
+        if value.stuff is Stuff.GRADIENT and tensors and self._may_lack(peer, self._rank):
+            tensors = (torch.empty(len(tensors), dtype=torch.uint8, device=self._device), *tensors)
         self._arriving[value] = (tensors, [receive(t) for t in tensors])
+
+    def _check(self, value: Value, tensors: Tensors) -> None:
+        """See that an activation is what it was, or learn what it is."""
+        known, layout = self._known, None if type(tensors) is tuple else layout_of(tensors)
+        if self._announcing:
+            known[value] = shapes_of(tensors)
+            if layout is not None:
+                known.layouts[value] = layout
+        elif (known.layouts or layout is not None) and known.layouts.get(value) != layout:
+            raise InputError(_changed_layout(value, known.layouts.get(value), layout))
+        elif not look_like(tensors, known[value]):
+            raise InputError(_changed(value, known[value], shapes_of(tensors)))
+
+    def _laid_out(self, value: Value, tensors: Tensors) -> Tensors:
+        layout = self._known.layouts.get(value)
+        return tensors if layout is None else Parcel.of(tensors, layout)
+
+    def _may_lack(self, source: int, destination: int) -> bool:
+        """Whether gradients from `source` are led by a tensor that tells which are there; through shared memory, their slots tell."""
+        if self._announcing:
+            return True
+        gaps = self._known.gaps
+        return bool(gaps) and self._shared is None and Channel(source, destination, Stuff.GRADIENT) in gaps
+
+    def _filled(self, value: Value, peer: int, gradients: Cotangents) -> list[Tensor]:
+        """What goes on the channel for these gradients: where one may be missing, which are there first, and zeros in the gaps."""
+        there = [gradient is not None for gradient in gradients]
+        if not there or not (self._may_lack(self._rank, peer) or not all(there)):
+            return [g.detach().contiguous() for g in gradients if g is not None]
+        if not all(there):
+            channel = Channel(self._rank, peer, Stuff.GRADIENT)
+            if self._announcing:
+                self._known.gaps.add(channel)
+            elif channel not in self._known.gaps:
+                raise InputError(_lacking(value, there.index(False)))
+        told = torch.tensor(there, dtype=torch.uint8, device=self._device)
+        rooms = zip(gradients, self._shapes(value), strict=True)
+        return [
+            told,
+            *(torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else g.detach().contiguous() for g, s in rooms),
+        ]
+
+    def _without_gaps(self, value: Value, tensors: Tensors) -> Cotangents:
+        if not tensors:
+            return ()
+        there = tensors[0].tolist()
+        if not all(there):
+            self._known.gaps.add(Channel(self._peer[value], self._rank, Stuff.GRADIENT))
+        return tuple(gradient if flag else None for flag, gradient in zip(there, tensors[1:], strict=True))
 
     def _shapes(self, value: Value) -> Shapes:
         """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
@@ -135,4 +211,22 @@ def _changed(value: Value, before: Shapes, now: Shapes) -> str:
     return (
         f"{_describe(value)} is {got}, but was {was} in an earlier step with the same input shapes; "
         "pad it to one shape, or let it follow from the shape of the inputs"
+    )
+
+
+def _changed_layout(value: Value, before: Layout, now: Layout) -> str:
+    if before is None or now is None:
+        what = f"is {'a tuple of tensors' if now is None else now}, but was {'a tuple of tensors' if before is None else before}"
+    else:
+        what = f"has changed: {'; '.join(changes(before, now))}"
+    return (
+        f"{_describe(value)} {what} in an earlier step with the same inputs; what is no tensor is told to the next stage once: "
+        "pass what changes as a tensor, or let it follow from the inputs"
+    )
+
+
+def _lacking(value: Value, place: int) -> str:
+    return (
+        f"stage {value.stage} has no gradient for tensor {place} of what it is given in microbatch {value.microbatch}, but used its "
+        "inputs in every microbatch of an earlier step with the same input shapes; use it in all microbatches, as in y + 0 * x.sum()"
     )

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zerobubble.runtime.messages.transport import LostContactError
-
-
-class LostGroupError(LostContactError):
-    """Something that every rank takes part in could not be done; which of them is gone is not known."""
-
-    def __init__(self, what: str, reason: str) -> None:
-        Exception.__init__(self, f"lost contact with another rank while {what}: {reason}")
-        self.peer = -1
+from zerobubble.runtime.inquest import EVERYBODY
+from zerobubble.runtime.messages.transport import LostContactError, lost_with, reason_of
 
 
 @contextmanager
 def meeting(what: str) -> Iterator[None]:
-    """Turn the failure of an exchange among all ranks, such as `Transport.gather_objects`, into `LostGroupError`."""
+    """Turn the failure of an exchange among all ranks, such as `Transport.gather_objects`, into a `LostContactError` with everybody."""
     try:
-        yield
+        with lost_with(EVERYBODY, what):
+            yield
     except RuntimeError as error:
-        raise LostGroupError(what, str(error).splitlines()[0]) from error
+        raise LostContactError(EVERYBODY, what, reason_of(error)) from error

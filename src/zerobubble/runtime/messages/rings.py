@@ -10,7 +10,7 @@ from zerobubble.program import Channel, Compute, Program, Recv, channel_of
 from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.messages.shared import SharedLane, message_bytes
 from zerobubble.runtime.messages.transport import Transport, lost_with
-from zerobubble.runtime.messages.wire import Shapes
+from zerobubble.runtime.messages.wire import Known, Shapes
 
 ROOMY_BYTES = 32 << 20
 """A ring takes this much room for messages beyond the slots it needs, so that senders run ahead."""
@@ -29,10 +29,10 @@ class Rings:
         for _, _, channel, action in program.channels():
             if isinstance(action, Recv) and transport.rank in channel[:2]:
                 self._messages[channel].append(action.value)
-        self._made: dict[int, dict[Channel, SharedLane]] = {}
+        self._made: dict[int, tuple[Known, dict[Channel, SharedLane]]] = {}
         self._now: dict[Channel, SharedLane] = {}
 
-    def begin(self, known: dict[Value, Shapes], shapes: Callable[[Value], Shapes]) -> None:
+    def begin(self, known: Known, shapes: Callable[[Value], Shapes]) -> None:
         """Use the rings for the messages of `known`, making them the first time: senders first, then those who wait for them."""
         key = id(known)
         if key not in self._made:
@@ -40,8 +40,8 @@ class Rings:
                 del self._made[next(iter(self._made))]
             rank = self._transport.rank
             ordered = sorted(self._messages, key=lambda channel: (channel.source != rank, channel))
-            self._made[key] = {channel: self._make(channel, shapes) for channel in ordered}
-        self._now = self._made[key]
+            self._made[key] = known, {channel: self._make(channel, shapes) for channel in ordered}
+        self._now = self._made[key][1]
 
     def _make(self, channel: Channel, shapes: Callable[[Value], Shapes]) -> SharedLane:
         messages = self._messages[channel]

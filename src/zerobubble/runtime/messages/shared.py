@@ -32,6 +32,7 @@ _PUT, _TAKEN, _ASLEEP = 0, 8, 16
 """Places in the header, in words of 8 bytes and on cache lines of their own: messages put, messages taken, receiver asleep."""
 _ALIGN = 64
 _SPIN_S = 100e-6
+_THERE, _MISSING = 0, 1
 
 
 class PeerGoneError(RuntimeError):
@@ -166,6 +167,7 @@ class SharedLane:
         self._map = mmap.mmap(segment, size)
         os.close(segment)
         self._words = memoryview(self._map)[:_HEADER].cast("q")
+        self._bytes = memoryview(self._map)[_HEADER:]
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() + _HEADER
         self._places: dict[Shapes, list[tuple[int, int]]] = {}
 
@@ -175,30 +177,39 @@ class SharedLane:
         self._wire.hand_over(segment)
         return segment
 
-    def put(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> None:
-        """Copy a message of these `shapes` into the ring, waiting for a free slot; raises `PeerGoneError`."""
+    def put(self, tensors: Sequence[Tensor | None], shapes: Shapes) -> None:
+        """Copy a message of these `shapes`, where a tensor may be missing, into the ring; waits for a slot, raises `PeerGoneError`."""
         words, count = self._words, self._count
         if count - words[_TAKEN] >= self._slots:
             self._wire.sleep_until(lambda: count - words[_TAKEN] < self._slots, longest_ms=1)
-        slot = self._address + count % self._slots * self._slot_bytes
+        place = count % self._slots * self._slot_bytes
         for tensor, (offset, room) in zip(tensors, self._layout(shapes), strict=True):
+            if tensor is None:
+                self._bytes[place + offset + room] = _MISSING
+                continue
             whole = tensor.contiguous()
-            ctypes.memmove(slot + offset, whole.data_ptr(), room)
+            self._bytes[place + offset + room] = _THERE
+            ctypes.memmove(self._address + place + offset, whole.data_ptr(), room)
         self._count = words[_PUT] = count + 1
         if words[_ASLEEP]:
             self._wire.ring()
 
-    def take(self, shapes: Shapes) -> tuple[Tensor, ...]:
-        """The next message, copied out of the ring, waiting for it; raises `PeerGoneError`."""
+    def take(self, shapes: Shapes) -> tuple[Tensor | None, ...]:
+        """The next message, copied out of the ring, waiting for it; None for what is missing. Raises `PeerGoneError`."""
         words, count = self._words, self._count
         if words[_PUT] <= count:
             self._wait(lambda: words[_PUT] > count)
-        slot = self._address + count % self._slots * self._slot_bytes
-        tensors = tuple(torch.empty(size, dtype=dtype) for size, dtype, _ in shapes)
-        for tensor, (offset, room) in zip(tensors, self._layout(shapes), strict=True):
-            ctypes.memmove(tensor.data_ptr(), slot + offset, room)
+        place = count % self._slots * self._slot_bytes
+        tensors: list[Tensor | None] = []
+        for (size, dtype, _), (offset, room) in zip(shapes, self._layout(shapes), strict=True):
+            if self._bytes[place + offset + room] == _MISSING:
+                tensors.append(None)
+                continue
+            tensor = torch.empty(size, dtype=dtype)
+            ctypes.memmove(tensor.data_ptr(), self._address + place + offset, room)
+            tensors.append(tensor)
         self._count = words[_TAKEN] = count + 1
-        return tensors
+        return tuple(tensors)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         if self._spins:
@@ -213,20 +224,23 @@ class SharedLane:
             self._words[_ASLEEP] = 0
 
     def _layout(self, shapes: Shapes) -> list[tuple[int, int]]:
-        """Where in a slot each tensor of a message lies: (offset, bytes). Copies go by address: a dispatched copy costs far more."""
+        """Where in a slot each tensor of a message lies: (offset, bytes); the byte behind it tells whether it is there.
+
+        Copies go by address: a dispatched copy costs far more.
+        """
         places = self._places.get(shapes)
         if places is None:
             places, offset = [], 0
             for size, dtype, _ in shapes:
                 places.append((offset, _num_bytes(size, dtype)))
-                offset += _padded(places[-1][1])
+                offset += _padded(places[-1][1] + 1)
             self._places[shapes] = places
         return places
 
 
 def message_bytes(shapes: Shapes) -> int:
     """The room a message takes in a slot."""
-    return sum(_padded(_num_bytes(size, dtype)) for size, dtype, _ in shapes) or _ALIGN
+    return sum(_padded(_num_bytes(size, dtype) + 1) for size, dtype, _ in shapes) or _ALIGN
 
 
 def _padded(room: int) -> int:

@@ -7,12 +7,13 @@ so closing them wakes exactly the ranks of this pipeline.
 
 from __future__ import annotations
 
+import os
 import pickle
 import platform
+import re
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,21 @@ from torch import Tensor
 
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
+from zerobubble.runtime.inquest import IN_TIME
 from zerobubble.runtime.messages.shared import Doors, PeerGoneError, Wire, is_supported
 
 _CONTROL_TAG = 16
+_LANES = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
 
 
 class LostContactError(Exception):
-    """A message could not be exchanged with `peer`."""
+    """A message could not be exchanged with `peer`, for this `reason`, while this rank did `what`."""
 
     def __init__(self, peer: int, what: str, reason: str) -> None:
-        super().__init__(f"lost contact with rank {peer} while {what}: {reason}")
+        super().__init__(f"lost contact while {what}: {reason}")
         self.peer = peer
+        self.what = what
+        self.reason = reason
 
 
 class Transport:
@@ -49,10 +54,16 @@ class Transport:
         dist.broadcast_object_list(name, src=dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
         self._name = name[0]
         self.store: Any = self._prefix(dist.distributed_c10d._get_default_store(), f"zerobubble/{name[0]}")
-        self._controls: list[Any] = [self._backend("control", "cpu")]
+        self.store_host = _store_host(group)
+        self._controls: list[Any] = []
         self._lanes: list[Any] = []
         # A backend still open when the interpreter ends would abort the process.
         self._end = weakref.finalize(self, _let_go, self._controls, self._lanes, self.wires)
+
+    def meet(self) -> None:
+        """Connect the control line. Every rank has it when it returns, so none can close it too early."""
+        self._controls.append(self._backend("control", "cpu"))
+        self._all_gather(torch.zeros(1))
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         """Open the lanes for tensors on `device`, and where all ranks share a machine and compute on CPUs, the wires of `channels`.
@@ -60,8 +71,8 @@ class Transport:
         Every rank has them when it returns, so none can close them too early.
         """
         self.device = device
-        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(4 if device.type == "cuda" else 1)]
         places = self.gather_objects((platform.node(), _boot(), device.type == "cpu" and is_supported()))
+        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(2 * len(_LANES) if device.type == "cuda" else 1)]
         if len(set(places)) == 1 and places[0][2] and channels:
             self._connect(channels)
         self._all_gather(torch.zeros(1))
@@ -87,28 +98,28 @@ class Transport:
 
     def _lane(self, stuff: Stuff, source: int, destination: int) -> tuple[int, int]:
         """The backend and the tag of a channel."""
-        lane = 2 * (stuff is Stuff.GRADIENT) + (source < destination)
+        lane = 2 * _LANES.index(stuff) + (source < destination)
         return (lane, 0) if len(self._lanes) > 1 else (0, lane)
 
     def sender(self, stuff: Stuff, peer: int) -> Any:
         """A function that starts sending one tensor to `peer` and returns the work to wait for."""
         lanes, (lane, tag) = self._lanes, self._lane(stuff, self.rank, peer)
-        return lambda tensor: lanes[lane].send([tensor], peer, tag)
+        return lambda tensor: _started(lanes[lane].send, tensor, peer, tag)
 
     def receiver(self, stuff: Stuff, peer: int) -> Any:
         """A function that posts the receive of one tensor from `peer` and returns the work to wait for."""
         lanes, (lane, tag) = self._lanes, self._lane(stuff, peer, self.rank)
-        return lambda tensor: lanes[lane].recv([tensor], peer, tag)
+        return lambda tensor: _started(lanes[lane].recv, tensor, peer, tag)
 
     def tell(self, values: Sequence[float], peer: int, topic: int) -> tuple[Any, Tensor]:
         """Start sending a few numbers to `peer`; keep the result until the step is over."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        return self._controls[0].send([tensor], peer, _CONTROL_TAG + topic), tensor
+        return _started(self._controls[0].send, tensor, peer, _CONTROL_TAG + topic), tensor
 
     def listen(self, count: int, peer: int, topic: int) -> tuple[Any, Tensor]:
         """Post the receive of `count` numbers from `peer`: (work, the tensor they will be in)."""
         tensor = torch.empty(count, dtype=torch.float64)
-        return self._controls[0].recv([tensor], peer, _CONTROL_TAG + topic), tensor
+        return _started(self._controls[0].recv, tensor, peer, _CONTROL_TAG + topic), tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everyone's `value`, in rank order, on every rank."""
@@ -137,21 +148,81 @@ def _let_go(controls: list[Any], lanes: list[Any], wires: dict[Channel, Wire]) -
     controls.clear()
 
 
+def reason_of(error: RuntimeError) -> str:
+    """Why a message could not be exchanged, in a few words, without the backend's place in its sources and its general advice."""
+    told = str(error).splitlines()[0]
+    if "imed out" in told or "no answer within" in told:
+        return IN_TIME
+    return re.sub(r"^\[[^\]]*\] *", "", told).split(". This is typically")[0]
+
+
+def _started(exchange: Any, tensor: Tensor, peer: int, tag: int) -> Any:
+    """The work of a send or receive; a connection that is known to be gone is told at once."""
+    try:
+        return exchange([tensor], peer, tag)
+    except RuntimeError as error:
+        raise LostContactError(peer, "exchanging a message", reason_of(error)) from error
+
+
+_waiting: tuple[int, str] | None = None
+"""The peer that this process waits for, and what it waits for; a wait that failed stays."""
+
+
+def waiting() -> tuple[int, str] | None:
+    """Whom this process waits for now, as (peer, what)."""
+    return _waiting
+
+
+def stop_waiting() -> None:
+    """A wait that failed has been told of."""
+    global _waiting
+    _waiting = None
+
+
 def wait(work: Any, peer: int, what: str) -> None:
     """Wait for a message; raises `LostContactError` when the connection is gone or the timeout has passed."""
+    global _waiting
+    _waiting = peer, what
     try:
         work.wait()
     except RuntimeError as error:
-        raise LostContactError(peer, what, str(error).splitlines()[0]) from error
+        raise LostContactError(peer, what, reason_of(error)) from error
+    _waiting = None
 
 
-@contextmanager
-def lost_with(peer: int, what: str) -> Iterator[None]:
-    """Turn the failure of a shared-memory channel into `LostContactError`."""
-    try:
-        yield
-    except PeerGoneError as error:
-        raise LostContactError(peer, what, str(error)) from error
+class _Contact:
+    __slots__ = ("_peer", "_what")
+
+    def __init__(self, peer: int, what: str) -> None:
+        self._peer = peer
+        self._what = what
+
+    def __enter__(self) -> None:
+        global _waiting
+        _waiting = self._peer, self._what
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        global _waiting
+        if kind is None:
+            _waiting = None
+        elif isinstance(error, PeerGoneError):
+            raise LostContactError(self._peer, self._what, reason_of(error)) from error
+
+
+def lost_with(peer: int, what: str) -> _Contact:
+    """Turn the failure of a shared-memory channel inside into `LostContactError`."""
+    return _Contact(peer, what)
+
+
+def _store_host(group: dist.ProcessGroup | None) -> int | None:
+    """The rank of `group` whose process holds the store that all talk to, None when it is none of them."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted = isinstance(store, dist.TCPStore) and not by_launcher  # type: ignore[attr-defined]
+    return ranks.index(0) if hosted and 0 in ranks else None
 
 
 def _boot() -> str:

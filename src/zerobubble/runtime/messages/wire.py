@@ -1,34 +1,21 @@
-"""What a rank knows about a message before it arrives: the shapes of its tensors, told once by the sender.
+"""What a rank knows about a message before it arrives: the shapes of its tensors and how they lie, told once by the sender.
 
-The first time a step with new input shapes runs, every activation message is preceded by a note. Gradients need none: they look like
-the activations they belong to.
+The first time a step with new inputs runs, every activation message is preceded by a note. Gradients look like the activations they
+belong to; their notes tell which of them there are, for a stage may ignore what it is given.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerobubble.errors import InputError
-
-NOTE_LENGTH = 256
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+from zerobubble.program import Channel
+from zerobubble.rules import Value
+from zerobubble.runtime.messages.nest import Layout
 
 
 class TensorShape(NamedTuple):
@@ -43,6 +30,18 @@ class TensorShape(NamedTuple):
 
 
 Shapes = tuple[TensorShape, ...]
+
+
+class Known(dict[Value, Shapes]):
+    """The shapes of a step's messages, learnt in an earlier one with the same inputs.
+
+    `layouts` are those of the messages that are more than tensors, and `gaps` the channels on which a gradient was missing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts: dict[Value, Layout] = {}
+        self.gaps: set[Channel] = set()
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
@@ -60,23 +59,12 @@ def look_like(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
     return True
 
 
-def write_note(shapes: Shapes, device: torch.device) -> Tensor:
-    """The note that announces a message: int64, `NOTE_LENGTH` long."""
-    numbers = [len(shapes)]
-    for size, dtype, differentiable in shapes:
-        if dtype not in _DTYPES:
-            raise InputError(f"tensors of {dtype} cannot cross a stage boundary; known are {', '.join(map(str, _DTYPES))}")
-        numbers += [_DTYPES.index(dtype), int(differentiable), len(size), *size]
-    if len(numbers) > NOTE_LENGTH:
-        raise InputError(f"a stage boundary of {len(shapes)} tensors is too wide to announce; pass fewer or stacked tensors")
-    return torch.tensor(numbers + [0] * (NOTE_LENGTH - len(numbers)), dtype=torch.int64, device=device)
+def write_note(shapes: Shapes, layout: Layout, device: torch.device) -> Tensor:
+    """The note that announces a message: bytes."""
+    return torch.frombuffer(bytearray(pickle.dumps((shapes, layout))), dtype=torch.uint8).to(device)
 
 
-def read_note(note: Tensor) -> Shapes:
-    """The shapes a note announces."""
-    numbers = iter(note.tolist())
-    shapes = []
-    for _ in range(next(numbers)):
-        dtype, differentiable, dims = next(numbers), next(numbers), next(numbers)
-        shapes.append(TensorShape(tuple(next(numbers) for _ in range(dims)), _DTYPES[dtype], bool(differentiable)))
-    return tuple(shapes)
+def read_note(note: Tensor) -> tuple[Shapes, Layout]:
+    """The shapes a note announces, and how they lie: None where the tensors are the arguments themselves."""
+    shapes, layout = pickle.loads(bytes(note.tolist()))
+    return shapes, layout

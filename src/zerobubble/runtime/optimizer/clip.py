@@ -20,13 +20,22 @@ Norms = dict[int, Tensor]
 """The norms of the gradients of each stage that has any, one after another on the CPU."""
 
 
-def norms_of(modules: Mapping[int, nn.Module], norm_type: float, gradients: Gradients) -> Norms:
-    """The norms of this rank's gradients; a parameter of several stages counts with the first of them."""
-    taken: set[nn.Parameter] = set()
-    norms: Norms = {}
+def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] = ()) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each stage of this rank, in order, but for those that count `elsewhere`; one of several stages counts with the
+    first of them."""
+    taken: set[nn.Parameter] = set(elsewhere)
+    found: dict[int, list[nn.Parameter]] = {}
     for stage, module in sorted(modules.items()):
-        found = [g.detach() for p in module.parameters() if p not in taken and (g := gradients.of(p)) is not None]
-        taken.update(module.parameters())
+        found[stage] = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(found[stage])
+    return found
+
+
+def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients) -> Norms:
+    """The norms of the gradients of a rank's parameters, by stage; `counted` gives those that a norm of the whole model counts."""
+    norms: Norms = {}
+    for stage, parameters in parts.items():
+        found = [gradient.detach() for parameter in parameters if (gradient := gradients.of(parameter)) is not None]
         if found:
             norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in found]).cpu()
     return norms

@@ -10,7 +10,8 @@ from zerobubble.errors import InputError, near
 from zerobubble.runtime.gradients import Gradients
 from zerobubble.runtime.stage import Stage
 
-WAYS = ("deferred", "graph", "compiled", "whole")
+TRACED = ("graph", "compiled")
+WAYS = ("deferred", *TRACED, "whole")
 
 
 def ways_of(split: str | Mapping[int, str], stages: Collection[int]) -> dict[int, str]:

@@ -7,7 +7,6 @@ that are views, random numbers. Its backward is ours: it runs B, and leaves W.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,15 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.measure.memory import Held
+from zerobubble.runtime.measure.held import held_bytes
+from zerobubble.runtime.measure.memory import Held, Meter
+from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
+from zerobubble.runtime.skips import refusing
 from zerobubble.runtime.split.cut import Cut, cut, halves, num_results
-from zerobubble.runtime.split.gate import accumulator_is_kept
+from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.work import collect_into
-from zerobubble.runtime.stage import Stage, Tensors, _set_apart
+from zerobubble.runtime.stage import Cotangents, Stage, Tensors, _set_apart
 
 Part = Callable[[list[Any]], Sequence[Any]]
 
@@ -67,10 +69,6 @@ def _taken(parameter: nn.Parameter, gradient: Tensor, shared: set[int]) -> Tenso
     return gradient if is_own else torch.empty_like(parameter).copy_(gradient)
 
 
-_hooks = attrgetter("_backward_hooks")
-_late_hooks = attrgetter("_post_accumulate_grad_hooks")
-
-
 class GraphStage(Stage):
     """Runs the passes of one stage by its traced graph; with `compiled`, each part is compiled by inductor.
 
@@ -86,29 +84,28 @@ class GraphStage(Stage):
         super().__init__(module, index, split=False, gradients=gradients)
         self.split = True
         self.way = "compiled" if compiled else "graph"
-        self._parts = list(module.modules())
+        self.owned: tuple[Tensor, ...] = ()
+        self._state: Any = None
         self._traces: dict[Any, _Trace] = {}
         self._left: _Work | None = None
         self._works: dict[int, _Work] = {}
-        self._call = self._traced
         self._trace: _Trace | None = None
+        self._tensors: list[Tensor] = []
         self.refuse_hooks()
         if compiled:
             self._require_compiler()
 
+    def begin(self, meter: Meter | None) -> None:
+        super().begin(meter)
+        self._state = None
+
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
-        if any(map(_hooks, self._parameters)) or any(map(_late_hooks, self._parameters)):
-            self.refuse_hooks()
-        key = self._key(inputs)
-        trace = self._traces.get(key)
-        if trace is None:
-            collect_into(None)
-            trace = self._traces[key] = _Trace(self, inputs)
-        self._trace = trace
+        if self._state is None:
+            self._look()
         return super().forward(microbatch, inputs, finish)
 
-    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
-        fresh = [parameter for parameter in self._parameters if parameter.grad is None]
+    def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
+        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         outputs = super().backward(microbatch, gradients)
         work, self._left = self._left, None
         if work is not None:
@@ -121,6 +118,11 @@ class GraphStage(Stage):
         if work is not None:
             with torch.no_grad():
                 work.run(self._gradients)
+
+    def in_flight(self) -> tuple[int, int]:
+        count, size = super().in_flight()
+        kept = [tensor for work in self._works.values() for tensor in work.kept]
+        return count + len(self._works), size + held_bytes(kept, (), self.owned)
 
     def clear(self) -> None:
         super().clear()
@@ -140,21 +142,39 @@ class GraphStage(Stage):
         """Called by the backward of a trace: what this B leaves."""
         self._left = work
 
-    def _traced(self, *inputs: Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            return self.module(*inputs)
-        assert self._trace is not None
-        return self._trace.run(inputs)
+    def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        if torch.is_grad_enabled():
+            self._find_trace(inputs)  # here, for nothing of what counts tensors may see the tracing
+        return super()._run(inputs, finish)
 
-    def _key(self, inputs: Tensors) -> Any:
-        device = inputs[0].device.type if inputs else "cpu"
-        autocast = torch.is_autocast_enabled(device)
-        return (
-            tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs]),
-            tuple([part.training for part in self._parts]),
-            tuple([parameter.requires_grad for parameter in self._parameters]),
-            autocast and torch.get_autocast_dtype(device),
-        )
+    _run_counting = _run
+
+    def _call(self, inputs: Tensors) -> Any:
+        if not torch.is_grad_enabled():
+            return super()._call(inputs)
+        assert self._trace is not None
+        tensors, self._tensors = self._tensors, []
+        return self._trace.run(tensors)
+
+    def _find_trace(self, inputs: Tensors) -> None:
+        tensors: list[Tensor] = []
+        nest = take_apart(inputs.arguments() if isinstance(inputs, Parcel) else (inputs, {}), tensors, opaque=True)
+        device = tensors[0].device.type if tensors else "cpu"
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        key = (nest, tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]), autocast, self._state)
+        trace = self._traces.get(key)
+        if trace is None:
+            collect_into(None)
+            trace = self._traces[key] = _Trace(self, nest, tensors)
+        self._trace, self._tensors = trace, tensors
+
+    def _look(self) -> None:
+        """At the first forward of a step: what the module is now, which the passes of a step leave as it is."""
+        self.refuse_hooks()
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        self.owned = tuple(named.values())
+        kinds = tuple([(name, x.shape, x.stride(), x.dtype, x.requires_grad) for name, x in named.items()])
+        self._state = kinds, tuple([part.training for part in self.module.modules()])
 
     def refuse(self, reason: str, cause: Exception | None = None) -> InputError:
         """What to raise when this stage cannot be cut."""
@@ -168,7 +188,7 @@ class GraphStage(Stage):
     def refuse_hooks(self) -> None:
         """Raise for what a traced graph would run past: hooks of parameters and modules, and blocks that are compiled already."""
         for name, parameter in self.module.named_parameters():
-            if _hooks(parameter) or _late_hooks(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
+            if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
                 raise self.refuse(f"parameter {name} has a hook, which a graph cannot honour")
         for name, part in self.module.named_modules():
             if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
@@ -191,28 +211,30 @@ class GraphStage(Stage):
 
 
 class _Trace:
-    """A stage's graphs for one kind of input."""
+    """A stage's graphs for one kind of input: `nest` is how the `inputs` lie in its arguments."""
 
-    def __init__(self, stage: GraphStage, inputs: Tensors) -> None:
+    def __init__(self, stage: GraphStage, nest: Layout, inputs: Sequence[Tensor]) -> None:
         self._stage = stage
+        self._nest = nest
         self._is_ready = False
         self._names: set[str] = set()
         self.cut: Cut | None = None
         module = stage.module
-        stage.refuse_hooks()
-        self._named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self._owned = tuple(self._named.values())
-        self._trained = list(module.parameters())
+        self._named = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+        foreign = next((kind.__name__ for kind in opaque_in(nest)), None)
+        if foreign is not None:
+            raise stage.refuse(f"it is given a {foreign}, and a graph takes tensors and constants")
         self._function = aot_function(
             self._forward,
             fw_compiler=self._compile_forward,  # type: ignore[arg-type]
             bw_compiler=self._compile_backward,  # type: ignore[arg-type]
             partition_fn=self._partition,
-            num_params_buffers=len(self._owned),
+            num_params_buffers=len(self._named),
         )
         before = _python_state(module)
         try:
-            self._function(*self._owned, *inputs)
+            with refusing("a graph does not repeat it"):
+                self._function(*stage.owned, *inputs)
         except _TracedError:
             self._is_ready = True
         except InputError as error:
@@ -224,14 +246,15 @@ class _Trace:
         if changed is not None:
             raise stage.refuse(f"its forward changes {changed}, which a graph does not repeat")
 
-    def run(self, inputs: Tensors) -> Any:
-        return self._function(*self._owned, *inputs)
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        return self._function(*self._stage.owned, *inputs)
 
     def _forward(self, *tensors: Any) -> Any:
         held = dict(zip(self._named, tensors, strict=False))
+        positional, named = put_together(self._nest, iter(tensors[len(held) :]))
         with _reparametrize_module(self._stage.module, held, tie_weights=True):
             with disable_saved_tensors_hooks("a checkpoint or offloading has no effect in a graph"):
-                output = self._stage.module(*tensors[len(held) :])
+                output = self._stage.module(*positional, **named)
             for name, buffer in self._stage.module.named_buffers():
                 if buffer is not held.get(name):
                     raise InputError(f"its forward puts a new tensor in buffer {name} (change it in place)")
@@ -263,17 +286,18 @@ class _Trace:
         return forward
 
     def _compile_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-        self.cut = parts = cut(graph, len(self._trained), {f"primals_{i + 1}" for i in range(len(self._owned))})
+        num_parameters = len(self._stage.parameters)
+        self.cut = parts = cut(graph, num_parameters, {f"primals_{i + 1}" for i in range(len(self._named))})
         b = self._compile(parts.b, examples)
         w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")])
-        late = [self._trained[i] for i in parts.waits]
         stage, count = self._stage, num_results(graph)
 
         def backward(tensors: list[Any]) -> Sequence[Any]:
             kept = [tensors[i] for i in parts.from_inputs]
             results = b(tensors)
             kept += results[count:]
-            if late:
+            if parts.waits:
+                late = [stage.parameters[i] for i in parts.waits]
                 counted = [stage.meter.hold(tensor) for tensor in kept] if stage.meter is not None else []
                 stage.leave(_Work(w, late, kept, [tensor._version for tensor in kept], counted))
             return results[:count]

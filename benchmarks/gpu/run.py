@@ -1,0 +1,206 @@
+"""What one GPU tells: the price of splitting the backward pass, in float32 and bfloat16, eager and compiled; the host's time per action;
+predicted against allocated memory.
+
+Writes `results.json` next to this file. Without a GPU it says so and writes nothing; `--device cpu` rehearses the same code with
+small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerobubble as zb
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WAYS = ("deferred", "graph", "compiled")
+
+
+class Block(nn.Module):
+    """A transformer block: attention and an MLP, each behind a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Sizes:
+    """What is run: large enough to fill a GPU, or small enough to rehearse on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        large = device.type == "cuda"
+        self.blocks, self.width, self.heads = (8, 2048, 16) if large else (2, 64, 4)
+        self.batch, self.length, self.microbatches = (4, 2048, 8) if large else (1, 32, 4)
+        self.steps = 5 if large else 2
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that costs nothing."""
+    return output.float().mean()
+
+
+def pipeline(stage: nn.Module, schedule: str, microbatches: int, **options: Any) -> zb.Pipeline:
+    """A pipeline of one stage, on this one rank."""
+    return zb.Pipeline(stage, schedule, microbatches, mean, **options)
+
+
+def model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A stack of blocks, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks))).to(device, dtype)
+
+
+def passes(pipe: zb.Pipeline, x: Tensor, steps: int) -> dict[str, float]:
+    """Median milliseconds of each kind of pass over the steps, two to warm up left out."""
+    times: dict[str, list[float]] = {}
+    for step in range(steps + 2):
+        pipe.step(x, x)
+        for _, span in pipe.timeline().spans():
+            if step >= 2:
+                times.setdefault(span.op.kind.value, []).append(span.duration / 1e6)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+    return {kind: statistics.median(values) for kind, values in times.items()}
+
+
+def split_ratios(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
+    """(T_B + T_W) / T_fused for each way and dtype; the compiled way is held against the compiled model, too."""
+    rows = []
+    for name, dtype in DTYPES.items():
+        x = torch.randn(sizes.batch * sizes.microbatches, sizes.length, sizes.width, device=device, dtype=dtype)
+        fused = {}
+        for whole in ("eager", "compiled"):
+            torch._dynamo.reset()
+            stack = model(sizes, device, dtype)
+            if whole == "compiled":
+                stack.compile()
+            with pipeline(stack, "1f1b", sizes.microbatches) as pipe:
+                fused[whole] = passes(pipe, x, sizes.steps)
+        for way in WAYS:
+            torch._dynamo.reset()
+            with pipeline(model(sizes, device, dtype), "zb-h1", sizes.microbatches, split=way) as pipe:
+                took = passes(pipe, x, sizes.steps)
+            row = {"dtype": name, "way": way, **{f"{kind}_ms": round(ms, 3) for kind, ms in took.items()}}
+            row |= {f"over_{whole}_fused": round((took["B"] + took["W"]) / times["BW"], 3) for whole, times in fused.items()}
+            rows.append(show(row))
+    return rows
+
+
+def host_overhead(schedule: str, device: torch.device, microbatches: int = 64, steps: int = 20) -> dict[str, Any]:
+    """Microseconds the host takes per action with a stage too small to matter, and what a bare loop of the same passes takes."""
+    linear = nn.Linear(16, 16).to(device)
+    x = torch.zeros(microbatches, 16, device=device)
+    with pipeline(linear, schedule, microbatches) as pipe:
+        ours = seconds(lambda: pipe.step(x, x), steps, device)
+        actions = sum(len(row) for row in pipe.schedule.rows)
+    bare = seconds(lambda: bare_loop(linear, x, microbatches), steps, device)
+    row = {"schedule": schedule, "microbatches": microbatches, "ours_us": round(ours / actions * 1e6, 1)}
+    return show(row | {"bare_us": round(bare / actions * 1e6, 1), "overhead_us": round((ours - bare) / actions * 1e6, 1)})
+
+
+def bare_loop(module: nn.Module, x: Tensor, microbatches: int) -> None:
+    """Forward and backward of every microbatch with nothing around them."""
+    for part in x.split(1):
+        (mean(module(part), part) / microbatches).backward()
+
+
+def seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Median seconds of a step, the device's work included."""
+    took = []
+    for turn in range(steps + 3):
+        wait(device)
+        begin = time.perf_counter()
+        step()
+        wait(device)
+        if turn >= 3:
+            took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
+    """The peak of activations that the simulation of the profiled costs predicts, and what the allocator (on a CPU the meter) saw."""
+    rows = []
+    x = torch.randn(sizes.batch * sizes.microbatches, sizes.length, sizes.width, device=device)
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        with pipeline(model(sizes, device, torch.float32), schedule, sizes.microbatches) as pipe:
+            costs = pipe.profile(x, x)
+            pipe.step(x, x)
+            predicted = zb.peak_memory(pipe.schedule, costs)[0]
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                pipe.step(x, x)
+                measured = torch.cuda.max_memory_allocated() - before
+            else:
+                pipe.metering = True
+                pipe.step(x, x)
+                measured = pipe.timeline().peak_bytes or 0
+        row = {"schedule": schedule, "predicted_mb": round(predicted / 2**20, 2), "measured_mb": round(measured / 2**20, 2)}
+        rows.append(show(row | {"predicted_over_measured": round(predicted / max(1, measured), 3)}))
+    return rows
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def main() -> None:
+    """Measure on the GPU, or rehearse."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("There is no GPU here, so nothing was measured; --device cpu rehearses the same code.")
+        return
+    device = torch.device(options.device)
+    sizes = Sizes(device)
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=store, rank=0, world_size=1)
+        results = {
+            "machine": machine(device),
+            "split": split_ratios(sizes, device),
+            "host": [host_overhead(s, device) for s in ("1f1b", "zb-h1")],
+        }
+        results["memory"] = memory(sizes, device)
+        dist.destroy_process_group()
+    if device.type == "cuda":
+        Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    return {"device": name, "cores": os.cpu_count(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""How long a rank stands between the last W of a step and the first F of the next: clipped at a barrier, and validated afterwards.
+
+Passes are paced, so that ranks may share cores. Writes `results.json` next to this file. The ratio counts, not the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import zerobubble as zb
+
+RANKS, MICROBATCHES, MAX_NORM = 4, 8, 1e6
+CASES = [("zb-h2", 20.0), ("zb-v", 20.0)]
+"""Schedule and milliseconds of every pass."""
+BLOCK = 8
+"""Steps of one way before the other has its turn."""
+
+
+def main() -> None:
+    """Run every case in fresh ranks and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=2, help="blocks of steps measured per case and way")
+    options = parser.parse_args()
+    cases = [show(in_ranks(name, pass_ms, options.turns)) for name, pass_ms in CASES]
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    results = {"machine": machine, "ranks": RANKS, "microbatches": MICROBATCHES, "gaps": cases}
+    Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def in_ranks(name: str, pass_ms: float, turns: int) -> dict[str, Any]:
+    """Run a case on fresh gloo ranks."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (20000 + os.getpid() % 20000, queue, name, pass_ms, turns), nprocs=RANKS)
+    row: dict[str, Any] = queue.get()
+    return row
+
+
+def _rank(rank: int, port: int, queue: Any, name: str, pass_ms: float, turns: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    row = measure(name, pass_ms, turns)
+    if rank == 0:
+        queue.put(row)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(name: str, pass_ms: float, turns: int) -> dict[str, Any]:
+    """Median gaps over steps and ranks, the two ways taking turns; the first turn of each warms up."""
+    stages = zb.make(name, RANKS, MICROBATCHES).num_stages
+    pace = zb.Costs.uniform(stages, (pass_ms,) * 3)
+    gaps: dict[str, list[float]] = {"barrier": [], "validated": []}
+    with pipeline(name, pace) as plain, pipeline(name, pace) as held:
+        inner = torch.optim.AdamW(plain.parameters())
+        validated = zb.PostValidation(torch.optim.AdamW(held.parameters()), held, MAX_NORM, undo="copy")
+
+        def at_a_barrier() -> None:
+            plain.clip_grad_norm_(MAX_NORM)
+            inner.step()
+            inner.zero_grad()
+
+        def afterwards() -> None:
+            validated.step()
+            validated.zero_grad()
+
+        for turn in range(turns + 1):
+            for way, pipe, update in (("barrier", plain, at_a_barrier), ("validated", held, afterwards)):
+                found = block(pipe, update)
+                if turn:
+                    gaps[way] += found
+        assert validated.norm is not None
+    told: list[Any] = [None] * RANKS
+    dist.all_gather_object(told, gaps)
+    row: dict[str, Any] = {"schedule": name, "pass_ms": pass_ms}
+    for way in gaps:
+        row[f"{way}_ms"] = round(statistics.median(gap for mine in told for gap in mine[way]), 2)
+        row[f"{way}_ms_by_rank"] = [round(statistics.median(mine[way]), 2) for mine in told]
+    return row | {"times_smaller": round(row["barrier_ms"] / row["validated_ms"], 1)}
+
+
+def pipeline(name: str, pace: zb.Costs) -> zb.Pipeline:
+    def build(stage: int, num_stages: int) -> nn.Module:
+        return nn.Linear(16, 16)
+
+    return zb.Pipeline(build, name, MICROBATCHES, nn.functional.mse_loss, pace=pace)
+
+
+def block(pipe: zb.Pipeline, update: Any) -> list[float]:
+    """Milliseconds between the steps of a block, on this rank."""
+    inputs, targets = torch.randn(MICROBATCHES, 16), torch.randn(MICROBATCHES, 16)
+    edges = []
+    dist.barrier()
+    for _ in range(BLOCK):
+        pipe.step(inputs, targets)
+        update()
+        spans = pipe._train.spans
+        edges.append((spans[0][1], spans[-1][2]))
+    return [(begin - end) / 1e6 for (_, end), (begin, _) in pairwise(edges)]
+
+
+if __name__ == "__main__":
+    main()

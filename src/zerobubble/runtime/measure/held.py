@@ -1,0 +1,50 @@
+"""What an autograd graph keeps alive, counted from the graph itself: for the moment when memory has run out and nothing was metered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _NothingRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses every operation: reading what a checkpoint saved would otherwise compute it again."""
+
+    def __torch_dispatch__(self, *_: Any) -> Any:
+        raise RuntimeError("reading a graph computes nothing")
+
+
+def held_bytes(tensors: Iterable[Tensor], nodes: Iterable[Any], excluded: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages of `tensors` and of what the graphs behind `nodes` saved, those of `excluded` left out."""
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    storages = {}
+    with _NothingRuns():  # type: ignore[no-untyped-call]
+        for tensor in (*tensors, *_saved(nodes)):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(size for pointer, size in storages.items() if pointer not in left_out)
+
+
+def _saved(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    todo, seen = list(nodes), set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name == "saved_tensors" or name.startswith("_saved_"):
+                yield from _read(node, name)
+
+
+def _read(node: Any, name: str) -> list[Tensor]:
+    """The tensors of one attribute; none where they are freed, changed in place or to be computed again."""
+    try:
+        value = getattr(node, name)
+    except RuntimeError:
+        return []
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return [part for part in parts if isinstance(part, Tensor)]

@@ -1,0 +1,459 @@
+"""Batches of any size and shape, weighted losses, other numbers of microbatches and gradient scaling: the numbers of one device."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+PAD = -100
+
+
+def stages_of(pipe: zb.Pipeline, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+    return [build(s, pipe.schedule.num_stages, dtype=dtype) for s in range(pipe.schedule.num_stages)]
+
+
+def same_gradients(pipe: zb.Pipeline, stages: list[nn.Module], tolerance: float = 0.0) -> bool:
+    """Whether this rank's gradients are those of the stages of one device: by default to the last bit."""
+    for index, module in pipe.modules.items():
+        for mine, theirs in zip(module.parameters(), stages[index].parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            if (mine.grad - theirs.grad).abs().max() > tolerance:
+                return False
+    return True
+
+
+def weighted(stages: list[nn.Module], parts: list[tuple[Tensor, Tensor]], weights: list[float], loss: Any = loss_fn) -> Tensor:
+    """The oracle: microbatch after microbatch, each loss by its share of the weights."""
+    total = torch.zeros((), dtype=torch.float64)
+    for (x, y), weight in zip(parts, weights, strict=True):
+        share = loss(nn.Sequential(*stages)(x), y) * (weight / sum(weights))
+        share.backward()
+        total = total + share.detach()
+    return total
+
+
+def cut(inputs: Tensor, targets: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True))
+
+
+def uneven(group: Any, name: str, samples: int) -> tuple[bool, bool, float, float]:
+    """A step and an evaluation of a batch that is no multiple: bits as by the oracle, distance from the loss of the whole batch at once."""
+    with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
+        stages = stages_of(pipe)
+        inputs, targets = (part[:samples] for part in batch(8))
+        parts = cut(inputs, targets, 4)
+        sizes = [float(len(x)) for x, _ in parts]
+        exact = True
+        for _ in range(2):
+            exact &= bool(pipe.step(inputs, targets) == weighted(stages, parts, sizes))
+        whole = loss_fn(nn.Sequential(*stages)(inputs), targets)
+        evaluated, outputs = pipe.eval_step(inputs, targets)
+        assert evaluated is not None
+        if outputs is not None:
+            torch.testing.assert_close(outputs, nn.Sequential(*stages)(inputs))
+        assert pipe.losses is not None
+        each = torch.stack([loss_fn(nn.Sequential(*stages)(x), y) for x, y in parts]).detach()
+        return exact, same_gradients(pipe, stages), abs(evaluated - whole).item(), (pipe.losses - each).abs().max().item()
+
+
+@pytest.mark.parametrize(("name", "samples"), [("1f1b", 7), ("zb-h1", 13), ("zb-v", 5), ("dualpipe", 11)])
+def test_a_batch_that_is_no_multiple_has_the_numbers_of_one_device(world: Ranks, name: str, samples: int) -> None:
+    for loss, gradients, mean, each in world.run(uneven, name, samples, ranks=2):
+        assert loss
+        assert gradients or name == "dualpipe"  # which sums the gradients of two copies
+        assert max(mean, each) <= 1e-14
+
+
+def tokens_that_count(target: Tensor) -> Tensor:
+    return (target != PAD).sum()
+
+
+def with_padding(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """8 sequences of which the first tokens count, none of the last two."""
+    inputs, targets = (part.clone() for part in batch(4, seed=seed))
+    for row, length in enumerate((5, 3, 1, 2, 4, 5, 0, 0)):
+        targets[row, length:] = PAD
+    return inputs, targets
+
+
+def by_tokens(group: Any, name: str) -> tuple[float, float, list[float], float]:
+    """How far loss and gradients are from one device's on the whole batch, the losses, and the error of a weighted evaluation."""
+    heard: list[tuple[int, float]] = []
+    with zb.Pipeline(
+        build, name, 4, loss_fn, group=group, loss_weight=tokens_that_count, on_loss=lambda j, loss: heard.append((j, loss.item()))
+    ) as pipe:
+        stages = stages_of(pipe)
+        inputs, targets = with_padding()
+        loss = pipe.step(inputs, targets)
+        losses = pipe.losses
+        assert losses is not None
+        expected = loss_fn(nn.Sequential(*stages)(inputs), targets)
+        expected.backward()
+        worst = max(
+            (mine.grad - theirs.grad).abs().max().item()
+            for index, module in pipe.modules.items()
+            for mine, theirs in zip(module.parameters(), stages[index].parameters(), strict=True)
+            if mine.grad is not None and theirs.grad is not None
+        )
+        if heard:
+            torch.testing.assert_close([value for _, value in sorted(heard)], [losses[j].item() for j, _ in sorted(heard)], equal_nan=True)
+        evaluated, _ = pipe.eval_step(inputs, targets)
+        assert evaluated is not None
+        return abs(loss - expected).item(), worst, losses.tolist(), abs(evaluated - expected).item()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_losses_count_by_their_tokens(world: Ranks, name: str) -> None:
+    for loss, gradient, losses, evaluated in world.run(by_tokens, name, ranks=2):
+        assert max(loss, gradient, evaluated) <= 1e-14
+        assert [math.isnan(value) for value in losses] == [False, False, False, True]
+
+
+def equal_weights(group: Any) -> bool:
+    """Whether weights that are all the same leave the bits of the plain mean."""
+    found = []
+    for weight in (None, lambda _: 0.3):
+        with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, loss_weight=weight) as pipe:
+            loss = pipe.step(*batch(4))
+            found.append([loss, *(p.grad for p in pipe.parameters())])
+            stages = stages_of(pipe)
+            assert loss == one_device(stages, 4, *batch(4))
+            assert same_gradients(pipe, stages)
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_equal_weights_keep_the_bits_of_the_mean(world: Ranks) -> None:
+    assert all(world.run(equal_weights, ranks=2))
+
+
+def listening(group: Any) -> list[tuple[int, float]]:
+    heard: list[tuple[int, float]] = []
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, on_loss=lambda j, loss: heard.append((j, loss.item()))) as pipe:
+        pipe.step(*batch(4))
+        assert pipe.losses is not None
+        assert heard in ([], list(enumerate(pipe.losses.tolist())))
+    return heard
+
+
+def test_the_rank_that_has_a_loss_hears_of_it(world: Ranks) -> None:
+    first, last = world.run(listening, ranks=2)
+    assert first == []
+    assert [j for j, _ in last] == [0, 1, 2, 3]
+
+
+def wrong_weights(group: Any, weights: list[float]) -> str:
+    told = iter(weights)
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, loss_weight=lambda _: next(told))
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("weights", [[0.0] * 4, [1.0, -1.0, 1.0, 1.0], [1.0, math.nan, 1.0, 1.0]])
+def test_weights_that_give_no_mean_are_told(world: Ranks, weights: list[float]) -> None:
+    shown = ", ".join(f"{weight:g}" for weight in weights)
+    for text in world.run(wrong_weights, weights, ranks=2):
+        assert f"the weights of the microbatches must be finite, none negative and not all 0, got {shown}" in text
+
+
+def weights_apart(group: Any) -> str:
+    """Two last stages whose ranks were given targets that weigh differently."""
+    inputs, targets = with_padding()
+    if group.rank() == 1:
+        targets = targets.clamp(min=0)
+    pipe = zb.Pipeline(build, "chimera", 4, loss_fn, group=group, loss_weight=tokens_that_count)
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(inputs, targets)
+    return str(caught.value)
+
+
+def test_last_stages_with_other_targets_are_told(world: Ranks) -> None:
+    for text in world.run(weights_apart, ranks=2):
+        assert re.search(r"ranks [01] and [01] weigh the microbatches by (20 and 40|40 and 20) in all", text)
+
+
+def other_counts(group: Any, schedule: Any, counts: list[int]) -> bool:
+    """Steps of other numbers of microbatches, m < p among them, evaluations between; gradients add up over all of them."""
+    with zb.Pipeline(build, schedule, counts[0], loss_fn, group=group) as pipe:
+        stages = stages_of(pipe)
+        exact = True
+        for seed, count in enumerate(counts):
+            inputs, targets = batch(count, seed=seed)
+            told = None if count == counts[0] else count
+            exact &= bool(pipe.step(inputs, targets, num_microbatches=told) == one_device(stages, count, inputs, targets))
+            evaluated, _ = pipe.eval_step(inputs, targets, num_microbatches=told)
+            assert evaluated is not None
+            exact &= abs(evaluated - loss_fn(nn.Sequential(*stages)(inputs), targets)).item() < 1e-14
+            pipe.eval_step(*batch(2), num_microbatches=2)
+            assert len(pipe.timeline().rows[0]) == len(zb.make(pipe.schedule.name, group.size(), count).rows[0])
+        return exact and same_gradients(pipe, stages, 1e-14)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h2", "zb-v", "interleaved-zb", "chimera"])
+def test_the_number_of_microbatches_changes_between_steps(world: Ranks, name: str) -> None:
+    assert all(world.run(other_counts, name, [4, 2, 8, 4, 1, 2], ranks=4))
+
+
+def mine(ranks: int, microbatches: int) -> zb.Schedule:
+    return zb.make("zb-h1", ranks, microbatches)
+
+
+def test_a_function_gives_the_schedule_for_any_number(world: Ranks) -> None:
+    assert all(world.run(other_counts, mine, [4, 3, 6], ranks=2))
+
+
+def refuse(group: Any, schedule: Any, call: Callable[[zb.Pipeline, int], object]) -> str:
+    pipe = zb.Pipeline(build, schedule, 4, loss_fn, group=group)
+    with pytest.raises(zb.PipelineError) as caught:
+        call(pipe, group.rank())
+    return str(caught.value)
+
+
+def other_number(pipe: zb.Pipeline, _: int) -> None:
+    pipe.step(*batch(2), num_microbatches=2)
+
+
+def test_a_schedule_alone_has_one_number_of_microbatches(world: Ranks) -> None:
+    for text in world.run(refuse, zb.make("1f1b", 2, 4), other_number, ranks=2):
+        assert "schedule '1f1b' has 4 microbatches, num_microbatches is 2" in text
+        assert "give a schedule's name, or a function (num_ranks, num_microbatches) -> Schedule" in text
+
+
+def disagree_on_number(pipe: zb.Pipeline, rank: int) -> None:
+    pipe.step(*batch(4), num_microbatches=2 if rank == 2 else None)
+
+
+def disagree_on_method(pipe: zb.Pipeline, rank: int) -> None:
+    (pipe.eval_step if rank == 1 else pipe.step)(*batch(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (disagree_on_number, "rank 1 begins a training step of 4 microbatches, rank 2 a training step of 2 microbatches"),
+        (disagree_on_method, "rank 0 begins a training step of 4 microbatches, rank 1 an evaluation of 4 microbatches"),
+    ],
+)
+def test_ranks_that_begin_different_steps_are_told(world: Ranks, call: Any, words: str) -> None:
+    (text,) = set(world.run(refuse, "zb-h1", call, ranks=3))
+    assert words in text
+
+
+def two_orders(group: Any) -> str:
+    def by_rank(ranks: int, microbatches: int) -> zb.Schedule:
+        return zb.make("1f1b" if microbatches == 4 or group.rank() else "gpipe", ranks, microbatches)
+
+    return refuse(group, by_rank, other_number)
+
+
+def test_ranks_whose_function_gives_other_orders_are_told(world: Ranks) -> None:
+    (text,) = set(world.run(two_orders, ranks=2))
+    assert "a training step of 2 microbatches in another order" in text
+
+
+LENGTHS = (5, 3, 7, 4)
+
+
+def by_microbatch(group: Any, name: str) -> tuple[bool, bool]:
+    """Microbatches given as a list, each of its own length and size, over steps that mix them with whole batches."""
+    with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
+        stages = stages_of(pipe)
+        exact = True
+        for turn in range(3):
+            parts = [
+                tuple(part[: 1 + (j + turn) % 2] for part in batch(1, seed=j, length=length))
+                for j, length in enumerate((*LENGTHS[turn:], *LENGTHS[:turn]))
+            ]
+            loss = pipe.step([x for x, _ in parts], [y for _, y in parts])
+            exact &= bool(loss == weighted(stages, parts, [float(len(x)) for x, _ in parts]))
+            loss = pipe.step(*batch(4, seed=turn))
+            exact &= bool(loss == one_device(stages, 4, *batch(4, seed=turn)))
+        _, outputs = pipe.eval_step([x for x, _ in parts])
+        if outputs is not None:
+            for output, (x, _) in zip(outputs, parts, strict=True):
+                torch.testing.assert_close(output, nn.Sequential(*stages)(x))
+        return exact, same_gradients(pipe, stages)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_microbatches_may_each_have_a_shape_of_their_own(world: Ranks, name: str) -> None:
+    assert world.run(by_microbatch, name, ranks=2) == [(True, True)] * 2
+
+
+def many_lengths(group: Any, name: str) -> bool:
+    """More lengths than rings are kept for, then the first ones again, then more kinds of inputs than are remembered."""
+    with zb.Pipeline(build, name, 2, loss_fn, group=group) as pipe:
+        stages = stages_of(pipe)
+        exact = True
+        for length in (*range(1, 13), *range(1, 4), 20, *range(21, 80), 1, 20):
+            inputs, targets = batch(2, seed=length, length=length)
+            exact &= bool(pipe.step(inputs, targets) == one_device(stages, 2, inputs, targets))
+        return exact and same_gradients(pipe, stages, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_lengths_change_more_often_than_is_remembered(world: Ranks, name: str) -> None:
+    assert all(world.run(many_lengths, name, ranks=2))
+
+
+def accumulate_unequal(group: Any) -> bool:
+    """Two batches of other sizes in one update, each loss by its share: the recipe of the documentation."""
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
+        stages = stages_of(pipe)
+        whole = batch(6)
+        for start, end in ((0, 8), (8, 12)):
+            before = [p.grad for p in pipe.parameters()]
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            pipe.step(*(part[start:end] for part in whole))
+            for parameter, grad in zip(pipe.parameters(), before, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.mul_((end - start) / 12)
+                if grad is not None:
+                    parameter.grad.add_(grad)
+        loss_fn(nn.Sequential(*stages)(whole[0]), whole[1]).backward()
+        return same_gradients(pipe, stages, 1e-14)
+
+
+def test_steps_of_other_sizes_add_up_to_one_batch(world: Ranks) -> None:
+    assert all(world.run(accumulate_unequal, ranks=2))
+
+
+def loud_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return 64 * loss_fn(logits, targets)
+
+
+def scaled(group: Any, name: str) -> tuple[list[float], list[float], list[float], bool]:
+    """30 steps with a scale that overflows now and then: scales, losses, one device's scales, and whether all weights are the same bits."""
+    make = {"init_scale": 2.0**126, "growth_interval": 4, "enabled": True}
+
+    def single(stage: int, num_stages: int) -> nn.Module:
+        return build(stage, num_stages, dtype=torch.float32)
+
+    with zb.Pipeline(single, name, 4, loud_loss, group=group) as pipe:
+        stages = stages_of(pipe, torch.float32)
+        optimizers = [torch.optim.AdamW(p, lr=1e-2) for p in (pipe.parameters(), nn.ModuleList(stages).parameters())]
+        scaler, theirs = (torch.amp.GradScaler("cpu", **make) for _ in range(2))
+        scales, losses, expected = [], [], []
+        for step in range(30):
+            inputs, targets = batch(4, seed=step)
+            losses.append(pipe.step(inputs, targets, scaler=scaler).item())
+            pipe.unscale_(scaler, optimizers[0])
+            scaler.step(optimizers[0])
+            scaler.update()
+            scales.append(scaler.get_scale())
+            total = 0.0
+            for x, y in cut(inputs, targets, 4):
+                loss = loud_loss(nn.Sequential(*stages)(x), y) / 4
+                theirs.scale(loss).backward()
+                total += loss.item()
+            theirs.unscale_(optimizers[1])
+            theirs.step(optimizers[1])
+            theirs.update()
+            expected.append(theirs.get_scale())
+            assert losses[-1] == pytest.approx(total, rel=1e-6)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        pairs = [
+            pair for index, module in pipe.modules.items() for pair in zip(module.parameters(), stages[index].parameters(), strict=True)
+        ]
+        return scales, losses, expected, all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_scaled_gradients_leave_out_the_steps_that_one_device_leaves_out(world: Ranks, name: str) -> None:
+    for scales, losses, expected, same in world.run(scaled, name, ranks=2):
+        assert same
+        assert scales == expected
+        falls = [step for step in range(1, 30) if scales[step] < scales[step - 1]]
+        assert len(falls) >= 3, "infinities must occur, and more than once"
+        assert max(losses) < 1000, "the loss is reported without the scale"
+
+
+def only_on_one(group: Any) -> tuple[float, bool]:
+    """An infinity on the last rank alone; the first has nothing to train."""
+
+    def first_frozen(stage: int, num_stages: int) -> nn.Module:
+        return build(stage, num_stages).requires_grad_(stage > 0)
+
+    with zb.Pipeline(first_frozen, "zb-h1", 4, loss_fn, group=group) as pipe:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        pipe.step(*batch(4), scaler=scaler)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        if group.rank() == 1:
+            next(p for p in pipe.parameters()).grad.fill_(math.inf)
+        pipe.unscale_(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), all(torch.equal(a, b) for a, b in zip(before, pipe.parameters(), strict=True))
+
+
+def test_an_infinity_on_one_rank_is_known_to_all(world: Ranks) -> None:
+    assert world.run(only_on_one, ranks=2) == [(4.0, True)] * 2
+
+
+def scales_apart(group: Any) -> str:
+    def call(pipe: zb.Pipeline, rank: int) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0 + rank)
+        pipe.step(*batch(4), scaler=scaler)
+        pipe.unscale_(scaler, torch.optim.SGD(pipe.parameters(), lr=1.0))
+
+    return refuse(group, "1f1b", call)
+
+
+def test_scalers_that_differ_are_told(world: Ranks) -> None:
+    for text in world.run(scales_apart, ranks=2):
+        assert "the scalers of the ranks differ in their scale: rank 0 has 8, rank 1 has 9" in text
+
+
+def inference(group: Any, stages_per_rank: int) -> tuple[str, float, bool]:
+    """An inference pipeline evaluates, keeps nothing, and tells why it cannot train, which leaves it usable."""
+    schedule = zb.make("forward-only", group.size(), 4, stages_per_rank)
+    with zb.Pipeline(build, schedule, 4, loss_fn, group=group) as pipe:
+        stages = stages_of(pipe)
+        inputs, targets = batch(4)
+        with pytest.raises(zb.InputError) as caught:
+            pipe.step(inputs, targets)
+        loss, outputs = pipe.eval_step(inputs, targets)
+        assert loss is not None
+        expected = nn.Sequential(*stages)(inputs)
+        if outputs is not None:
+            torch.testing.assert_close(outputs, expected)
+        idle = all(span.op.kind is zb.Kind.F for _, span in pipe.timeline().spans())
+        return str(caught.value), abs(loss - loss_fn(expected, targets)).item(), idle
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+def test_a_forward_only_schedule_serves_evaluation(world: Ranks, stages_per_rank: int) -> None:
+    for text, error, idle in world.run(inference, stages_per_rank, ranks=2):
+        assert text == "schedule 'forward-only' has no backward passes: evaluate with eval_step, or choose one that trains"
+        assert error <= 1e-14
+        assert idle
+
+
+def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "batches.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "batches.py").write_text(program[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "batches.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)] == pytest.approx([4, 4, 4], abs=0.5)

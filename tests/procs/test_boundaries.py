@@ -1,0 +1,459 @@
+"""What may cross a stage boundary, forward and back: nests with constants, arguments by name, inputs that a stage ignores."""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import Block, batch, loss_fn
+from tests.procs.ranks import Ranks
+
+NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
+
+
+class OneDevice(nn.Module):
+    """The oracle: the stages one after another, each called with what the one before it gave; `kwargs[s]` go to stage s."""
+
+    def __init__(self, stages: list[nn.Module], kwargs: dict[int, dict[str, Any]] | None = None) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.kwargs = kwargs or {}
+
+    def forward(self, x: Any) -> Any:
+        for index, stage in enumerate(self.stages):
+            named = self.kwargs.get(index, {})
+            given = x if isinstance(x, (tuple, list, dict)) else (x,)
+            x = stage(**given, **named) if isinstance(given, dict) else stage(*given, **named)
+        return x
+
+
+def compare(pipe: zb.Pipeline, stages: list[nn.Module]) -> float:
+    """The largest difference of this rank's gradients from one device's, by the size of theirs; None must meet None."""
+    worst = 0.0
+    for index, module in pipe.modules.items():
+        for (name, mine), theirs in zip(module.named_parameters(), stages[index].parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), f"{index} {name}: {mine.grad is None} {theirs.grad is None}"
+            if mine.grad is not None and theirs.grad is not None:
+                worst = max(worst, ((mine.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1)).item())
+    return worst
+
+
+def train(group: Any, make_stage: Any, name: str, lanes: bool = False) -> float:
+    """The largest error over a step that announces, two that do not, one of another length, and an evaluation."""
+    with zb.Pipeline(make_stage, name, 4, loss_fn, group=group) as pipe:
+        if lanes:
+            without_shared_memory(pipe)
+        stages = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        worst = 0.0
+        for step, length in enumerate((5, 5, 5, 3)):
+            inputs, targets = batch(4, seed=step, length=length)
+            loss = pipe.step(inputs, targets)
+            for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                share = loss_fn(OneDevice(stages)(x), y) / 4
+                share.backward()
+                loss = loss - share.detach()
+            worst = max(worst, abs(loss).item(), compare(pipe, stages))
+        inputs, targets = batch(4, seed=9)
+        evaluated, _ = pipe.eval_step(inputs, targets)
+        assert evaluated is not None
+        for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            evaluated = evaluated - loss_fn(OneDevice(stages)(x), y).detach() / 4
+        return max(worst, abs(evaluated).item())
+
+
+def without_shared_memory(pipe: zb.Pipeline) -> None:
+    """Let messages go over the lanes, as between machines."""
+    for executor in (pipe._now.train, pipe._now.infer):
+        assert executor is not None
+        executor._mailbox._rings = None
+
+
+class Part(nn.Module):
+    """A stage with an embedding in front where it is the first, and a head where it is the last."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.stage, self.is_last = stage, stage == num_stages - 1
+        self.embed = nn.Embedding(11, 6).double() if stage == 0 else nn.Identity()
+        self.block = Block(6).double()
+        self.head = nn.Linear(6, 11).double() if self.is_last else nn.Identity()
+
+
+class ByName(Part):
+    """Gives a dict; the next stage takes its entries by name, in another order."""
+
+    def forward(self, x: Any = None, mask: Any = None, hidden: Any = None, depth: int = 0) -> Any:
+        tokens = x if hidden is None else mask
+        hidden = self.embed(x) if hidden is None else hidden
+        hidden = self.head(self.block(hidden) * (1 + 0.01 * (depth + tokens.unsqueeze(-1))))
+        return hidden if self.is_last else {"mask": tokens, "depth": depth + 1, "hidden": hidden}
+
+
+Pair = namedtuple("Pair", "cos sin")
+
+
+class Nested(Part):
+    """Gives tensors deep in lists, dicts and a named tuple, between constants of every kind; a bool mask and integers among them."""
+
+    def forward(self, x: Any, rest: Any = None) -> Any:
+        x = self.embed(x)
+        if rest is None:
+            rest = {
+                "tables": Pair(x.sin(), x.detach().cos()),
+                3: [x > 0, None, {"scale": 0.5, "kind": "rms", "on": True}, x.long()],
+                "deep": [],
+            }
+        keep, nothing, options, whole = rest[3]
+        assert (nothing, options["kind"], options["on"], rest["deep"]) == (None, "rms", True, [])
+        assert (keep.dtype, whole.dtype, type(rest["tables"])) == (torch.bool, torch.int64, Pair)
+        x = self.head(self.block(x + rest["tables"].sin * rest["tables"].cos * options["scale"] * keep + whole))
+        return x if self.is_last else (x, {**rest, "tables": Pair(x.sin(), rest["tables"].cos)})
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make_stage", [ByName, Nested])
+def test_nests_and_constants_cross(world: Ranks, make_stage: Any, name: str, lanes: bool) -> None:
+    for worst in world.run(train, make_stage, name, lanes, ranks=2):
+        assert worst <= 1e-12
+
+
+class Wide(Part):
+    """Hands on a hundred tensors."""
+
+    def forward(self, *parts: Tensor) -> Any:
+        x = self.head(self.block(self.embed(parts[0]))) + sum(part.mean() for part in parts[1:])
+        return x if self.is_last else (x, *(x[..., :1] * j for j in range(100)))
+
+
+def test_a_boundary_may_be_wide(world: Ranks) -> None:
+    for worst in world.run(train, Wide, "zb-h1", ranks=3):
+        assert worst <= 1e-12
+
+
+class Ignoring(Part):
+    """Each stage gives two tensors; which of the two the next one uses depends on the tokens of the microbatch."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        self.aside = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor, aside: Any = None, tokens: Any = None) -> Any:
+        tokens = x if tokens is None else tokens
+        x = self.embed(x)
+        uses_aside = aside is not None and self.uses(tokens)
+        y = self.head(self.block(x + aside if uses_aside else x))
+        return y if self.is_last else (y, self.aside(x), tokens)
+
+    def uses(self, tokens: Tensor) -> bool:
+        return False
+
+
+class IgnoringSome(Ignoring):
+    def uses(self, tokens: Tensor) -> bool:
+        return bool(tokens.sum() % 2)
+
+
+class Restarting(Part):
+    """The last stage starts from the tokens again, so that nothing comes back to any stage before it."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        self.again = nn.Embedding(11, 6).double()
+
+    def forward(self, x: Tensor, tokens: Any = None) -> Any:
+        tokens = x if tokens is None else tokens
+        y = self.head(self.block(self.again(tokens) if self.is_last else self.embed(x)))
+        return y if self.is_last else (y, tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make_stage", [Ignoring, IgnoringSome, Restarting])
+def test_what_a_stage_ignores_gets_no_gradient(world: Ranks, make_stage: Any, name: str) -> None:
+    for worst in world.run(train, make_stage, name, ranks=2):
+        assert worst <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("make_stage", [Ignoring, IgnoringSome, Restarting])
+def test_what_a_stage_ignores_gets_no_gradient_between_machines(world: Ranks, make_stage: Any, name: str) -> None:
+    for worst in world.run(train, make_stage, name, True, ranks=3):
+        assert worst <= 1e-12
+
+
+class Fickle(Part):
+    """The second stage uses its input, but not in the second step."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        x = self.embed(x)
+        return self.head(self.block(torch.ones_like(x) if self.is_last and self.calls > 4 else x))
+
+
+def fickle(group: Any) -> tuple[str, int]:
+    with zb.Pipeline(Fickle, "1f1b", 4, loss_fn, group=group) as pipe:
+        without_shared_memory(pipe)
+        pipe.step(*batch(4))
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(4))
+    return str(caught.value), sum(p.grad is None for p in pipe.parameters())
+
+
+def test_a_gradient_that_stays_out_later_is_told_where_messages_cannot(world: Ranks) -> None:
+    for text, missing in world.run(fickle, ranks=2):
+        assert "stage 1 has no gradient for tensor 0 of what it is given in microbatch 0" in text
+        assert "use it in all microbatches, as in y + 0 * x.sum()" in text
+        assert missing == 0
+
+
+class Counting(Part):
+    """Tells the next stage a number that changes with the step."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, options: Any = None) -> Any:
+        self.calls += 1
+        x = self.head(self.block(self.embed(x)))
+        return x if self.is_last else (x, {"turn": (self.calls - 1) // 4})
+
+
+class Restructuring(Part):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        x = self.head(self.block(self.embed(x)))
+        return {"x": x} if self.calls > 4 and not self.is_last else x
+
+
+def change(group: Any, make_stage: Any) -> str:
+    with zb.Pipeline(make_stage, "zb-h1", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make_stage", "words"),
+    [(Counting, "[1]['turn'] is 1, but was 0"), (Restructuring, "is dict of 'x', but was a tuple of tensors")],
+)
+def test_a_constant_that_changes_is_told_by_its_place(world: Ranks, make_stage: Any, words: str) -> None:
+    for text in world.run(change, make_stage, ranks=2):
+        assert "rank 0 failed at" in text
+        assert "the activation of stage 0, microbatch 0" in text
+        assert words in text
+        assert "pass what changes as a tensor" in text
+
+
+class Options(Part):
+    """A first stage with arguments of every kind, which it passes on as constants."""
+
+    def forward(self, tokens: Tensor, shift: Any = None, scale: float = 1.0, style: Any = None) -> Any:
+        x = self.embed(tokens)
+        x = self.head(self.block(x if shift is None else x + shift))
+        return x * scale if self.is_last else {"tokens": x, "scale": scale, "style": str(style)}
+
+
+class Style:
+    """An object that cannot cross a boundary."""
+
+    def __str__(self) -> str:
+        return "plain"
+
+
+def first_arguments(group: Any) -> float:
+    """Inputs as a tuple and as a dict, with numbers and objects; a constant that the inputs tell may change from step to step."""
+    with zb.Pipeline(Options, "zb-h1", 4, loss_fn, group=group) as pipe:
+        stages = [Options(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        tokens, targets = batch(4)
+        shift = torch.randn(8, 1, 6, generator=torch.Generator().manual_seed(1)).double()
+        worst = 0.0
+        for scale in (1.0, 0.5, 0.5, 1.0):
+            given: list[Any] = [(tokens, shift, scale, Style()), {"style": Style(), "tokens": tokens, "scale": scale, "shift": shift}]
+            for inputs in given:
+                loss = pipe.step(inputs, targets)
+                for x, s, y in zip(tokens.chunk(4), shift.chunk(4), targets.chunk(4), strict=True):
+                    share = loss_fn(OneDevice(stages)((x, s, scale, Style())), y) / 4
+                    share.backward()
+                    loss = loss - share.detach()
+                worst = max(worst, abs(loss).item(), compare(pipe, stages))
+        return worst
+
+
+def test_inputs_are_positional_or_named_arguments(world: Ranks) -> None:
+    assert max(world.run(first_arguments, ranks=2)) <= 1e-13
+
+
+class Masked(Part):
+    """Takes a mask as long as the batch, a table that is not, and a number, all by keyword."""
+
+    def forward(self, x: Tensor, *, mask: Any = None, table: Any = None, factor: float = 1.0) -> Any:
+        x = self.embed(x)
+        if mask is not None:
+            x = x * mask.unsqueeze(-1)
+        return self.head(self.block(x if table is None else x + table * factor))
+
+
+class Unmasked(Part):
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.block(self.embed(x)))
+
+
+def mixed(stage: int, num_stages: int) -> nn.Module:
+    return (Unmasked if stage == 1 else Masked)(stage, num_stages)
+
+
+def with_kwargs(group: Any, name: str, samples: int, listed: bool) -> float:
+    """Named arguments for the stages of each rank, cut with the batch or given microbatch by microbatch; none on ranks without takers."""
+    with zb.Pipeline(mixed, name, 4, loss_fn, group=group) as pipe:
+        count = pipe.schedule.num_stages
+        stages = [mixed(s, count) for s in range(count)]
+        takes = any(s != 1 for s in pipe.modules)
+        inputs, targets = (part[:samples] for part in batch(4))
+        generator = torch.Generator().manual_seed(3)
+        mask, table = torch.rand(samples, 5, generator=generator).double(), torch.rand(3, 1, 6, generator=generator).double()[:1]
+        sizes = [len(part) for part in inputs.tensor_split(4)]
+        each = [{"mask": part, "table": table, "factor": 0.5} for part in mask.split(sizes)]
+        whole = {"mask": mask, "table": table, "factor": 0.5}
+        for _ in range(2):
+            if listed:
+                loss = pipe.step(list(inputs.split(sizes)), list(targets.split(sizes)), kwargs=each if takes else None)
+            else:
+                loss = pipe.step(inputs, targets, kwargs=whole if takes else None)
+            for x, y, named in zip(inputs.split(sizes), targets.split(sizes), each, strict=True):
+                share = loss_fn(OneDevice(stages, {s: named for s in range(count) if s != 1})(x), y) * (len(x) / samples)
+                share.backward()
+                loss = loss - share.detach()
+        evaluated, _ = pipe.eval_step(inputs, targets, kwargs=whole if takes else None)
+        expected = loss_fn(OneDevice(stages, {s: whole for s in range(count) if s != 1})(inputs), targets)
+        assert evaluated is not None
+        return max(abs(loss).item(), compare(pipe, stages), abs(evaluated - expected).item())
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("name", "samples"), [("zb-h1", 8), ("zb-v", 7)])
+def test_stages_beyond_the_first_take_arguments_by_name(world: Ranks, name: str, samples: int, listed: bool) -> None:
+    for worst in world.run(with_kwargs, name, samples, listed, ranks=2):
+        assert worst <= 1e-12
+
+
+def profiled(group: Any) -> tuple[bool, list[bool]]:
+    """Whether a profile with named arguments found times for both stages and what a forward holds, and left gradients alone."""
+    with zb.Pipeline(mixed, "zb-h1", 4, loss_fn, group=group) as pipe:
+        costs = pipe.profile(*batch(4), kwargs={"factor": 0.5} if group.rank() == 0 else None, steps=1)
+        return min(*costs.forward, *costs.held_after_f) > 0, [p.grad is None for p in pipe.parameters()]
+
+
+def test_a_profile_takes_arguments_by_name(world: Ranks) -> None:
+    for found, untouched in world.run(profiled, ranks=2):
+        assert found
+        assert all(untouched)
+
+
+def wrong_kwargs(group: Any, kwargs: Any) -> str:
+    with zb.Pipeline(mixed, "1f1b", 4, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(4), kwargs=kwargs if group.rank() == 0 else None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"maks": 1}, "no stage of this rank takes 'maks': did you mean 'mask'? the forward of stage 0 takes factor, mask, table, x"),
+        ([{}], "kwargs is a list of 1, one dict for each of the 4 microbatches is needed"),
+        (3, "kwargs must be a dict, or a list of a dict for each microbatch, got int"),
+    ],
+)
+def test_kwargs_that_fit_no_stage_are_told(world: Ranks, kwargs: Any, words: str) -> None:
+    for text in world.run(wrong_kwargs, kwargs, ranks=2):
+        assert words in text
+
+
+def wrong_inputs(group: Any, inputs: Any) -> str:
+    with zb.Pipeline(Options, "1f1b", 4, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+        pipe.step(inputs, batch(4)[1])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ([torch.ones(2)] * 3, "inputs is a list of 3, and a list has one item for each of the 4 microbatches"),
+        ([torch.ones(2)] * 3 + ["four"], "microbatch 3 of inputs must be a tensor, or a tuple or dict with tensors, got str"),
+        ((torch.ones(8), torch.ones(4)), "the tensors of inputs must share their batch size, got [4, 8]"),
+        ((torch.ones(8), torch.ones(())), "inputs must be a tensor, a tuple or a dict"),
+        ("text", "inputs must be a tensor, a tuple or a dict"),
+    ],
+)
+def test_inputs_that_cannot_be_cut_are_told(world: Ranks, inputs: Any, words: str) -> None:
+    for text in world.run(wrong_inputs, inputs, ranks=2):
+        assert words in text
+
+
+class Telling(Part):
+    """Its last stage gives more than logits."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.head(self.block(self.embed(x)))
+        return (
+            {"logits": y, "norm": y.norm(), "parts": (y[:, 0], "rms"), "first": len(x), "lengths": y[: 1 + len(x) % 2, :1]}
+            if self.is_last
+            else y
+        )
+
+
+def gathered(group: Any, samples: int) -> Any:
+    with zb.Pipeline(Telling, "zb-h1", 4, lambda output, target: loss_fn(output["logits"], target), group=group) as pipe:
+        stages = [Telling(s, 2) for s in range(2)]
+        inputs, targets = (part[:samples] for part in batch(4))
+        pipe.step(inputs, targets)
+        loss, outputs = pipe.eval_step(inputs, targets)
+        assert loss is not None
+        if outputs is None:
+            return None
+        each = [OneDevice(stages)(x) for x in inputs.tensor_split(4)]
+        torch.testing.assert_close(outputs["logits"], torch.cat([part["logits"] for part in each]))
+        torch.testing.assert_close(outputs["norm"], torch.stack([part["norm"] for part in each]))
+        torch.testing.assert_close(outputs["parts"][0], torch.cat([part["parts"][0] for part in each]))
+        torch.testing.assert_close(outputs["lengths"], torch.cat([part["lengths"] for part in each]))
+        return outputs["parts"][1], outputs["first"]
+
+
+def test_structured_outputs_are_gathered(world: Ranks) -> None:
+    assert world.run(gathered, 8, ranks=2) == [None, ("rms", 2)]
+    assert world.run(gathered, 7, ranks=2) == [None, ("rms", [2, 2, 2, 1])]
+
+
+class Halved(Part):
+    """A stage in a type of its own."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        self.to(torch.bfloat16 if stage == 2 else torch.float32)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.block(self.embed(x)))
+
+
+def other_type(group: Any) -> tuple[str, bool]:
+    with zb.Pipeline(Halved, "zb-h1", 4, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(4))
+    return str(caught.value), all(p.grad is None for p in pipe.parameters())
+
+
+def test_another_dtype_between_stages_is_told_before_anything_is_done(world: Ranks) -> None:
+    (text, untouched) = world.run(other_type, ranks=4)[0]
+    assert untouched
+    assert re.search(r"rank 2 failed at 'run 2F0': RuntimeError: .*[Dd]?type.*; stage 2 was given \(2, 5, 6\) float32 by stage 1$", text), (
+        text
+    )

@@ -1,0 +1,309 @@
+"""What a failure leaves behind: nothing. Pipelines that end, in order or not, give back what they took, and leave others alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, replaced, struck
+from zerobubble.runtime.messages import transport
+
+M = 8
+
+
+def holdings() -> dict[str, int]:
+    """What this process has open, and the folders that pipelines of the machine have left."""
+    gc.collect()
+    folders = [name for place in (tempfile.gettempdir(), "/dev/shm") for name in os.listdir(place) if name.startswith("zerobubble-")]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "folders": len(folders),
+    }
+
+
+def gradients(pipe: zb.Pipeline) -> list[Tensor]:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    pipe.step(*batch(M))
+    return [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+
+
+def fail_and_rebuild(group: Any, rounds: int) -> list[dict[str, int]]:
+    rank = torch.distributed.get_rank(group)
+    seen = []
+    moments = ("forward", "backward", "weight", "clip", "eval", "timeline")
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group) as pipe:
+        expected = gradients(pipe)
+    for turn in range(rounds):
+        moment = MOMENTS[moments[turn % len(moments)]]
+        pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group)
+        if rank == turn % 4:
+            with struck(moment, boom), pytest.raises(zb.PipelineError, match="boom"):
+                use(pipe)
+        else:
+            with pytest.raises(zb.PipelineError, match=f"rank {turn % 4} failed .*boom"):
+                use(pipe)
+        with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group) as pipe:
+            found = gradients(pipe)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        del pipe
+        torch.distributed.barrier(group)
+        seen.append(holdings())
+        torch.distributed.barrier(group)
+    return seen
+
+
+def use(pipe: zb.Pipeline) -> None:
+    pipe.step(*batch(M))
+    pipe.clip_grad_norm_(1.0)
+    pipe.timeline()
+    pipe.eval_step(*batch(M))
+
+
+def test_ten_failures_in_a_row_leave_nothing_behind(world: Ranks) -> None:
+    for seen in world.run(fail_and_rebuild, 10, ranks=4):
+        assert all(held == seen[1] for held in seen[2:]), seen
+
+
+class Watched(nn.Module):
+    """A stage that remembers every activation it made, weakly."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.made.append(weakref.ref(y))
+        return y
+
+
+def activations_after_a_failure(group: Any, victim: int, moment: str) -> tuple[int, int]:
+    """How many activations were made and how many live while the error is still at hand."""
+    pipe = zb.Pipeline(lambda s, n: Watched(build(s, n)), "zb-h1", M, loss_fn, group=group)
+    watched = next(iter(pipe.modules.values()))
+    if torch.distributed.get_rank(group) == victim:
+        with struck(MOMENTS[moment], boom), pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
+    else:
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
+    alive = sum(made() is not None for made in watched.made)
+    assert caught.value is not None
+    return len(watched.made), alive
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "weight"])
+def test_a_failure_gives_back_the_activations(world: Ranks, moment: str) -> None:
+    for made, alive in world.run(activations_after_a_failure, 1, moment, ranks=4):
+        assert made > 0
+        assert alive == 0
+
+
+def out_of_memory(group: Any, moment: str) -> str:
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group)
+    if torch.distributed.get_rank(group) == 1:
+        with struck(MOMENTS[moment], fill_memory), pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
+    else:
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
+    return str(caught.value)
+
+
+def test_memory_that_ran_out_is_told_with_what_is_held(world: Ranks) -> None:
+    (text,) = set(world.run(out_of_memory, "forward", ranks=4))
+    assert text.startswith("rank 1 failed at 'run 1F2': RuntimeError: ")
+    # Two microbatches: of each (10, 6) and (10, 12) in float64, the Block keeps its input, the norm's output and moments, and the ReLU's.
+    per_microbatch = 8 * (60 + 60 + 10 + 10 + 120)
+    assert f"stage 1 held {2 * per_microbatch} bytes for 2 microbatches in flight" in text
+    assert "choose a schedule that holds less" in text
+
+
+def close_early(group: Any) -> str:
+    rank = torch.distributed.get_rank(group)
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group)
+    pipe.step(*batch(M))
+    if rank == 1:
+        pipe.close()
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(M))
+    return str(caught.value)
+
+
+def test_a_pipeline_closed_on_one_rank_is_told_to_the_others(world: Ranks) -> None:
+    told = world.run(close_early, ranks=4)
+    assert told[1] == "the pipeline is closed; make a new Pipeline to go on"
+    assert told[0] == told[2] == told[3]
+    assert told[0].startswith("rank 1 kept the others waiting: it was closing the pipeline when rank ")
+
+
+def two_at_once(group: Any) -> tuple[float, float]:
+    with zb.Pipeline(build, "1f1b", M, loss_fn, group=group) as good:
+        before = good.step(*batch(M)).item()
+        bad = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group)
+        if torch.distributed.get_rank(group) == 2:
+            with struck(MOMENTS["backward"], boom), pytest.raises(zb.PipelineError, match="boom"):
+                bad.step(*batch(M))
+        else:
+            with pytest.raises(zb.PipelineError, match=r"rank 2 failed .*boom"):
+                bad.step(*batch(M))
+        return before, good.step(*batch(M)).item()
+
+
+def test_a_pipeline_goes_on_beside_one_that_fails(world: Ranks) -> None:
+    for before, after in world.run(two_at_once, ranks=4):
+        assert before == after
+
+
+def forget(group: Any) -> tuple[dict[str, int], dict[str, int]]:
+    def use_and_forget() -> None:
+        zb.Pipeline(build, "zb-h1", M, loss_fn, group=group).step(*batch(M))
+
+    use_and_forget()
+    torch.distributed.barrier(group)
+    before = holdings()
+    torch.distributed.barrier(group)
+    for _ in range(3):
+        use_and_forget()
+        gc.collect()
+    torch.distributed.barrier(group)
+    after = holdings()
+    torch.distributed.barrier(group)
+    return before, after
+
+
+def test_a_pipeline_that_is_forgotten_gives_back_what_it_took(world: Ranks) -> None:
+    for before, after in world.run(forget, ranks=4):
+        assert before == after
+
+
+class Spoil(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.inner(x)
+        return y * float("nan") if self.calls == 3 else y
+
+
+def step_to_nan(group: Any) -> tuple[float, bool, str]:
+    with zb.Pipeline(lambda s, n: Spoil(build(s, n)) if s == 1 else build(s, n), "zb-h1", M, loss_fn, group=group) as pipe:
+        loss = pipe.step(*batch(M)).item()
+        spoilt = all(p.grad is not None and bool(p.grad.isnan().any()) for p in pipe.parameters())
+        with pytest.raises(zb.InputError) as caught:
+            pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        pipe.step(*batch(M))
+        return loss, spoilt, str(caught.value)
+
+
+def test_nan_comes_back_as_on_one_device_and_stops_nobody(world: Ranks) -> None:
+    for loss, spoilt, text in world.run(step_to_nan, ranks=4):
+        assert loss != loss
+        assert spoilt
+        assert "not finite in stage 0, 1, 2, 3" in text
+
+
+def disagree(group: Any) -> str:
+    rank = torch.distributed.get_rank(group)
+    order = zb.make("zb-h1", 4, M) if rank else replace(zb.make("zb-h2", 4, M), name="zb-h1")
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(
+            build if rank != 2 else [build(2, 4), build(3, 4)],
+            order,
+            M,
+            loss_fn,
+            group=group,
+            timeout=60.0 if rank != 3 else 30.0,
+            overlap=(lambda a, b: None) if rank == 1 else None,
+        )
+    return str(caught.value)
+
+
+def test_all_that_differs_between_ranks_is_told_at_once(world: Ranks) -> None:
+    (text,) = set(world.run(disagree, ranks=4))
+    assert "rank 2: schedule 'zb-h1' puts stages [2] on this rank, got 2 modules" in text
+    assert "ranks disagree on the timeout: rank 0 has 60 s, rank 1 has 60 s, rank 2 has 60 s, rank 3 has 30 s" in text
+    assert "ranks disagree on the overlap function: rank 0 has none, rank 1 has one, rank 2 has none, rank 3 has none" in text
+    assert "ranks disagree on the schedule: rank 0 has zb-h1 of 8 microbatches #" in text
+
+
+def mismatch(group: Any, dtype: torch.dtype, width: int) -> str:
+    pipe = zb.Pipeline(lambda s, n: build(s, n) if s != 2 else build(s, n, width=width, dtype=dtype), "zb-h1", M, loss_fn, group=group)
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(M))
+    assert caught.value.rank == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 6), (torch.float64, 8)])
+def test_stages_that_do_not_fit_are_told_to_every_rank(world: Ranks, dtype: torch.dtype, width: int) -> None:
+    assert len(set(world.run(mismatch, dtype, width, ranks=4))) == 1
+
+
+def end_host(group: Any, act: Any, lanes: bool) -> tuple[str, int | None]:
+    with replaced(transport, "is_supported", (lambda: False) if lanes else transport.is_supported):
+        pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=4.0)
+        if torch.distributed.get_rank(group) == 0:
+            with struck(MOMENTS["backward"], act), pytest.raises(zb.PipelineError) as caught:
+                pipe.step(*batch(M))
+        else:
+            with pytest.raises(zb.PipelineError) as caught:
+                pipe.step(*batch(M))
+    return str(caught.value), caught.value.rank
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("act", [kill_self, stop_self])
+@pytest.mark.parametrize("lanes", [False, True])
+def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bool) -> None:
+    world = Ranks(4, hosted=True)
+    try:
+        world.start(end_host, act, lanes, ranks=4)
+        for rank in (1, 2, 3):
+            state, ended = world.outcome(rank, seconds=40)
+            assert state == "ok", ended
+            assert ended[1] == 0
+            assert ended[0].startswith("rank 0 is gone or frozen: rank ")
+        if act is stop_self:
+            os.kill(world.processes[0].pid or 0, signal.SIGCONT)
+            state, ended = world.outcome(0, seconds=40)
+            assert state == "ok", ended
+    finally:
+        world.kill()
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 0 failed at 'run 0F0': ValueError: boom\nTrue\n"

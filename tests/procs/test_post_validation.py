@@ -1,0 +1,481 @@
+"""The optimizer's step without a barrier leaves what the synchronous loop leaves, to the bit, whatever steps are clipped or left out."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, loss_fn
+from tests.procs.ranks import Ranks
+from tests.pure.shapes import TRAINING
+from zerobubble.runtime.messages import transport
+from zerobubble.runtime.optimizer import validation
+from zerobubble.runtime.optimizer.arithmetic import ByFormula, why_not
+from zerobubble.runtime.optimizer.copy import SavedCopy
+
+LIMIT = 8.0
+"""Above the norms that come up by themselves."""
+
+
+class Spoiled(nn.Module):
+    """Adds a bias whose gradient is multiplied by the step's `factor`, so that no other stage sees it."""
+
+    factor = 1.0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _Scale.apply(self.bias, self)  # type: ignore[no-any-return]
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Spoiled) -> Tensor:
+        ctx.owner = owner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy * ctx.owner.factor, None
+
+
+class Normed(nn.Module):
+    """BatchNorm over the width of a sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return y
+
+
+def build(stage: int, num_stages: int, width: int = 6) -> nn.Module:
+    """A stage with dropout and BatchNorm: its forwards use the random state and change buffers."""
+    torch.manual_seed(100 + stage)
+    parts: list[nn.Module] = [nn.Embedding(11, width)] if stage == 0 else []
+    parts += [nn.Linear(width, width), Normed(width), Spoiled(width), nn.Tanh(), nn.Dropout(0.2)]
+    if stage == num_stages - 1:
+        parts.append(nn.Linear(width, 11))
+    return nn.Sequential(*parts).double()
+
+
+MAKERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+}
+
+
+def spoil(pipe: zb.Pipeline, step: int, steps: int) -> None:
+    """Some steps have a gradient that is large, infinite or not a number, in one stage; the first and the last among them."""
+    kinds = {0: 1e4, 3: math.inf, 5: math.nan, 6: 1e6, 7: 1e6, steps - 1: 1e6}
+    factor = kinds.get(step if step in (0, steps - 1) else step % 11, 1.0)
+    culprit = (step + 1) % pipe.schedule.num_stages
+    for stage, module in pipe.modules.items():
+        for part in module.modules():
+            if isinstance(part, Spoiled):
+                part.factor = factor if stage == culprit else 1.0
+
+
+def state_of(pipe: zb.Pipeline, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters, buffers and the optimizer's state."""
+    tensors = [t.detach().clone() for module in pipe.modules.values() for t in (*module.parameters(), *module.buffers())]
+    for entry in optimizer.state.values():
+        tensors += [torch.as_tensor(value).clone() for value in entry.values() if value is not None]
+    return tensors
+
+
+class Run:
+    """What a rank has after training: the losses, the norms in units of the limit, its state, and the forwards it ran in vain."""
+
+    def __init__(self, losses: list[float], norms: list[float], state: list[Tensor], in_vain: int) -> None:
+        self.losses, self.norms, self.state, self.in_vain = losses, norms, state, in_vain
+
+
+class Case(NamedTuple):
+    """What to train with: `way` undoes a step, and without one the loop is synchronous."""
+
+    schedule: str
+    kind: str
+    microbatches: int = 8
+    steps: int = 10
+    way: str | None = "copy"
+    accumulate: int = 1
+    lanes: bool = False
+    scale: float | None = None
+    looks: bool = False
+
+
+def no_shared_memory() -> bool:
+    return False
+
+
+def train(group: Any, case: Case, seed: int = 0) -> Run:
+    """Train with some steps clipped and some left out, on batches of two lengths, the second of which first comes in a step taken back."""
+    supported, transport.is_supported = transport.is_supported, no_shared_memory if case.lanes else transport.is_supported
+    try:
+        schedule = zb.make(case.schedule, group.size(), case.microbatches)
+        scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, growth_interval=2) if case.scale else None
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return loss_fn(output, target) if scaler is None else scaler.scale(loss_fn(output, target))
+
+        torch.manual_seed(7 + group.rank())
+        with zb.Pipeline(build, schedule, case.microbatches, loss, group=group) as pipe:
+            assert bool(pipe._transport.wires) != case.lanes or group.size() == 1
+            return loop(pipe, case, scaler)
+    finally:
+        transport.is_supported = supported
+
+
+def loop(pipe: zb.Pipeline, case: Case, scaler: torch.amp.GradScaler | None) -> Run:
+    losses, norms = [], []
+    inner = MAKERS[case.kind](pipe.parameters())
+    optimizer = zb.PostValidation(inner, pipe, LIMIT, scaler, case.way) if case.way else None
+    if scaler is not None:
+        scaler.scale(torch.ones(()))
+    calls = CountCalls(pipe)
+    rate = torch.optim.lr_scheduler.StepLR(inner, 3, 0.95)
+    for step in range(case.steps):
+        for part in range(case.accumulate):
+            spoil(pipe, step, case.steps)
+            data = batch(case.microbatches, seed=step * case.accumulate + part, length=4 if step % 4 == 1 else 5)
+            losses.append(pipe.step(*data).item())
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            norms.append(step_synchronously(pipe, inner, scaler) / LIMIT)
+            inner.zero_grad()
+        rate.step()
+        if case.looks:
+            losses.append(look(pipe, optimizer or inner, step))
+    pipe.close()
+    state = state_of(pipe, inner) + ([torch.tensor(scaler.get_scale())] if scaler else [])
+    evaluations = case.steps // 2 if case.looks else 0
+    return Run(losses, norms, state, calls.forwards - (case.steps * case.accumulate + evaluations) * calls.expected)
+
+
+def look(pipe: zb.Pipeline, optimizer: Any, step: int) -> float:
+    """Evaluate after every other step; after the others one rank reads its optimizer's state."""
+    if step % 2:
+        loss, _ = pipe.eval_step(*batch(pipe.schedule.num_microbatches, seed=99))
+        assert loss is not None
+        return loss.item()
+    entries = optimizer.state_dict()["state"].values() if step // 2 % pipe.schedule.num_ranks == pipe.rank else ()
+    return sum(value.sum().item() for entry in entries for value in entry.values())
+
+
+def step_synchronously(pipe: zb.Pipeline, inner: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> float:
+    """The loop to equal; every rank's scaler hears of all overflows."""
+    if scaler is not None:
+        scaler.unscale_(inner)
+    total = pipe.clip_grad_norm_(LIMIT)
+    if scaler is None:
+        if total.isfinite():
+            inner.step()
+    else:
+        for found in scaler._found_inf_per_device(inner).values():
+            found.fill_(float(not total.isfinite()))
+        scaler.step(inner)
+        scaler.update()
+    return total.item()
+
+
+class CountCalls:
+    """Counts the forwards of this rank's modules."""
+
+    def __init__(self, pipe: zb.Pipeline) -> None:
+        self.forwards = 0
+        rows = pipe.schedule.rows
+        self.expected = sum(op.kind is zb.Kind.F for op in rows[pipe.rank])
+        for module in pipe.modules.values():
+            module.register_forward_pre_hook(lambda *_: self.count())
+
+    def count(self) -> None:
+        self.forwards += 1
+
+
+def train_both(group: Any, case: Case) -> tuple[Run, Run]:
+    return train(group, case._replace(way=None)), train(group, case)
+
+
+def check_equal(pairs: list[tuple[Run, Run]]) -> None:
+    for expected, found in pairs:
+        assert found.losses == expected.losses
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found.state, expected.state, strict=True))
+        assert expected.in_vain == 0
+    check_norms(pairs[0][0].norms)
+    assert pairs[-1][1].in_vain == 0, "the last rank knows before it starts"
+
+
+def check_norms(norms: list[float]) -> None:
+    clipped = [1 < norm < math.inf for norm in norms]
+    assert 0 < sum(clipped) < len(norms), norms
+    assert clipped[0], norms
+    assert clipped[-1], norms
+    assert not all(map(math.isfinite, norms)), norms
+
+
+FAMILIES = [
+    ("gpipe", "adamw"),
+    ("1f1b", "momentum"),
+    ("interleaved-1f1b", "adam"),
+    ("breadth-first", "sgd"),
+    ("zb-h1", "adamw"),
+    ("zb-h2", "adamw"),
+    ("zb-v", "adamw"),
+    ("v-half", "adagrad"),
+    ("v-min", "nesterov"),
+    ("hanayo", "adam"),
+    ("chimera", "adamw"),
+    ("dualpipe", "momentum"),
+    ("dualpipe-v", "adamw"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), FAMILIES)
+def test_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: str, kind: str) -> None:
+    pairs = world.run(train_both, Case(name, kind), ranks=4)
+    check_equal(pairs)
+    assert pairs[0][1].in_vain > 0
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("zb-h2", 4), ("zb-v", 3), ("gpipe", 2), ("dualpipe", 4)])
+def test_steps_start_over_without_shared_memory_too(world: Ranks, name: str, ranks: int) -> None:
+    check_equal(world.run(train_both, Case(name, "adamw", lanes=True), ranks=ranks))
+
+
+def test_one_rank_alone(world: Ranks) -> None:
+    check_equal(world.run(train_both, Case("1f1b", "adamw"), ranks=1))
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "chimera"])
+def test_gradients_of_several_steps_of_the_pipeline(world: Ranks, name: str) -> None:
+    check_equal(world.run(train_both, Case(name, "momentum", accumulate=2), ranks=4))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("zb-h2", 3), ("zb-v", 4)])
+def test_a_scaler_skips_and_grows_alike_on_all_ranks(world: Ranks, name: str, ranks: int) -> None:
+    pairs = world.run(train_both, Case(name, "adamw", scale=64.0), ranks=ranks)
+    check_equal(pairs)
+    scales = {found.state[-1].item() for _, found in pairs}
+    assert len(scales) == 1
+    assert scales != {64.0}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "nesterov", "adam", "adamw"])
+def test_undoing_by_arithmetic_is_right_but_for_rounding(world: Ranks, kind: str) -> None:
+    for expected, found in world.run(train_both, Case("zb-h2", kind, way="arithmetic"), ranks=4):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+        for mine, theirs in zip(found.state, expected.state, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
+def test_evaluation_and_state_see_the_exact_step(world: Ranks, name: str) -> None:
+    check_equal(world.run(train_both, Case(name, "adamw", looks=True), ranks=4))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("undo", [SavedCopy, ByFormula])
+def test_a_step_undone_leaves_what_was(kind: str, undo: Any) -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(3, 4, dtype=torch.float64)), nn.Parameter(torch.randn(5, dtype=torch.float64))]
+    optimizer = MAKERS[kind](parameters)
+    if undo is ByFormula and why_not(optimizer):
+        assert kind == "adagrad"
+        return
+    for step in range(3):
+        for parameter in parameters[: 1 + step]:
+            parameter.grad = torch.randn_like(parameter)
+        before = [p.detach().clone() for p in parameters], deepcopy(optimizer.state_dict()["state"])
+        way = undo(optimizer)
+        way.save()
+        optimizer.step()
+        assert not torch.equal(parameters[0], before[0][0])
+        way.undo()
+        exact = {"rtol": 0, "atol": 0} if undo is SavedCopy else {"rtol": 1e-12, "atol": 1e-14}
+        torch.testing.assert_close([p.detach() for p in parameters], before[0], **exact)
+        found = optimizer.state_dict()["state"]
+        assert found.keys() == before[1].keys()
+        for key, entry in before[1].items():
+            torch.testing.assert_close(found[key], entry, **exact)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (torch.optim.Adam([nn.Parameter(torch.ones(1))], amsgrad=True), "a step of Adam with amsgrad=True (group 0) cannot be undone"),
+        (torch.optim.AdamW([nn.Parameter(torch.ones(1))], betas=(0.0, 0.9)), "a step of AdamW with betas=(0.0, 0.9) (group 0) cannot"),
+        (
+            torch.optim.RMSprop([nn.Parameter(torch.ones(1))]),
+            "a step of RMSprop cannot be undone by arithmetic, which knows SGD, Adam, AdamW",
+        ),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), ""),
+    ],
+)
+def test_what_arithmetic_cannot_undo_is_said(optimizer: torch.optim.Optimizer, reason: str) -> None:
+    assert why_not(optimizer).startswith(reason)
+    assert bool(why_not(optimizer)) == bool(reason)
+
+
+def refusals(group: Any) -> list[str]:
+    """What each wrong use says, on a pipeline that then goes on."""
+    told: list[str] = []
+
+    def attempt(use: Any) -> None:
+        with pytest.raises(zb.InputError) as caught:
+            use()
+        told.append(str(caught.value))
+
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        inner, adagrad = torch.optim.SGD(pipe.parameters(), lr=0.1), torch.optim.Adagrad(pipe.parameters())
+        attempt(lambda: zb.PostValidation(inner, pipe, max_norm=-1.0 if pipe.rank else 1.0))
+        attempt(lambda: zb.PostValidation(inner, pipe, max_norm=1.0 + pipe.rank))
+        attempt(lambda: zb.PostValidation(inner, pipe, undo="log"))  # type: ignore[arg-type]
+        attempt(lambda: zb.PostValidation(adagrad, pipe, undo="arithmetic"))
+        attempt(lambda: zb.PostValidation("sgd", pipe))  # type: ignore[arg-type]
+        free, validation._free_bytes = validation._free_bytes, lambda _: 100
+        attempt(lambda: zb.PostValidation(adagrad, pipe))
+        validation._free_bytes = free
+        optimizer = zb.PostValidation(inner, pipe)
+        attempt(lambda: zb.PostValidation(inner, pipe))
+        attempt(lambda: optimizer.zero_grad(set_to_none=False))
+        before = [parameter.detach().clone() for parameter in pipe.parameters()]
+        pipe.step(*batch(4))
+        optimizer.step()
+        optimizer.settle()
+        assert not any(torch.equal(mine, was) for mine, was in zip(pipe.parameters(), before, strict=True) if mine.dim() > 1)
+    return told
+
+
+def test_wrong_uses_are_refused_on_every_rank(world: Ranks) -> None:
+    expected = [
+        "rank 1: max_norm must be above 0, or None to clip nothing, got -1.0",
+        "ranks disagree on max_norm or scaler: rank 0 has 1.0 without a scaler, rank 1 has 2.0 without a scaler",
+        "rank 0: undo must be 'copy', 'arithmetic' or None, got 'log'",
+        'rank 0: a step of Adagrad cannot be undone by arithmetic, which knows SGD, Adam, AdamW; use undo="copy"',
+        "rank 0: optimizer must be a torch.optim.Optimizer, got str",
+        "rank 0: a copy of parameters and state would take more than half of the free memory, and a step of Adagrad cannot be undone",
+        "rank 0: the pipeline has a PostValidation already; use that, or make a new Pipeline",
+        "a step that may be taken back needs its gradients, which zero_grad(set_to_none=False) overwrites; drop them",
+    ]
+    for told in world.run(refusals, ranks=2):
+        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
+
+
+class Failing(torch.optim.SGD):
+    """Raises at call number `at` of `step`, counted from 0."""
+
+    def __init__(self, parameters: Any, at: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.left = at
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("boom")
+        super().step()
+
+
+def train_on(pipe: zb.Pipeline, optimizer: zb.PostValidation, steps: int) -> None:
+    for step in range(steps):
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.step(*batch(8, seed=step))
+
+
+def fail_in(group: Any, culprit: int, at: int, max_norm: float) -> tuple[str, int | None]:
+    pipe = zb.Pipeline(build, "zb-h2", 8, loss_fn, group=group, timeout=60)
+    optimizer = zb.PostValidation(Failing(pipe.parameters(), at if pipe.rank == culprit else 1000), pipe, max_norm)
+    pipe.step(*batch(8))
+    with pytest.raises(zb.PipelineError) as caught:
+        train_on(pipe, optimizer, 4)
+    with pytest.raises(zb.PipelineError, match="make a new Pipeline"):
+        optimizer.step()
+    return str(caught.value), caught.value.rank
+
+
+@pytest.mark.parametrize(
+    ("culprit", "at", "max_norm", "when"),
+    [
+        (0, 1, 1e9, "while stepping the optimizer"),
+        (3, 1, 1e9, "while stepping the optimizer"),
+        (1, 1, 1e-3, "while validating the optimizer's step"),
+        (3, 0, 1e-3, "while stepping the optimizer"),
+    ],
+)
+def test_a_rank_that_fails_in_the_optimizer_ends_all(world: Ranks, culprit: int, at: int, max_norm: float, when: str) -> None:
+    for text, rank in world.run(fail_in, culprit, at, max_norm, ranks=4):
+        assert rank == culprit
+        assert text == f"rank {culprit} failed {when}: ValueError: boom"
+
+
+def vanish(group: Any, culprit: int) -> str:
+    """Rank `culprit` dies between `pipe.step` and the optimizer's; the others end within the timeout."""
+    pipe = zb.Pipeline(build, "zb-h2", 8, loss_fn, group=group, timeout=60)
+    optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, 1.0)
+    pipe.step(*batch(8))
+    if pipe.rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zb.PipelineError) as caught:
+        train_on(pipe, optimizer, 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_rank_that_is_gone_ends_the_others(culprit: int) -> None:
+    doomed = Ranks(3)
+    try:
+        outcomes = doomed.outcomes(vanish, culprit, ranks=3, seconds=45)
+    finally:
+        doomed.kill()
+    assert outcomes.pop(culprit) == ("gone", "")
+    texts = {text for _, text in outcomes}
+    assert len(texts) == 1, outcomes
+    assert "lost contact with" in texts.pop()
+
+
+LONG = [(name, kind) for name in TRAINING for kind in ("adamw", "momentum") if zb.SCHEDULES[name].allows(4, 8)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "kind"), LONG)
+def test_200_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: str, kind: str) -> None:
+    check_equal(world.run(train_both, Case(name, kind, steps=200), ranks=4))
+
+
+def test_the_program_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "train.py").write_text(program[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"loss (0\.\d+), norm of the last gradients (0\.\d+)\n", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < 0.4
+    assert float(found[2]) > 0

@@ -1,0 +1,129 @@
+"""Stages that average or shard their parameters themselves, and stages whose parameters change after the pipeline was made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+from tests.procs.test_peers import OUT_OF_ORDER
+
+
+def sharded(group: Any, name: str) -> float:
+    """Two pipelines of two ranks, each stage sharded over the same ranks of both: the largest error of gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    data, pipes = mesh["data"], mesh["pipe"]
+    replica = data.get_local_rank()
+    worst = 0.0
+    with zb.Pipeline(lambda s, n: fully_shard(build(s, n), mesh=data), name, 4, loss_fn, group=pipes.get_group()) as pipe:
+        stages = [build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        for step in range(2):
+            pipe.step(*batch(4, seed=2 * step + replica))
+            for other in range(2):
+                one_device(stages, 4, *batch(4, seed=2 * step + other))
+        for stage, module in pipe.modules.items():
+            for mine, theirs in zip(module.parameters(), stages[stage].parameters(), strict=True):
+                worst = max(worst, (mine.grad.full_tensor() - theirs.grad / 2).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_fsdp2_trains_with_the_numbers_of_one_device(world: Ranks, name: str) -> None:
+    assert max(world.run(sharded, name, ranks=4)) <= 1e-13
+
+
+def replicated(module: nn.Module, group: Any) -> nn.Module:
+    from torch.distributed._composable import replicate
+
+    return replicate(module, process_group=group)
+
+
+def fsdp1(module: nn.Module, group: Any) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(module, process_group=group, device_id=torch.device("cpu"))
+
+
+WRAPPERS = {"module under replicate()": replicated, "FullyShardedDataParallel": fsdp1}
+
+
+def wrapped(group: Any, kind: str) -> str:
+    alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(lambda s, n: nn.Sequential(WRAPPERS[kind](build(s, n), alone)), "1f1b", 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_what_averages_within_a_step_is_refused(world: Ranks, kind: str) -> None:
+    for text in world.run(wrapped, kind, ranks=4):
+        for stage in range(4):
+            assert f"rank {stage}: stage {stage} holds a {kind}, which averages gradients before every microbatch has added to them" in text
+        assert "average `.grad` over its group after each step" in text
+
+
+class Growing(nn.Module):
+    """Gets a parameter after its first step, with a gradient that is a view of what the Linear before it needs for W."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        self.inner = build(stage, num_stages)
+        torch.manual_seed(stage)
+        self.linear = nn.Linear(6, 6).double() if stage < num_stages - 1 else None
+        self.extra: nn.Parameter | None = None
+
+    def grow(self) -> None:
+        self.extra = nn.Parameter(torch.ones(10, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if self.linear is not None:
+            y = self.linear(y)
+        return y if self.extra is None or self.linear is None else y + self.extra.view(2, 5, 6)
+
+
+def grown(group: Any) -> float:
+    """The largest error of gradients in an order where two B of the grown stage run before the W of the first."""
+    with zb.Pipeline(Growing, zb.Schedule.from_text(OUT_OF_ORDER), 4, loss_fn, group=group) as pipe:
+        stages = [Growing(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        worst = 0.0
+        for step in range(3):
+            pipe.step(*batch(4, seed=step))
+            one_device(stages, 4, *batch(4, seed=step))
+            if step == 0:
+                for module in [*stages, *pipe.modules.values()]:
+                    module.grow()
+        for stage, module in pipe.modules.items():
+            for mine, theirs in zip(module.parameters(), stages[stage].parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None)
+                if mine.grad is not None and theirs.grad is not None:
+                    worst = max(worst, (mine.grad - theirs.grad).abs().max().item())
+        return worst
+
+
+def test_parameters_may_come_between_steps(world: Ranks) -> None:
+    assert max(world.run(grown, ranks=2)) <= 1e-13
+
+
+def grown_copy(group: Any) -> str:
+    with zb.Pipeline(Growing, "chimera", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        for module in pipe.modules.values():
+            module.grow()
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(4))
+        return str(caught.value)
+
+
+def test_but_not_into_a_stage_that_has_copies(world: Ranks) -> None:
+    for text in world.run(grown_copy, ranks=2):
+        assert "has not the parameters it had when the pipeline was made: extra came, went or changed" in text

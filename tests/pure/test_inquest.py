@@ -1,0 +1,37 @@
+"""Who is to blame when messages stay out, told from what the ranks say."""
+
+from __future__ import annotations
+
+from zerobubble.runtime.inquest import EVERYBODY, IN_TIME, Word, verdict
+
+
+def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> None:
+    words = {0: Word("waiting for the loss", 3, IN_TIME), 2: Word("waiting for a message", 1, IN_TIME), 3: Word("waiting", 2)}
+    note = verdict(words, 4, 0)
+    assert (note.rank, note.absent) == (1, (1,))
+    assert note.message.startswith("rank 1 is gone or frozen: rank 2 lost contact with rank 1 while waiting for a message")
+
+
+def test_the_chain_of_those_who_wait_ends_at_the_culprit() -> None:
+    words = {0: Word("waiting", 1, IN_TIME), 1: Word("waiting", 2), 2: Word("waiting", 3), 3: Word("at 'run 3F1'", op="run 3F1")}
+    note = verdict(words, 4, 0)
+    assert (note.rank, note.op) == (3, "run 3F1")
+    assert "raise `timeout`" in note.message
+
+
+def test_a_rank_that_stays_away_from_a_gather_is_named() -> None:
+    words = {rank: Word("gathering norms", EVERYBODY, IN_TIME) for rank in (0, 1, 3)} | {2: Word("outside the pipeline")}
+    assert verdict(words, 4, 1).rank == 2
+
+
+def test_ranks_that_wait_for_each_other_are_told_to_make_the_same_calls() -> None:
+    words = {0: Word("waiting for the loss", 1, IN_TIME), 1: Word("gathering norms", EVERYBODY)}
+    note = verdict(words, 2, 0)
+    assert note.rank == -1
+    assert "rank 0 was waiting for the loss, rank 1 was gathering norms; make the same calls" in note.message
+
+
+def test_several_silent_ranks_are_all_named() -> None:
+    note = verdict({1: Word("gathering norms", EVERYBODY, IN_TIME)}, 3, 1)
+    assert note.absent == (0, 2)
+    assert note.message.startswith("ranks 0, 2 are gone or frozen: rank 1 lost contact while gathering norms")
