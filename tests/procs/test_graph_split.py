@@ -318,3 +318,59 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+class Named(nn.Module):
+    """Gives a dict with a constant, of which the next stage may use a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float = 1.0, unused: Tensor | None = None) -> dict[str, Any]:
+        return {"x": torch.tanh(self.up(x)) * scale, "scale": 2.0, "unused": self.side(x)}
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.down = nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float, unused: Tensor) -> Tensor:
+        y: Tensor = self.down(self.dropout(x) * scale)
+        return y
+
+
+def nested(stage: int, num_stages: int) -> nn.Module:
+    torch.manual_seed(stage)
+    return (Named() if stage < num_stages - 1 else Last()).double()
+
+
+def trained_by_name(group: Any, split: str, main_grad: torch.dtype | None) -> tuple[list[Tensor | None], str]:
+    """This rank's gradients of two steps with dropout, and what it tells of its split."""
+    with zb.Pipeline(nested, "zb-h1", 4, nn.functional.mse_loss, group=group, split=split, main_grad=main_grad) as pipe:
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            pipe.step(torch.randn(8, 8).double(), torch.randn(8, 8).double())
+        told = str(pipe.describe())
+        return [p.grad if main_grad is None else p.main_grad for p in pipe.parameters()], told
+
+
+def test_dicts_and_constants_go_through_graph_stages_with_and_without_main_grad(world: Ranks) -> None:
+    deferred = world.run(trained_by_name, "deferred", None, ranks=2)
+    for main_grad in (None, torch.float64):
+        graph = world.run(trained_by_name, "graph", main_grad, ranks=2)
+        for (mine, told), (theirs, _) in zip(graph, deferred, strict=True):
+            assert "stage 0: graph" in told
+            for a, b in zip(mine, theirs, strict=True):
+                assert (a is None) == (b is None) if b is not None else (a is None or not a.any())
+                assert a is None or b is None or torch.equal(a, b)
+
+
+@pytest.mark.long
+def test_compiled_stages_train_in_a_pipeline_with_dropout(world: Ranks) -> None:
+    deferred = world.run(trained_by_name, "deferred", None, ranks=2)
+    for (mine, told), (theirs, _) in zip(world.run(trained_by_name, "compiled", None, ranks=2), deferred, strict=True):
+        assert "stage 0: compiled" in told
+        for a, b in zip(mine, theirs, strict=True):
+            assert a is None or b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-14)

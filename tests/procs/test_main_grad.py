@@ -74,3 +74,55 @@ def wrong_type(group: Any) -> str:
 def test_a_type_that_cannot_hold_a_gradient_is_refused(world: Ranks) -> None:
     for told in world.run(wrong_type, ranks=2):
         assert "main_grad must be a floating-point type, such as torch.float32, got torch.int32" in told
+
+
+def post_validated(group: Any) -> str:
+    with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
+        with pytest.raises((zb.InputError, zb.PipelineError)) as told:
+            zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe)
+        return str(told.value)
+
+
+def test_post_validation_refuses_gradients_that_no_optimizer_sees(world: Ranks) -> None:
+    for told in world.run(post_validated, ranks=2):
+        assert "an optimizer's step reads .grad, which main_grad leaves None" in told
+
+
+def scaled(group: Any, spoiled: bool) -> tuple[float, bool]:
+    """The largest difference between unscaled sums and those of a step without a scaler, and whether the step was taken."""
+    sums: list[list[Tensor]] = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
+            pipe.step(*batch(MICROBATCHES), scaler=scaler)
+            if scaler is not None:
+                if spoiled and group.rank() == 0:
+                    next(pipe.parameters()).main_grad[0] = torch.inf
+                masters = [p.detach().float().requires_grad_() for p in pipe.parameters()]
+                optimizer = torch.optim.SGD(masters, lr=0.1)
+                pipe.unscale_(scaler, optimizer)
+                for master, parameter in zip(masters, pipe.parameters(), strict=True):
+                    master.grad = parameter.main_grad
+                before = [master.detach().clone() for master in masters]
+                scaler.step(optimizer)
+                stepped = any(not torch.equal(a, b) for a, b in zip(before, masters, strict=True))
+            sums.append([p.main_grad for p in pipe.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*sums, strict=True)), stepped
+
+
+def test_a_scaler_unscales_main_grad_and_every_rank_leaves_out_the_same_steps(world: Ranks) -> None:
+    for difference, stepped in world.run(scaled, False, ranks=2):
+        assert difference == 0
+        assert stepped
+    assert [stepped for _, stepped in world.run(scaled, True, ranks=2)] == [False, False]
+
+
+def described(group: Any) -> zb.SplitReport:
+    with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
+        pipe.step(*batch(MICROBATCHES))
+        return pipe.describe()[0]
+
+
+def test_what_stays_in_b_is_told_under_main_grad_too(world: Ranks) -> None:
+    for report in world.run(described, ranks=2):
+        assert report.share == 1.0
+        assert "1.norm.weight: a vector of LayerNorm, whose gradient costs little" in report.at_once

@@ -16,6 +16,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import CodeGen
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.gradients import IN_GRAD, Gradients
@@ -218,6 +219,8 @@ class _Trace:
         self._nest = nest
         self._is_ready = False
         self._names: set[str] = set()
+        self._spec: TreeSpec
+        self._leaves: list[tuple[Any] | None] = []
         self.cut: Cut | None = None
         module = stage.module
         self._named = [*dict(module.named_parameters()), *dict(module.named_buffers())]
@@ -247,7 +250,8 @@ class _Trace:
             raise stage.refuse(f"its forward changes {changed}, which a graph does not repeat")
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        return self._function(*self._stage.owned, *inputs)
+        results = iter(self._function(*self._stage.owned, *inputs))
+        return tree_unflatten([next(results) if constant is None else constant[0] for constant in self._leaves], self._spec)
 
     def _forward(self, *tensors: Any) -> Any:
         held = dict(zip(self._named, tensors, strict=False))
@@ -261,7 +265,9 @@ class _Trace:
         mode = get_proxy_mode()
         if mode is not None:
             self._names = {node.name for node in mode.tracer.graph.nodes}
-        return output
+        leaves, self._spec = tree_flatten(output)
+        self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         for node in joint.graph.find_nodes(op="get_attr"):
