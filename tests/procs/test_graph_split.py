@@ -96,7 +96,9 @@ def test_a_graph_leaves_what_autograd_leaves_or_says_why_not(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt block", "conv2d and batch norm", "dropout", "embedding tied to its head", "output in chunks"])
 def test_compiled_parts_leave_what_autograd_leaves(name: str) -> None:
     kind = KINDS[name]
-    assert difference(train(kind.build, kind.takes, Compiled), train(kind.build, kind.takes, Plain)) <= 1e-12
+    mine, oracle = (train(kind.build, kind.takes, way).tensors for way in (Compiled, Plain))
+    for what, tensor in oracle.items():  # the bias before a batch norm has a gradient of 0 but for rounding
+        torch.testing.assert_close(mine[what], tensor, rtol=1e-11, atol=1e-12, msg=what)
 
 
 def passed(stage: GraphStage, x: Tensor) -> GraphStage:
