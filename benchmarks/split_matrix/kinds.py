@@ -173,6 +173,54 @@ def forces(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+def weighs(m: Any, x: Tensor) -> Tensor:
+    """A step along a weight's own gradient within the forward, as inner loops take."""
+    with torch.enable_grad():
+        energy = torch.tanh(m.first(x)).square().sum()
+        (slope,) = torch.autograd.grad(energy, m.first.weight, create_graph=True)
+    y: Tensor = m.second(functional.linear(x, m.first.weight - 0.1 * slope))
+    return y
+
+
+def steers(m: Any, x: Tensor) -> Tensor:
+    """A gradient that is only looked at: nothing goes back through it."""
+    with torch.enable_grad():
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(torch.tanh(m.first(place)).sum(), place)
+    y: Tensor = m.second(m.first(x + force))
+    return y
+
+
+def forcing() -> nn.Module:
+    return Way(forces, first=lin(), second=lin(), third=lin())
+
+
+def twice() -> nn.Module:
+    return Way(lambda m, x: m.linear(torch.tanh(m.linear(x))), linear=lin())
+
+
+def three_of_one() -> nn.Module:
+    return Way(lambda m, x: m.a(x) * m.b(x) + m.c(x), a=lin(), b=lin(), c=lin())
+
+
+def in_half_precision_twice(m: Any, x: Tensor) -> Tensor:
+    """The same block in two regions of autocast, each of which casts its weights anew."""
+    return in_half_precision(m, in_half_precision(m, x))
+
+
+def grouped(m: Any, x: Tensor) -> Tensor:
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    y: Tensor = functional.grouped_mm(m.first(x).flatten(0, 1).bfloat16(), m.w, offs=ends)
+    return y.double()
+
+
+def with_raw_node_hook() -> nn.Module:
+    module = Way(lambda m, x: x @ m.w, w=parameter(D, D), seen=[])
+    module.node = module.w.expand_as(module.w).grad_fn.next_functions[0][0]
+    module.node.register_hook(lambda *_: module.seen.append(module.w.grad.clone()))
+    return module
+
+
 def frozen_for_a_while(m: Any, x: Tensor) -> Tensor:
     """Only the second call of the Linear trains it."""
     m.linear.requires_grad_(False)
@@ -247,12 +295,10 @@ KINDS: dict[str, Kind] = {
     "gpt block": Kind(Attention),
     "mlp without bias": Kind(lambda: nn.Sequential(lin(bias=False), nn.GELU(), lin(bias=False))),
     "layer norm": Kind(lambda: nn.LayerNorm(D), waits=False),
-    "raw parameters": Kind(
-        lambda: Way(lambda m, x: torch.tanh(x * m.scale) @ m.matrix, scale=parameter(D), matrix=parameter(D, D)), waits=False
-    ),
-    "conv1d": Kind(lambda: nn.Sequential(nn.Conv1d(5, 5, 3), nn.ReLU(inplace=True)), waits=False),
+    "raw parameters": Kind(lambda: Way(lambda m, x: torch.tanh(x * m.scale) @ m.matrix, scale=parameter(D), matrix=parameter(D, D))),
+    "conv1d": Kind(lambda: nn.Sequential(nn.Conv1d(5, 5, 3), nn.ReLU(inplace=True))),
     "conv2d and batch norm": Kind(
-        lambda: Way(lambda m, x: m.norm(m.conv(x.unsqueeze(1))), conv=nn.Conv2d(1, 2, 3), norm=nn.BatchNorm2d(2)), waits=False
+        lambda: Way(lambda m, x: m.norm(m.conv(x.unsqueeze(1))), conv=nn.Conv2d(1, 2, 3), norm=nn.BatchNorm2d(2))
     ),
     "batch norm": Kind(lambda: Way(lambda m, x: m.norm(m.linear(x).flatten(0, 1)), linear=lin(), norm=nn.BatchNorm1d(D))),
     "gru": Kind(lambda: Recurrent(nn.GRU), waits=False),
@@ -338,7 +384,69 @@ KINDS: dict[str, Kind] = {
     "compiled in place": Kind(lambda: compiled_in_place(Attention()), waits=False),
     "compiled between linears": Kind(lambda: nn.Sequential(lin(), compiled(Block()), lin())),
     "hand-made function": Kind(lambda: Way(lambda m, x: m.linear(HandMade.apply(x, m.weight)), weight=parameter(D, D), linear=lin())),
-    "autocast": Kind(lambda: Way(in_half_precision, block=Block().float()), waits=False),
+    "autocast": Kind(lambda: Way(in_half_precision, block=Block().float())),
+    "autocast, a linear used twice": Kind(lambda: Way(in_half_precision, block=twice().float())),
+    "autocast, region by region": Kind(lambda: Way(in_half_precision_twice, block=Block().float())),
+    "autocast, three linears of one input": Kind(lambda: Way(in_half_precision, block=three_of_one().float())),
+    "autocast, checkpoint": Kind(lambda: Way(in_half_precision, block=checkpointed(Block()).float())),
+    "autocast, gradient within the forward": Kind(lambda: Way(in_half_precision, block=forcing().float())),
+    "autocast, convolution": Kind(lambda: Way(in_half_precision, block=nn.Conv1d(5, 5, 3).float()), waits=False),
+    "conv1d, grouped, strided and dilated": Kind(lambda: nn.Conv1d(5, 10, 2, groups=5, stride=2, dilation=2, padding=1)),
+    "conv1d, same": Kind(lambda: nn.Sequential(nn.Conv1d(5, 5, 4, padding="same", dilation=2), nn.Conv1d(5, 5, 3, padding="valid"))),
+    "conv1d, reflected": Kind(lambda: nn.Conv1d(5, 5, 3, padding=1, padding_mode="reflect", bias=False)),
+    "conv1d, circular and same": Kind(lambda: nn.Conv1d(5, 5, 4, padding="same", padding_mode="circular")),
+    "conv1d without a batch": Kind(lambda: Way(lambda m, x: m.conv(x[0]), conv=nn.Conv1d(5, 5, 3))),
+    "conv1d of no rows": Kind(lambda: Way(lambda m, x: m.conv(x[:0]).sum() + x, conv=nn.Conv1d(5, 5, 3))),
+    "conv2d, transposed input": Kind(
+        lambda: Way(lambda m, x: m.conv(x.unsqueeze(1).mT), conv=nn.Conv2d(1, 4, (2, 3), padding=(1, 2), stride=(2, 1)))
+    ),
+    "conv2d used twice": Kind(lambda: Way(lambda m, x: m.conv(torch.tanh(m.conv(x.unsqueeze(1)))), conv=nn.Conv2d(1, 1, 3, padding=1))),
+    "conv3d, replicated": Kind(
+        lambda: Way(lambda m, x: m.conv(x[:, None, None]), conv=nn.Conv3d(1, 3, (1, 2, 3), padding=(0, 1, 1), padding_mode="replicate"))
+    ),
+    "conv transposed": Kind(lambda: nn.Sequential(nn.ConvTranspose1d(5, 5, 3)), waits=False),
+    "checkpoint of convolutions": Kind(lambda: checkpointed(nn.Sequential(nn.Conv1d(5, 5, 3), nn.GELU(), nn.Conv1d(5, 5, 3)))),
+    "embedding with padding": Kind(lambda: nn.Embedding(11, D, padding_idx=-1), "tokens"),
+    "embedding by frequency": Kind(lambda: nn.Embedding(11, D, scale_grad_by_freq=True), "tokens", waits=False),
+    "embedding of bounded norm": Kind(lambda: nn.Embedding(11, D, max_norm=1.0), "tokens", waits=False),
+    "embedding bag": Kind(lambda: nn.EmbeddingBag(11, D), "tokens", waits=False),
+    "matrix of the module, linear": Kind(lambda: Way(lambda m, x: functional.linear(x, m.w, m.b), w=parameter(4, D), b=parameter(4))),
+    "matrix of the module, first": Kind(lambda: Way(lambda m, x: torch.tanh(torch.matmul(m.w, x)), w=parameter(3, 5))),
+    "matrix of the module, in a list": Kind(
+        lambda: Way(lambda m, x: x @ m.list[0] @ m.list[1], list=nn.ParameterList([torch.randn(D, D), torch.randn(D, 2)]))
+    ),
+    "matrix of the module, in a checkpoint": Kind(
+        lambda: Way(lambda m, x: m.last(checkpoint(lambda x: torch.tanh(x @ m.w), x, use_reentrant=False)), w=parameter(D, D), last=lin())
+    ),
+    "matrix of the module, in a reentrant checkpoint": Kind(
+        lambda: Way(lambda m, x: m.last(checkpoint(lambda x: torch.tanh(x @ m.w), x, use_reentrant=True)), w=parameter(D, D), last=lin())
+    ),
+    "checkpoint of a module with a matrix": Kind(lambda: checkpointed(Way(lambda m, x: torch.tanh(x @ m.w) @ m.w, w=parameter(D, D)))),
+    "matrix of the module before a compiled block": Kind(
+        lambda: Way(lambda m, x: m.block(x @ m.w), w=parameter(D, D), block=compiled(Block()))
+    ),
+    "matrix of the module, hooked": Kind(with_raw_node_hook, waits=False),
+    "matrix of the module, mapped over rows": Kind(
+        lambda: Way(lambda m, x: torch.vmap(lambda row: row @ m.w)(x), w=parameter(D, D)), waits=False
+    ),
+    "matrix of the module, frozen": Kind(
+        lambda: Way(lambda m, x: x @ m.w @ m.fixed, w=parameter(D, D), fixed=parameter(D, D).requires_grad_(False))
+    ),
+    "experts, batched": Kind(
+        lambda: Way(lambda m, x: torch.bmm(torch.relu(torch.bmm(x, m.up)), m.down), up=parameter(2, D, 8), down=parameter(2, 8, D))
+    ),
+    "experts, batched with bias": Kind(lambda: Way(lambda m, x: torch.baddbmm(m.b, x, m.w), w=parameter(2, D, 8), b=parameter(2, 1, 8))),
+    "experts, broadcast": Kind(lambda: Way(lambda m, x: torch.tanh(x.unsqueeze(1) @ m.w).sum(1), w=parameter(3, D, D))),
+    "experts by einsum": Kind(
+        lambda: Way(lambda m, x: torch.einsum("bend,edf->benf", x.unsqueeze(1).expand(2, 3, 5, D), m.w), w=parameter(3, D, 4))
+    ),
+    "experts grouped": Kind(lambda: Way(grouped, w=nn.Parameter(torch.randn(3, 16, 8, dtype=torch.bfloat16)), first=lin(16))),
+    "gradient within a checkpoint": Kind(lambda: checkpointed(Way(forces, first=lin(), second=lin(), third=lin()))),
+    "gradient within a reentrant checkpoint": Kind(
+        lambda: checkpointed(Way(forces, first=lin(), second=lin(), third=lin()), reentrant=True)
+    ),
+    "gradient of weights within a checkpoint": Kind(lambda: checkpointed(Way(weighs, first=lin(), second=lin()))),
+    "first gradient within a checkpoint, kept from going back": Kind(lambda: checkpointed(Way(steers, first=lin(), second=lin()))),
     "gradient within the forward": Kind(lambda: Way(forces, first=lin(), second=lin(), third=lin())),
     "gradient within the forward, input without": Kind(lambda: Way(forces, first=lin(), second=lin(), third=lin()), "fixed"),
     "linear mapped over rows": Kind(lambda: Way(lambda m, x: m.last(torch.vmap(m.linear)(x)), linear=lin(), last=lin())),

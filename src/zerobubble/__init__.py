@@ -33,11 +33,17 @@ if TYPE_CHECKING:
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
     from zerobubble.runtime.skips import pop as pop
     from zerobubble.runtime.skips import stash as stash
+    from zerobubble.runtime.split.own import check_split as check_split
+    from zerobubble.runtime.split.own import deferral as deferral
+    from zerobubble.runtime.split.report import SplitReport as SplitReport
 
 _NEEDS_TORCH = {
     "Pipeline": "zerobubble.runtime.pipeline",
     "PostValidation": "zerobubble.runtime.optimizer.validation",
+    "SplitReport": "zerobubble.runtime.split.report",
     "StepReport": "zerobubble.runtime.measure.live",
+    "check_split": "zerobubble.runtime.split.own",
+    "deferral": "zerobubble.runtime.split.own",
     "log_steps": "zerobubble.runtime.measure.live",
     "pop": "zerobubble.runtime.skips",
     "stash": "zerobubble.runtime.skips",

@@ -24,8 +24,14 @@ ROUNDED = {
     "gradient within the forward",
     "gradient within the forward, input without",
     "weights given by a call",
+    "gradient within a checkpoint",
+    "gradient within a reentrant checkpoint",
+    "gradient of weights within a checkpoint",
+    "matrix of the module, first",
 }
 """Kinds in which a weight is used by its Linear and elsewhere too: what waits is added last. All others keep every bit."""
+TOLERANCES = dict.fromkeys(ROUNDED, 1e-12) | {"autocast, gradient within the forward": 2**-7}
+"""Under autocast that sum is one of bfloat16 numbers on one device."""
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # looked at while compiling a block behind a Linear
@@ -33,7 +39,7 @@ ROUNDED = {
 def test_the_split_leaves_what_autograd_leaves(name: str) -> None:
     kind = KINDS[name]
     mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
-    assert difference(mine, oracle) <= (1e-12 if name in ROUNDED else 0)
+    assert difference(mine, oracle) <= TOLERANCES.get(name, 0)
     assert bool(mine.waited) == kind.waits
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.rules import Stuff
+from zerobubble.runtime.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import Transport, wait
 from zerobubble.runtime.ties import Bond, Outline, Place, bonds_of, outline
@@ -32,12 +33,18 @@ class Copies:
     """
 
     def __init__(
-        self, placement: Placement, modules: dict[int, nn.Module], transport: Transport, tied: tuple[tuple[Place, ...], ...]
+        self,
+        placement: Placement,
+        modules: dict[int, nn.Module],
+        transport: Transport,
+        tied: tuple[tuple[Place, ...], ...],
+        gradients: Gradients = IN_GRAD,
     ) -> None:
         homes = {stage: tuple(dict.fromkeys(route[stage] for route in placement.routes)) for stage in range(placement.num_stages)}
         self._copied = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
         self._modules = modules
         self._transport = transport
+        self._gradients = gradients
         self._tied = tied
         self._known: dict[Place, nn.Parameter] = {}
         self._sums: list[_Sum] = []
@@ -77,7 +84,7 @@ class Copies:
         by_name = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in self._modules.items()}
         bound = {place for bond in bonds for row in bond.rows for place in row.members[rank]}
         self._known = {place: by_name[place.stage][place.name] for place, held in mine.items() if held.first in bound}
-        self._sums = [_Sum(bond, self._known, self._transport) for bond in bonds]
+        self._sums = [_Sum(bond, self._known, self._transport, self._gradients) for bond in bonds]
         self.closing = {stage: partial(self._close, stage) for one in self._sums for stage in one.stages}
         counted = {self._known.get(row.counted) for bond in bonds for row in bond.rows}
         self.elsewhere = set(self._known.values()) - counted
@@ -112,8 +119,8 @@ class Copies:
         """Before a step: take the gradients of earlier steps out of `.grad`."""
         self._refuse_new()
         for parameter in dict.fromkeys(self._known.values()):
-            self._aside[parameter] = parameter.grad
-            parameter.grad = None
+            self._aside[parameter] = self._gradients.of(parameter)
+            self._gradients.put(parameter, None)
         self._open = set(self.closing)
         self._unsent = list(self._sums)
 
@@ -144,7 +151,8 @@ class Copies:
             one.finish()
         for parameter, before in self._aside.items():
             if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+                more = self._gradients.of(parameter)
+                self._gradients.put(parameter, before if more is None else before.add_(more))
         self._aside.clear()
 
     def clear(self) -> None:
@@ -160,8 +168,9 @@ class _Sum:
     autograd where stages lie on ranks in order. All ranks add in this order, so all get the same bits.
     """
 
-    def __init__(self, bond: Bond, known: dict[Place, nn.Parameter], transport: Transport) -> None:
+    def __init__(self, bond: Bond, known: dict[Place, nn.Parameter], transport: Transport, gradients: Gradients) -> None:
         self._transport = transport
+        self._gradients = gradients
         self._ranks = bond.ranks
         self._others = [rank for rank in bond.ranks if rank != transport.rank]
         self._rows = [[known[place] for place in row.members[transport.rank]] for row in bond.rows]
@@ -172,7 +181,7 @@ class _Sum:
 
     def send(self) -> None:
         """Start sending which gradients there are, then these, to every other rank."""
-        self._own = [_added([parameter.grad for parameter in row]) for row in self._rows]
+        self._own = [_added([self._gradients.of(parameter) for parameter in row]) for row in self._rows]
         present = [float(gradient is not None) for gradient in self._own]
         for other in self._others:
             self._telling.append((self._transport.tell(present, other, _TOPIC), other))
@@ -185,11 +194,11 @@ class _Sum:
             work, flags = self._transport.listen(len(self._rows), other, _TOPIC)
             wait(work, other, _DOING)
             told = zip(self._rows, flags.tolist(), strict=True)
-            parts[other] = [_receive(self._transport, row[0], other) if flag else None for row, flag in told]
+            parts[other] = [_receive(self._transport, row[0], other, self._gradients.dtype) if flag else None for row, flag in told]
         for row, *gradients in zip(self._rows, *(parts[rank] for rank in self._ranks), strict=True):
             total = _added(gradients)
             for parameter in row:
-                parameter.grad = total if parameter is row[0] or total is None else total.clone()
+                self._gradients.put(parameter, total if parameter is row[0] or total is None else total.clone())
         for work, other in [*self._sending, *((work, other) for (work, _), other in self._telling)]:
             wait(work, other, _DOING)
         self.clear()
@@ -211,8 +220,8 @@ def _send(transport: Transport, tensor: Tensor, peer: int) -> Any:
     return transport.sender(Stuff.WORK, peer)(tensor.detach().contiguous())
 
 
-def _receive(transport: Transport, like: Tensor, peer: int) -> Tensor:
-    room = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+def _receive(transport: Transport, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
+    room = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
     wait(transport.receiver(Stuff.WORK, peer)(room), peer, "receiving what is tied or copied")
     return room
 

@@ -27,7 +27,7 @@ from zerobubble.runtime.messages.nest import Parcel, with_extra
 from zerobubble.runtime.messages.transport import Transport
 from zerobubble.runtime.messages.wire import Known
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.stage import Gradients, Stage, Tensors
+from zerobubble.runtime.stage import Cotangents, Stage, Tensors
 from zerobubble.timeline import Doing
 
 Call = Callable[[], object]
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
     inputs: list[Tensors]
     finish: Callable[[int, Any], Tensor]
-    seed: Gradients
+    seed: Cotangents
     known: Known
     announcing: bool
     extras: dict[int, list[dict[str, Any]]]
@@ -293,11 +293,11 @@ class Executor:
         source, target = self._ends(op)
         at_once = op.kind is Kind.BW and stage.split
 
-        def seed() -> Gradients:
+        def seed() -> Cotangents:
             assert self._batch is not None
             return self._batch.seed
 
-        def work(gradients: Gradients) -> None:
+        def work(gradients: Cotangents) -> None:
             outputs = stage.backward(microbatch, gradients)
             if at_once:
                 stage.weight(microbatch)

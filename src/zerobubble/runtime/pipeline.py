@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -23,6 +23,7 @@ from zerobubble.runtime.batch import UNCUT, Cut, arguments, join_outputs, split_
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
 from zerobubble.runtime.failure import NoticeBoard, error_of, let_go, why
+from zerobubble.runtime.gradients import Gradients
 from zerobubble.runtime.inquest import Note, Word
 from zerobubble.runtime.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.measure import profile, trace
@@ -35,9 +36,11 @@ from zerobubble.runtime.messages.transport import LostContactError, Transport, s
 from zerobubble.runtime.optimizer import clip, scale
 from zerobubble.runtime.pace import Pace
 from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_channel, proved, sound
+from zerobubble.runtime.split.choice import TRACED, make_stage, ways_of
 from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.split.work import stop_collecting
-from zerobubble.runtime.stage import Gradients, Stage
+from zerobubble.runtime.stage import Cotangents, Stage
 from zerobubble.runtime.ties import Place, Tied, read_tied
 from zerobubble.timeline import Timeline
 
@@ -87,6 +90,13 @@ class Pipeline:
     parameters or whole modules in them, "" for a whole stage. They start with the values of the first of their group, `step` leaves the
     sum of all their gradients in each, and a norm counts them once.
 
+    With `main_grad`, such as torch.float32 for a model in bfloat16, gradients are summed in `parameter.main_grad` of that type, and `.grad`
+    stays None; set it to None to begin anew.
+
+    `split` says how backward passes come apart, for all stages or for some of this rank's by index (others are "deferred"): "deferred"
+    (eager, layers leave their weight gradients to W), "graph" (the traced graph of the stage is cut), "compiled" (its parts are compiled,
+    too) or "whole" (B does all, W nothing).
+
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
@@ -108,6 +118,8 @@ class Pipeline:
         memory_limit: int | Sequence[int] | None = None,
         placement: str | Placement = "linear",
         tied: Tied = (),
+        main_grad: torch.dtype | None = None,
+        split: str | Mapping[int, str] = "deferred",
     ) -> None:
         self.on_step = on_step
         self._steps = 0
@@ -116,6 +128,7 @@ class Pipeline:
         self._inside: str | Executor | None = None
         self._openings: dict[Executor, Opening] = {}
         self._stages: dict[int, Stage] = {}
+        self._traced: dict[int, Stage] = {}
         self.metering = False
         self.recording = True
         self._validation: PostValidation | None = None
@@ -131,6 +144,7 @@ class Pipeline:
             self._transport.meet()
         self._inside = "while building its stages"
         terms = {"timeout": f"{timeout:g} s", "pace": _seal(pace), "overlap function": "one" if overlap else "none"}
+        terms["type of main_grad"] = str(main_grad)
         fault = ""
         try:
             if schedule == "auto":
@@ -144,6 +158,8 @@ class Pipeline:
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             self._flops = FlopBook(peak_flops) if peak_flops is not None else None
+            self._gradients = Gradients(main_grad)
+            self._ways = ways_of(split, self.modules)
             programs = _programs(self.schedule)
             stages = self._staged(self.schedule)
             ties = read_tied(tied, self.schedule.num_stages)
@@ -255,9 +271,10 @@ class Pipeline:
         """
         self._settle()
         with self._ending_all("while clipping gradients"):
-            norms = clip.gather_norms(clip.norms_of(clip.counted(self.modules, self._copies.elsewhere), norm_type), self._transport)
+            mine = clip.norms_of(clip.counted(self.modules, self._copies.elsewhere), norm_type, self._gradients)
+            norms = clip.gather_norms(mine, self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        clip.scale(self.parameters(), max_norm, total, self._gradients)
         return total
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -268,7 +285,7 @@ class Pipeline:
         """
         if scaler.is_enabled():
             with self._ending_all("while unscaling gradients"):
-                scale.unscale(scaler, optimizer, self._transport)
+                scale.unscale(scaler, optimizer, self._transport, self.parameters(), self._gradients)
 
     def profile(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
@@ -286,9 +303,9 @@ class Pipeline:
         given = _Given(inputs, targets, kwargs)
         self._settle()
         timelines: list[Timeline] = []
-        with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device):
-            stages = {s: Stage(m, s, split=True) for s, m in self.modules.items()}
+        with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device, self._gradients):
             schedule = profile.one_by_one(self.schedule)
+            stages = self._staged(schedule)
             executor = Executor(proved(schedule), stages, self._transport, self.pace)
             self._openings[executor] = Opening(schedule, self._transport)
             while len(timelines) <= steps:
@@ -314,6 +331,17 @@ class Pipeline:
         with self._ending_all("while gathering a timeline"):
             return self._timeline(self._measured)
 
+    def describe(self) -> SplitReports:
+        """How each stage splits its backward pass, the same on every rank; every rank must call it.
+
+        After a training step it tells how much of the weight gradients W did, and which parameters got theirs in B. Of the copies of a
+        stage, the first rank's is told. Raises `PipelineError` as `step` does.
+        """
+        with self._ending_all("while describing the split"), meeting("describing the split"):
+            told = self._transport.gather_objects([stage.report() for stage in self._now.stages.values()])
+        found = {report.stage: report for reports in reversed(told) for report in reports}
+        return SplitReports(found[stage] for stage in sorted(found))
+
     def close(self) -> None:
         """Close the pipeline's connections; every rank should. Later use raises `PipelineError`.
 
@@ -333,7 +361,15 @@ class Pipeline:
             self._shut("the pipeline is closed")
 
     def _staged(self, schedule: Schedule) -> dict[int, Stage]:
-        return {s: Stage(m, s, split=s in schedule.split_stages) for s, m in self.modules.items()}
+        """This rank's stages for `schedule`; what was traced serves every schedule."""
+        stages = {}
+        for index, module in self.modules.items():
+            way, splits = self._ways[index], index in schedule.split_stages
+            stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients)
+            if way in TRACED:
+                self._traced[index] = stage
+            stages[index] = stage
+        return stages
 
     def _ready(self, schedule: Schedule, programs: tuple[Program, Program], stages: dict[int, Stage]) -> Piece:
         infer = Executor(programs[1], stages, self._transport, None)
@@ -386,7 +422,7 @@ class Pipeline:
 
     def _level(self, tied: tuple[tuple[Place, ...], ...]) -> Copies:
         """The parameters that are held elsewhere, too, all made equal."""
-        copies = Copies(self.schedule.placement, self.modules, self._transport, tied)
+        copies = Copies(self.schedule.placement, self.modules, self._transport, tied, self._gradients)
         try:
             copies.level()
         except InputError:
@@ -418,9 +454,8 @@ class Pipeline:
             stack.enter_context(torch.enable_grad())
             stack.callback(stop_collecting)
             for stage in stages.values():
-                stage.meter = meter
-                stage.parameters = tuple(stage.module.parameters())
-                if stage.split:
+                stage.begin(meter)
+                if stage.split and self._ways[stage.index] == "deferred":
                     stack.enter_context(shadowing(stage.module))
             loss = self._run(executor, given, None)
         assert loss is not None
@@ -515,7 +550,7 @@ class Pipeline:
         self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
         return Batch(inputs, self._losses.finish, self._seed_by(given.scaler), known, announcing, extras)
 
-    def _seed_by(self, scaler: torch.amp.GradScaler | None) -> Gradients:
+    def _seed_by(self, scaler: torch.amp.GradScaler | None) -> Cotangents:
         """What the backward pass starts from; every rank's scaler begins with it, too."""
         return (self._seed if scaler is None else scaler.scale(self._seed),)
 

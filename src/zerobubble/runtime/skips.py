@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.hold = self.outside = _Hold(None, {})
+        self.refusal = ""
 
 
 _here = _Here()
@@ -70,7 +72,19 @@ def pop(name: str, *, keep: bool = False) -> Tensor:
 def _hold(what: str, name: str) -> _Hold:
     if torch._C._current_graph_task_id() != -1:  # only a checkpointed forward runs within a backward pass
         raise InputError(f"{what}({name!r}) is called in a checkpointed region, which runs again in backward; call it outside of it")
+    if _here.refusal:
+        raise InputError(f"it calls {what}({name!r}), and {_here.refusal}")
     return _here.hold
+
+
+@contextmanager
+def refusing(reason: str) -> Iterator[None]:
+    """Inside, `stash` and `pop` raise `InputError` with this reason."""
+    _here.refusal = reason
+    try:
+        yield
+    finally:
+        _here.refusal = ""
 
 
 def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Finish, stage: int) -> Tensors:

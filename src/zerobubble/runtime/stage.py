@@ -8,21 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind
 from zerobubble.rules import used_stages
+from zerobubble.runtime.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.measure.held import held_bytes
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.nest import Parcel, take_apart
 from zerobubble.runtime.messages.wire import shapes_of
 from zerobubble.runtime.skips import carry
+from zerobubble.runtime.split.count import WeightFlops, flops_of, is_compiled
+from zerobubble.runtime.split.report import SplitReport, at_once
 from zerobubble.runtime.split.work import WeightWork, collect_into
 
 Tensors = tuple[Tensor, ...]
 """What crosses a stage boundary; a `Parcel` where it is more than the positional arguments of the next stage."""
-Gradients = tuple[Tensor | None, ...]
+Cotangents = tuple[Tensor | None, ...]
 """The gradients of those tensors that can have one; None for one that the stage after it ignored."""
 _AVERAGING = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
@@ -37,12 +40,12 @@ class Stage:
 
     `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
     `differentiable` names and gives those of the inputs that can have one. With `split`, the weight gradients wait for `weight`.
-    `parameters` are those the module has now: set them before a step, as `meter`.
+    `gradients` says where they are summed. `begin` comes before a step, and finds the parameters that the module has now.
 
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
 
-    def __init__(self, module: nn.Module, index: int, *, split: bool) -> None:
+    def __init__(self, module: nn.Module, index: int, *, split: bool, gradients: Gradients = IN_GRAD) -> None:
         averaging = [name for part in module.modules() for name in _kinds(part) if name in _AVERAGING]
         if averaging:
             raise InputError(
@@ -53,16 +56,29 @@ class Stage:
         self.index = index
         self.meter: Meter | None = None
         self.split = split
+        self._gradients = gradients
         self.parameters = tuple(module.parameters())
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
+        self._sample: int | None = None
+        self._shapes: list[torch.Size] = []
+        self._flops = 0
+        self._share: float | None = None
+        self._at_once: tuple[str, ...] = ()
+
+    def begin(self, meter: Meter | None) -> None:
+        """A step begins, whose bytes `meter` counts."""
+        self.meter = meter
+        self.parameters = tuple(self.module.parameters())
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        work = WeightWork(self.meter) if self.split else None
+        work = WeightWork(self.meter, self._gradients) if self.split else None
         collect_into(work)
-        outputs = carry(self._run, inputs, finish, self.index)
-        edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
+        if self._sample is None:
+            self._sample = microbatch
+        outputs = carry(self._run if microbatch != self._sample else self._run_counting, inputs, finish, self.index)
+        edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._saved[microbatch] = (leaves, edges, work)
         return outputs
@@ -79,6 +95,17 @@ class Stage:
             output = self._call(inputs)
             return (finish(output),) if finish else as_tensors(output, self.index)
 
+    def _run_counting(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        """As `_run`, and where shapes are new, count what the weight gradients of a stage that splits take."""
+        shapes = [x.shape for x in inputs]
+        if not self.split or shapes == self._shapes or is_compiled(self.module):
+            return self._run(inputs, finish)
+        self._shapes = shapes
+        with WeightFlops(p for p in self.parameters if p.requires_grad) as counted:
+            outputs = self._run(inputs, finish)
+        self._flops = counted.total
+        return outputs
+
     def _call(self, inputs: Tensors) -> Any:
         try:
             if type(inputs) is tuple:
@@ -90,7 +117,7 @@ class Stage:
             error.add_note(_what_it_got(self.index, inputs, str(error)))
             raise
 
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+    def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
         """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs.
 
         As on one device, an output whose gradient is None is not gone back from, and an input that nothing came back to has None.
@@ -104,14 +131,32 @@ class Stage:
             Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:
             self._work[microbatch] = work
+            if microbatch == self._sample and self._flops:
+                trained = (p for p in self.parameters if p.grad is not None)
+                self._at_once = at_once(self.module, work.weights(), trained)
         outputs = tuple(x.grad for x in leaves)
-        if fresh:
+        if self._gradients.dtype is not None:
+            self._gradients.collect(self.parameters)
+        elif fresh:
             _set_apart(fresh, (*gradients, *outputs, *(work.held if work is not None else ())))
         return outputs
 
     def weight(self, microbatch: int) -> None:
         """W: do the weight work that B of this microbatch left."""
-        self._work.pop(microbatch).run()
+        work = self._work.pop(microbatch)
+        if microbatch == self._sample and self._flops:
+            self._share = min(1.0, flops_of(work.run) / self._flops)
+            self._flops = 0
+        else:
+            work.run()
+
+    def report(self) -> SplitReport:
+        """What W did of the weight gradients, by the first microbatch of the last shapes."""
+        if not self.split:
+            return SplitReport(
+                self.index, "whole", None if self._sample is None else 0.0, ("every parameter: the schedule gives this stage BW",)
+            )
+        return SplitReport(self.index, "deferred", self._share, self._at_once)
 
     def in_flight(self) -> tuple[int, int]:
         """The microbatches that wait for a backward pass, and the bytes held for them without parameters and buffers."""
@@ -128,6 +173,12 @@ class Stage:
         self._work.clear()
 
 
+def _edge(y: Tensor) -> GradientEdge:
+    """Where to go back from: `get_gradient_edge`, in short for a node in C++, which needs nobody to keep it alive."""
+    node = y.grad_fn
+    return get_gradient_edge(y) if node is None or isinstance(node, torch._C._FunctionBase) else GradientEdge(node, y.output_nr)
+
+
 def _kinds(module: nn.Module) -> list[str]:
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
 
@@ -141,7 +192,7 @@ def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | Non
             parameter.grad = gradient.clone()
 
 
-def _with_gradient(edges: list[Any], gradients: Gradients) -> tuple[list[Any], Gradients]:
+def _with_gradient(edges: list[Any], gradients: Cotangents) -> tuple[list[Any], Cotangents]:
     """The edges that a gradient came back to, and these gradients."""
     for gradient in gradients:
         if gradient is None:

@@ -13,6 +13,7 @@ from torch import nn
 from zerobubble.costs import Costs
 from zerobubble.fit import fit_comm, fit_costs
 from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.runtime.gradients import Gradients
 from zerobubble.timeline import Timeline
 
 _TIMES = ("forward", "backward", "weight", "comm")
@@ -38,23 +39,25 @@ def _passes(schedule: Schedule, rank: int, microbatch: int) -> list[Op]:
 
 
 @contextmanager
-def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradients) -> Iterator[None]:
     """Whatever passes run inside, gradients, buffers and torch's random state are afterwards what they were, to the bit.
 
     Inside, gradients start from nothing. Parameters need no care: passes only read them.
     """
     parts = [part for module in modules for part in module.modules()]
-    gradients = {parameter: parameter.grad for part in parts for parameter in part.parameters(recurse=False)}
+    gradients = {parameter: (parameter.grad, sums.of(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
     buffers = [(part, dict(part._buffers)) for part in parts]
     contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             for parameter in gradients:
                 parameter.grad = None
+                sums.put(parameter, None)
             yield
         finally:
-            for parameter, gradient in gradients.items():
+            for parameter, (gradient, total) in gradients.items():
                 parameter.grad = gradient
+                sums.put(parameter, total)
             for part, named in buffers:
                 part._buffers.update(named)
             with torch.no_grad():

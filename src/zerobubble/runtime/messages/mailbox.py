@@ -17,7 +17,7 @@ from zerobubble.runtime.messages.nest import Layout, Parcel, changes, layout_of
 from zerobubble.runtime.messages.rings import Rings
 from zerobubble.runtime.messages.transport import Transport, lost_with, wait
 from zerobubble.runtime.messages.wire import Known, Shapes, look_like, read_note, shapes_of, write_note
-from zerobubble.runtime.stage import Gradients, Tensors
+from zerobubble.runtime.stage import Cotangents, Tensors
 
 
 class Mailbox:
@@ -60,7 +60,7 @@ class Mailbox:
             self._start(value, peer)
 
     def take(self, value: Value) -> Any:
-        """The `Tensors` or `Gradients` received as `value`, waiting for them; raises `LostContactError` when they cannot come."""
+        """The `Tensors` or `Cotangents` received as `value`, waiting for them; raises `LostContactError` when they cannot come."""
         if value not in self._arriving:
             self._read_up_to(value)
         tensors, works = self._arriving.pop(value)
@@ -76,7 +76,7 @@ class Mailbox:
         return tensors
 
     def send(self, value: Value, peer: int, tensors: Any) -> None:
-        """Start sending the `Tensors` or `Gradients` that are `value`.
+        """Start sending the `Tensors` or `Cotangents` that are `value`.
 
         Raises `InputError` when an activation is not what it was with the same inputs, in shapes or constants, and, where messages
         cannot tell it, when a gradient is missing that was there.
@@ -167,7 +167,7 @@ class Mailbox:
         gaps = self._known.gaps
         return bool(gaps) and self._shared is None and Channel(source, destination, Stuff.GRADIENT) in gaps
 
-    def _filled(self, value: Value, peer: int, gradients: Gradients) -> list[Tensor]:
+    def _filled(self, value: Value, peer: int, gradients: Cotangents) -> list[Tensor]:
         """What goes on the channel for these gradients: where one may be missing, which are there first, and zeros in the gaps."""
         there = [gradient is not None for gradient in gradients]
         if not there or not (self._may_lack(self._rank, peer) or not all(there)):
@@ -185,7 +185,7 @@ class Mailbox:
             *(torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else g.detach().contiguous() for g, s in rooms),
         ]
 
-    def _without_gaps(self, value: Value, tensors: Tensors) -> Gradients:
+    def _without_gaps(self, value: Value, tensors: Tensors) -> Cotangents:
         if not tensors:
             return ()
         there = tensors[0].tolist()

@@ -90,6 +90,15 @@ class Parcel(tuple[Tensor, ...]):
         return ((), {**nest, **self.extra}) if isinstance(nest, dict) else (nest, self.extra)
 
 
+def opaque_in(layout: Layout) -> Iterator[type]:
+    """The types of the objects in a nest that are neither tensors nor constants."""
+    if isinstance(layout, Branch):
+        for part in layout.parts:
+            yield from opaque_in(part)
+    elif isinstance(layout, Constant) and isinstance(layout.value, Opaque):
+        yield layout.kind
+
+
 def layout_of(tensors: tuple[Tensor, ...]) -> Layout:
     """How the tensors of a message lie, None for a plain tuple of them."""
     return tensors.layout if isinstance(tensors, Parcel) else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.gradients import Gradients
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import Transport
 
@@ -30,13 +31,13 @@ def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] 
     return found
 
 
-def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float) -> Norms:
+def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients) -> Norms:
     """The norms of the gradients of a rank's parameters, by stage; `counted` gives those that a norm of the whole model counts."""
     norms: Norms = {}
     for stage, parameters in parts.items():
-        gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]).cpu()
+        found = [gradient.detach() for parameter in parameters if (gradient := gradients.of(parameter)) is not None]
+        if found:
+            norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in found]).cpu()
     return norms
 
 
@@ -61,3 +62,15 @@ def total_norm(norms: Norms, norm_type: float, *, error_if_nonfinite: bool) -> T
             "leave this step out, or let error_if_nonfinite be False to scale by it all the same"
         )
     return total
+
+
+def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
+    """Scale gradients as `torch.nn.utils.clip_grads_with_norm_` does, wherever they are."""
+    if gradients.dtype is None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        gradient = gradients.of(parameter)
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.device))

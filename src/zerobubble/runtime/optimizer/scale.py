@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.gradients import Gradients
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import Transport
 
 
-def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, transport: Transport) -> None:
-    """`scaler.unscale_(optimizer)` on this rank, and what it found on any rank told to all.
+def unscale(
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    transport: Transport,
+    parameters: Iterable[nn.Parameter],
+    gradients: Gradients,
+) -> None:
+    """`scaler.unscale_(optimizer)` on this rank, of `main_grad` where `gradients` are there, and what it found on any rank told to all.
 
     Raises `InputError` when the ranks' scalers differ in their scale.
     """
-    scaler.unscale_(optimizer)
+    if gradients.dtype is None:
+        scaler.unscale_(optimizer)
+    else:
+        _unscale_sums(scaler, optimizer, [total for parameter in parameters if (total := gradients.of(parameter)) is not None])
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     mine = float(sum(flag.item() for flag in found.values()) > 0)
     with meeting("sharing which gradients are not finite"):
@@ -30,3 +41,17 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, tran
     for flag in found.values():
         flag.fill_(anywhere)
     found.setdefault(transport.device, torch.full((), anywhere, device=transport.device))
+
+
+def _unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, sums: list[Tensor]) -> None:
+    """Unscale `sums` in the name of `optimizer`: as gradients of stand-ins of their type, in an optimizer of their own."""
+    standins = [torch.empty_like(total).requires_grad_() for total in sums]
+    for standin, total in zip(standins, sums, strict=True):
+        standin.grad = total
+    other = torch.optim.SGD(standins or [torch.empty(0)])
+    states = scaler._per_optimizer_states
+    states[id(other)] = states[id(optimizer)]
+    try:
+        scaler.unscale_(other)
+    finally:
+        del states[id(other)]

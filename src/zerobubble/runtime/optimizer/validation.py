@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.gradients import IN_GRAD
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import wait
 from zerobubble.runtime.optimizer.arithmetic import ByFormula, why_not
@@ -155,7 +156,7 @@ class PostValidation:
         """Step early, if this rank may; the last rank knows all."""
         self._wait_until_told()
         overflown = self._unscale()
-        norms = norms_of(self._parts, 2.0)
+        norms = norms_of(self._parts, 2.0, IN_GRAD)
         sheet = self._receive_down()
         self._form.write(sheet, norms, overflown=overflown)
         rank, size = self._transport.rank, self._transport.size
@@ -277,6 +278,8 @@ def _fault(optimizer: Any, pipe: Pipeline, max_norm: float | None, undo: Any) ->
         return f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
     if pipe._validation is not None:
         return "the pipeline has a PostValidation already; use that, or make a new Pipeline"
+    if pipe._gradients.dtype is not None:
+        return "an optimizer's step reads .grad, which main_grad leaves None; clip with pipe.clip_grad_norm_, or leave main_grad out"
     if max_norm is not None and not max_norm > 0:
         return f"max_norm must be above 0, or None to clip nothing, got {max_norm}"
     if undo not in ("copy", "arithmetic", None):

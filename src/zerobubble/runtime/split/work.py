@@ -4,36 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.measure.memory import Held, Meter
+from zerobubble.runtime.split.autocast import leave_region
 
 
 class WeightWork:
     """The weight gradients that one B has left to do, in the order B met them; `held` are the tensors kept for them."""
 
-    __slots__ = ("_counted", "_entries", "_meter", "_versions", "held")
+    __slots__ = ("_counted", "_entries", "_gradients", "_meter", "_versions", "held")
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    def __init__(self, meter: Meter | None = None, gradients: Gradients = IN_GRAD) -> None:
         self.held: list[Tensor] = []
         self._versions: list[int] = []
-        self._entries: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._entries: list[tuple[Tensor, object, Callable[[], Tensor]]] = []
         self._counted: list[Held] = []
         self._meter = meter
+        self._gradients = gradients
 
-    def defer(self, weight: Tensor, gradient: Callable[[], Tensor], *held: Tensor) -> None:
-        """Leave `weight.grad += gradient()` for W; `held` are the tensors it reads, which nobody may change until then."""
-        self._entries.append((weight, gradient))
+    def defer(self, weight: Tensor, gradient: Callable[[], Tensor], *held: Tensor, cast: object = None) -> None:
+        """Leave `gradient()` of `weight` for W; `held` are the tensors it reads, which nobody may change until then.
+
+        Where the model used a copy of the weight in another type, `cast` tells one copy from another: the gradients of one are summed
+        before they get the weight's type.
+        """
+        self._entries.append((weight, cast, gradient))
         self.held += held
         self._versions += [tensor._version for tensor in held]
         if self._meter is not None:
             self._counted += [self._meter.hold(tensor) for tensor in held]
 
+    def weights(self) -> set[Tensor]:
+        """The weights whose gradients wait."""
+        return {weight for weight, _, _ in self._entries}
+
     def run(self) -> None:
-        """Add every queued gradient into its weight's `.grad`. A weight used twice is summed first, as autograd does.
+        """Add every queued gradient to those of its weight. A weight used twice is summed first, as autograd does.
 
         Raises `InputError` when a tensor that W reads was changed in place after B.
         """
@@ -41,25 +53,32 @@ class WeightWork:
             if tensor._version != version:
                 raise InputError(
                     f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was changed in place between B and W; "
-                    "give the Linear a copy (x.clone()), or choose a schedule that does not split this stage"
+                    "give the layer a copy (x.clone()), or choose a schedule that does not split this stage"
                 )
-        totals: dict[Tensor, Tensor] = {}
         with torch.no_grad():
-            for weight, compute in self._entries:
-                totals[weight] = totals[weight] + compute() if weight in totals else compute()
-            for weight, gradient in totals.items():
-                if weight.grad is None:
-                    weight.grad = gradient
-                else:
-                    weight.grad.add_(gradient)
+            for weight, gradient in self._totals().items():
+                self._gradients.add(weight, gradient)
         self._entries.clear()
         self._counted.clear()
         self._versions.clear()
         self.held.clear()
 
+    def _totals(self) -> dict[Tensor, Tensor]:
+        """The sum of each weight's gradients, those of one cast first."""
+        parts: dict[tuple[Tensor, object], Tensor] = {}
+        for weight, cast, compute in self._entries:
+            parts[weight, cast] = parts[weight, cast] + compute() if (weight, cast) in parts else compute()
+        totals: dict[Tensor, Tensor] = {}
+        for (weight, _), part in parts.items():
+            gradient = part.to(weight.dtype)
+            totals[weight] = totals[weight] + gradient if weight in totals else gradient
+        return totals
+
 
 _collecting: dict[int, WeightWork | None] = {}
 _in_backward: WeightWork | None = None
+_adding_task: int | None = None
+"""The last run of autograd's engine that was found to add to `.grad`."""
 
 
 def collect_into(work: WeightWork | None, *, backward: bool = False) -> None:
@@ -78,16 +97,34 @@ def stop_collecting() -> None:
     global _in_backward
     _collecting.clear()
     _in_backward = None
+    leave_region()
 
 
 def pending_work() -> WeightWork | None:
-    """Where the pass in progress collects weight gradients, None when it does not split.
-
-    An autograd Function of the user's own reads this in its forward, and in its backward defers to it what can wait.
-    """
+    """Where the pass in progress collects weight gradients, None when it does not split."""
     return _collecting.get(get_ident(), _in_backward)
 
 
-def is_in_backward(work: WeightWork) -> bool:
-    """Whether `work` belongs to the backward pass in progress."""
-    return work is _in_backward
+def may_defer(work: WeightWork, node: Any) -> bool:
+    """Whether the weight gradient that `node`, a Function whose first tensor is the weight, is asked for may go into `work`.
+
+    It may when the backward pass in progress is that of `work`, and what autograd runs adds to `.grad`. A model that asks for gradients
+    in its own forward, which a checkpoint may run again within B, gets them at once, and so does one that will go back through them.
+    """
+    global _adding_task
+    if work is not _in_backward or torch.is_grad_enabled():
+        return False
+    task = torch._C._current_graph_task_id()
+    if task != _adding_task:
+        if not _adds(node.next_functions[0][0]):
+            return False
+        _adding_task = task
+    return True
+
+
+def _adds(accumulator: Any) -> bool:
+    """Whether the engine is going to run `accumulator`, the node that adds to a weight's `.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # autograd.grad is asked for the gradient of the weight itself
+        return False

@@ -1,0 +1,53 @@
+"""Where the gradients of a pipeline's parameters are: in `.grad`, or in `.main_grad` in a precision of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.errors import InputError
+
+
+class Gradients:
+    """Reads and adds up gradients. With `dtype`, microbatches are summed in `parameter.main_grad` of that type, and `.grad` stays None.
+
+    Raises `InputError` for a type that is not floating-point.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise InputError(f"main_grad must be a floating-point type, such as torch.float32, got {dtype}")
+        self.dtype = dtype
+        self._name = "grad" if dtype is None else "main_grad"
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """The gradient summed so far, None without any."""
+        found: Tensor | None = getattr(parameter, self._name, None)
+        return found
+
+    def put(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Let `gradient` be the sum."""
+        setattr(parameter, self._name, gradient)
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add `gradient`, which belongs to nobody else, to the sum."""
+        so_far = self.of(parameter)
+        if so_far is None:
+            self.put(parameter, gradient if self.dtype is None else gradient.to(self.dtype))
+        else:
+            so_far.add_(gradient)
+
+    def collect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Move what autograd left in `.grad` to the sums in `main_grad`."""
+        assert self.dtype is not None
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                self.add(parameter, gradient.to_dense().to(self.dtype, copy=True))
+                parameter.grad = None
+
+
+IN_GRAD = Gradients()
+"""Gradients where torch keeps them."""

@@ -1,0 +1,80 @@
+"""Convolutions whose weight gradient waits; the bias gets its gradient in B."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.runtime.split.gate import unaliased, work_for
+from zerobubble.runtime.split.work import WeightWork, may_defer
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Ints = list[int]
+
+
+class _Shape(NamedTuple):
+    """How a kernel walks over its input."""
+
+    stride: Ints
+    padding: Ints
+    dilation: Ints
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups)
+
+    def backward(self, dy: Tensor, x: Tensor, weight: Tensor, of_input: bool) -> Tensor:
+        """The gradient of the input or of the weight."""
+        rest = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
+        wanted = [of_input, not of_input, False]
+        found: Tensor = torch.ops.aten.convolution_backward(dy, x, weight, None, *rest, wanted)[0 if of_input else 1]
+        return found
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, shape: _Shape, work: WeightWork) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.shape, ctx.work = weight, shape, work
+        return unaliased(shape.forward(x, weight, bias))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        shape: _Shape = ctx.shape
+        dx = shape.backward(dy, x, weight, True) if ctx.needs_input_grad[1] else None
+        bias_gradient = dy.sum([0, *range(2, dy.dim())]) if ctx.needs_input_grad[2] else None
+        if not may_defer(ctx.work, ctx):
+            return shape.backward(dy, x, weight, False), dx, bias_gradient, None, None
+        parameter = ctx.parameter
+        ctx.work.defer(parameter, lambda: shape.backward(dy, x, parameter.detach(), False), x, dy)
+        return None, dx, bias_gradient, None, None
+
+
+def forward(layer: Conv, x: Tensor) -> Tensor:
+    """`forward` of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`."""
+    weight, bias, spatial = layer.weight, layer.bias, len(layer.kernel_size)
+    work = work_for(weight, x)
+    if work is None or torch.is_autocast_enabled(x.device.type):
+        y: Tensor = layer._conv_forward(x, weight, bias)
+        return y
+    x, padding = _pad(layer, x)
+    shape = _Shape(list(layer.stride), padding, list(layer.dilation), layer.groups)
+    is_batch = x.dim() == spatial + 2
+    y = _Convolution.apply(weight, x if is_batch else x.unsqueeze(0), bias, shape, work)  # type: ignore[no-untyped-call]
+    return y if is_batch else y.squeeze(0)
+
+
+def _pad(layer: Conv, x: Tensor) -> tuple[Tensor, Ints]:
+    """The input padded as far as the kernel cannot do it itself, and what is left for the kernel."""
+    spatial = len(layer.kernel_size)
+    before_after = layer._reversed_padding_repeated_twice
+    if layer.padding_mode != "zeros":
+        return nn.functional.pad(x, before_after, mode=layer.padding_mode), [0] * spatial
+    if not isinstance(layer.padding, str):
+        return x, list(layer.padding)
+    before, after = before_after[::2], before_after[1::2]
+    more = [pad for b, a in zip(before, after, strict=True) for pad in (0, a - b)]
+    return (nn.functional.pad(x, more) if any(more) else x), before[::-1]

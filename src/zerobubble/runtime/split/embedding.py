@@ -1,0 +1,44 @@
+"""Embeddings whose gradient waits; sparse ones, and those that scale or renormalise, stay with autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.runtime.split.gate import work_for
+from zerobubble.runtime.split.work import WeightWork, may_defer
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding_idx: int, work: WeightWork) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.parameter, ctx.padding_idx, ctx.work = weight, padding_idx, work
+        return torch.embedding(weight, tokens, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        rows, padding_idx = ctx.parameter.shape[0], ctx.padding_idx
+
+        def gradient() -> Tensor:
+            found: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding_idx, False)
+            return found
+
+        if not may_defer(ctx.work, ctx):
+            return gradient(), None, None, None
+        ctx.work.defer(ctx.parameter, gradient, tokens, dy)
+        return None, None, None, None
+
+
+def forward(layer: nn.Embedding, tokens: Tensor) -> Tensor:
+    """`nn.Embedding.forward`."""
+    work = work_for(layer.weight, tokens)
+    if work is None or layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None:
+        options = layer.padding_idx, layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
+        return nn.functional.embedding(tokens, layer.weight, *options)
+    padding_idx = -1 if layer.padding_idx is None else layer.padding_idx
+    y: Tensor = _Embedding.apply(layer.weight, tokens, padding_idx, work)  # type: ignore[no-untyped-call]
+    return y

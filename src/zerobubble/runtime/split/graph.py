@@ -1,0 +1,350 @@
+"""A stage by its graph: the module is traced once per kind of input, and B and W are parts of its backward graph.
+
+AOTAutograd traces module and backward pass into one graph and keeps what surrounds it in order: buffers that change, outputs
+that are views, random numbers. Its backward is ours: it runs B, and leaves W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_function
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.graph import CodeGen
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.gradients import IN_GRAD, Gradients
+from zerobubble.runtime.measure.held import held_bytes
+from zerobubble.runtime.measure.memory import Held, Meter
+from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
+from zerobubble.runtime.skips import refusing
+from zerobubble.runtime.split.cut import Cut, cut, halves, num_results
+from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
+from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.split.work import collect_into
+from zerobubble.runtime.stage import Cotangents, Stage, Tensors, _set_apart
+
+Part = Callable[[list[Any]], Sequence[Any]]
+
+
+class _TracedError(Exception):
+    """The graphs are there; nothing was computed."""
+
+
+class _Work(NamedTuple):
+    """What B left for one W: the graph to run and the tensors it reads, with their versions and their shares in the meter."""
+
+    weight: Part
+    parameters: list[nn.Parameter]
+    kept: list[Tensor]
+    versions: list[int]
+    counted: list[Held]
+
+    def run(self, gradients: Gradients) -> None:
+        """Add to `gradients`. Raises `InputError` when a tensor that W reads was changed in place after B."""
+        for tensor, version in zip(self.kept, self.versions, strict=True):
+            if tensor._version != version:
+                raise InputError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was changed in place between B and W; "
+                    "give the layer a copy (x.clone()), or choose a schedule that does not split this stage"
+                )
+        is_fresh = any(gradients.of(parameter) is None for parameter in self.parameters)
+        shared = {tensor.untyped_storage().data_ptr() for tensor in self.kept} if is_fresh else set()
+        for parameter, gradient in zip(self.parameters, self.weight(self.kept), strict=True):
+            is_first = gradients.of(parameter) is None
+            gradients.add(parameter, _taken(parameter, gradient, shared) if is_first else gradient)
+        self.counted.clear()
+
+
+def _taken(parameter: nn.Parameter, gradient: Tensor, shared: set[int]) -> Tensor:
+    """A first `.grad`: the gradient itself, or a copy where its storage is among those `shared` or its strides are others."""
+    storage = gradient.untyped_storage().data_ptr()
+    is_own = storage not in shared and gradient.stride() == parameter.stride()
+    shared.add(storage)
+    return gradient if is_own else torch.empty_like(parameter).copy_(gradient)
+
+
+class GraphStage(Stage):
+    """Runs the passes of one stage by its traced graph; with `compiled`, each part is compiled by inductor.
+
+    The interface is that of `Stage`. The first forward of inputs of new shapes, strides or types traces the module, and so does
+    one in another mode, under another autocast, or with other parameters frozen. `infer` runs the module itself. On a stage whose
+    inputs have no gradient B still does the chain back to the first parameters, so that B and W weigh as on the other stages.
+
+    Raises `InputError` for what a graph cannot honour: hooks, compiled parts, modules that cannot be traced or that change
+    themselves in a forward, and no compiler where one is needed. The message names the stage and the remedy.
+    """
+
+    def __init__(self, module: nn.Module, index: int, *, compiled: bool = False, gradients: Gradients = IN_GRAD) -> None:
+        super().__init__(module, index, split=False, gradients=gradients)
+        self.split = True
+        self.way = "compiled" if compiled else "graph"
+        self.owned: tuple[Tensor, ...] = ()
+        self._state: Any = None
+        self._traces: dict[Any, _Trace] = {}
+        self._left: _Work | None = None
+        self._works: dict[int, _Work] = {}
+        self._trace: _Trace | None = None
+        self._tensors: list[Tensor] = []
+        self.refuse_hooks()
+        if compiled:
+            self._require_compiler()
+
+    def begin(self, meter: Meter | None) -> None:
+        super().begin(meter)
+        self._state = None
+
+    def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
+        if self._state is None:
+            self._look()
+        return super().forward(microbatch, inputs, finish)
+
+    def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
+        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
+        outputs = super().backward(microbatch, gradients)
+        work, self._left = self._left, None
+        if work is not None:
+            _set_apart(fresh, work.kept)
+            self._works[microbatch] = work
+        return outputs
+
+    def weight(self, microbatch: int) -> None:
+        work = self._works.pop(microbatch, None)
+        if work is not None:
+            with torch.no_grad():
+                work.run(self._gradients)
+
+    def in_flight(self) -> tuple[int, int]:
+        count, size = super().in_flight()
+        kept = [tensor for work in self._works.values() for tensor in work.kept]
+        return count + len(self._works), size + held_bytes(kept, (), self.owned)
+
+    def clear(self) -> None:
+        super().clear()
+        self._works.clear()
+        self._left = None
+
+    def report(self) -> SplitReport:
+        """The split of the last trace; the share is None before the first forward, and where no product gives a weight gradient."""
+        if self._trace is None or self._trace.cut is None:
+            return SplitReport(self.index, self.way, None, ())
+        late, whole = self._trace.cut.flops
+        names = [name for name, _ in self.module.named_parameters()]
+        at_once = tuple(f"{names[i]}: {why}" for i, why in self._trace.cut.at_once.items())
+        return SplitReport(self.index, self.way, late / whole if whole else None, at_once)
+
+    def leave(self, work: _Work) -> None:
+        """Called by the backward of a trace: what this B leaves."""
+        self._left = work
+
+    def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        if torch.is_grad_enabled():
+            self._find_trace(inputs)  # here, for nothing of what counts tensors may see the tracing
+        return super()._run(inputs, finish)
+
+    _run_counting = _run
+
+    def _call(self, inputs: Tensors) -> Any:
+        if not torch.is_grad_enabled():
+            return super()._call(inputs)
+        assert self._trace is not None
+        tensors, self._tensors = self._tensors, []
+        return self._trace.run(tensors)
+
+    def _find_trace(self, inputs: Tensors) -> None:
+        tensors: list[Tensor] = []
+        nest = take_apart(inputs.arguments() if isinstance(inputs, Parcel) else (inputs, {}), tensors, opaque=True)
+        device = tensors[0].device.type if tensors else "cpu"
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        key = (nest, tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]), autocast, self._state)
+        trace = self._traces.get(key)
+        if trace is None:
+            collect_into(None)
+            trace = self._traces[key] = _Trace(self, nest, tensors)
+        self._trace, self._tensors = trace, tensors
+
+    def _look(self) -> None:
+        """At the first forward of a step: what the module is now, which the passes of a step leave as it is."""
+        self.refuse_hooks()
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        self.owned = tuple(named.values())
+        kinds = tuple([(name, x.shape, x.stride(), x.dtype, x.requires_grad) for name, x in named.items()])
+        self._state = kinds, tuple([part.training for part in self.module.modules()])
+
+    def refuse(self, reason: str, cause: Exception | None = None) -> InputError:
+        """What to raise when this stage cannot be cut."""
+        error = InputError(
+            f"stage {self.index} cannot be split by its graph: {reason}; "
+            f'give split={{{self.index}: "deferred"}}, or split={{{self.index}: "whole"}} to leave it whole'
+        )
+        error.__cause__ = cause
+        return error
+
+    def refuse_hooks(self) -> None:
+        """Raise for what a traced graph would run past: hooks of parameters and modules, and blocks that are compiled already."""
+        for name, parameter in self.module.named_parameters():
+            if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
+                raise self.refuse(f"parameter {name} has a hook, which a graph cannot honour")
+        for name, part in self.module.named_modules():
+            if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
+                raise self.refuse(f"module {name or type(part).__name__} is compiled already, and a graph is traced from plain modules")
+            kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+            if any(kinds):
+                raise self.refuse(f"module {name or type(part).__name__} has a hook, which would run while tracing alone")
+
+    def _require_compiler(self) -> None:
+        devices = {tensor.device.type for tensor in (*self.module.parameters(), *self.module.buffers())}
+        if devices - {"cuda"}:
+            try:
+                from torch._inductor.cpp_builder import get_cpp_compiler
+
+                get_cpp_compiler()
+            except Exception as error:
+                raise InputError(
+                    f'stage {self.index} cannot be compiled: there is no C++ compiler; install g++, or give split={{{self.index}: "graph"}}'
+                ) from error
+
+
+class _Trace:
+    """A stage's graphs for one kind of input: `nest` is how the `inputs` lie in its arguments."""
+
+    def __init__(self, stage: GraphStage, nest: Layout, inputs: Sequence[Tensor]) -> None:
+        self._stage = stage
+        self._nest = nest
+        self._is_ready = False
+        self._names: set[str] = set()
+        self._spec: TreeSpec
+        self._leaves: list[tuple[Any] | None] = []
+        self.cut: Cut | None = None
+        module = stage.module
+        self._named = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+        foreign = next((kind.__name__ for kind in opaque_in(nest)), None)
+        if foreign is not None:
+            raise stage.refuse(f"it is given a {foreign}, and a graph takes tensors and constants")
+        self._function = aot_function(
+            self._forward,
+            fw_compiler=self._compile_forward,  # type: ignore[arg-type]
+            bw_compiler=self._compile_backward,  # type: ignore[arg-type]
+            partition_fn=self._partition,
+            num_params_buffers=len(self._named),
+        )
+        before = _python_state(module)
+        try:
+            with refusing("a graph does not repeat it"):
+                self._function(*stage.owned, *inputs)
+        except _TracedError:
+            self._is_ready = True
+        except InputError as error:
+            raise stage.refuse(str(error)) from error
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise stage.refuse(f"tracing raised {type(error).__name__}: {line}", error) from error
+        changed = next((name for name, value in _python_state(module).items() if before.get(name) != value), None)
+        if changed is not None:
+            raise stage.refuse(f"its forward changes {changed}, which a graph does not repeat")
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        results = iter(self._function(*self._stage.owned, *inputs))
+        return tree_unflatten([next(results) if constant is None else constant[0] for constant in self._leaves], self._spec)
+
+    def _forward(self, *tensors: Any) -> Any:
+        held = dict(zip(self._named, tensors, strict=False))
+        positional, named = put_together(self._nest, iter(tensors[len(held) :]))
+        with _reparametrize_module(self._stage.module, held, tie_weights=True):
+            with disable_saved_tensors_hooks("a checkpoint or offloading has no effect in a graph"):
+                output = self._stage.module(*positional, **named)
+            for name, buffer in self._stage.module.named_buffers():
+                if buffer is not held.get(name):
+                    raise InputError(f"its forward puts a new tensor in buffer {name} (change it in place)")
+        mode = get_proxy_mode()
+        if mode is not None:
+            self._names = {node.name for node in mode.tracer.graph.nodes}
+        leaves, self._spec = tree_flatten(output)
+        self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        for node in joint.graph.find_nodes(op="get_attr"):
+            constant = getattr(joint, str(node.target), None)
+            if isinstance(constant, Tensor) and constant.requires_grad:
+                raise InputError("it uses a tensor with gradient that is neither a parameter nor an input")
+        forward, backward = halves(joint, num_fwd_outputs, self._names)
+        primals = [node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
+        if num_results(backward) != len(primals):
+            raise InputError("its inputs are views of each other")
+        return forward, backward
+
+    def _compile_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+        part = self._compile(graph, examples)
+
+        def forward(tensors: list[Any]) -> Sequence[Any]:
+            if not self._is_ready:
+                raise _TracedError
+            return part(tensors)
+
+        forward._boxed_call = True  # type: ignore[attr-defined]
+        return forward
+
+    def _compile_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+        num_parameters = len(self._stage.parameters)
+        self.cut = parts = cut(graph, num_parameters, {f"primals_{i + 1}" for i in range(len(self._named))})
+        b = self._compile(parts.b, examples)
+        w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")])
+        stage, count = self._stage, num_results(graph)
+
+        def backward(tensors: list[Any]) -> Sequence[Any]:
+            kept = [tensors[i] for i in parts.from_inputs]
+            results = b(tensors)
+            kept += results[count:]
+            if parts.waits:
+                late = [stage.parameters[i] for i in parts.waits]
+                counted = [stage.meter.hold(tensor) for tensor in kept] if stage.meter is not None else []
+                stage.leave(_Work(w, late, kept, [tensor._version for tensor in kept], counted))
+            return results[:count]
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+    def _compile(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+        if self._stage.way == "compiled":
+            return _inductor(graph, examples)
+        graph.graph.set_codegen(_Boxed())
+        graph.recompile()
+        return graph.forward
+
+
+def _inductor(graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+    from torch._inductor import compile as compile_graph
+
+    compiled = compile_graph(graph, list(examples), options={"fallback_random": True})  # the random numbers of eager mode
+    return lambda tensors: compiled(*tensors)
+
+
+class _Boxed(CodeGen):
+    """Code that takes its arguments out of one list, so that each tensor can go after its last use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        taken = f"\n    {', '.join(names)}, = taken\n    taken.clear()" if names else ""
+        return f"def {self._func_name}(self, taken){maybe_return_annotation}:{taken}"
+
+
+def _python_state(module: nn.Module) -> dict[str, Any]:
+    """What a forward could change in its modules beside tensors: attributes by name, with the sizes of containers.
+
+    RNNs list their weights anew whenever one is set, and are back at the same list after it.
+    """
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if isinstance(part, nn.RNNBase) and attribute.startswith("_flat_weight"):
+                continue
+            size = len(value) if isinstance(value, (list, dict, set)) else None
+            found[f"{name}.{attribute}".lstrip(".")] = (id(value), size)
+    return found

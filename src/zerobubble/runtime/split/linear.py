@@ -1,0 +1,60 @@
+"""Linear layers whose weight gradient waits, under autocast too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.runtime.split.autocast import cast, enter_region
+from zerobubble.runtime.split.gate import unaliased, work_for
+from zerobubble.runtime.split.work import WeightWork, may_defer
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]
+
+
+class _Linear(torch.autograd.Function):
+    """`lower` is the copy of the weight that autocast uses in its place in `region`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, lower: Tensor | None, work: WeightWork, region: object) -> Tensor:
+        used = weight if lower is None else lower
+        ctx.save_for_backward(x, used)
+        ctx.parameter = weight  # checkpointing gives back an alias of what was saved, and the gradient belongs to the parameter
+        ctx.work = work
+        ctx.region = region
+        return unaliased(nn.functional.linear(x, used, bias))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = dy.mm(weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        bias_gradient = dy.sum(0) if ctx.needs_input_grad[2] else None
+        x = x.reshape(-1, x.shape[-1])
+        if may_defer(ctx.work, ctx):
+            ctx.work.defer(ctx.parameter, lambda: dy.t().mm(x), x, dy, cast=ctx.region)
+            return None, dx, bias_gradient, None, None, None
+        gradient = dy.t().mm(x)
+        return (gradient, dx, bias_gradient, None, None, None) if ctx.region is None else (None, dx, bias_gradient, gradient, None, None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`nn.functional.linear`, whose weight gradient waits where it can."""
+    work = work_for(weight, x)
+    if work is None:
+        return nn.functional.linear(x, weight, bias)
+    lower, region = None, None
+    if torch.is_autocast_enabled(x.device.type):
+        if torch.float64 in (x.dtype, weight.dtype):  # autocast leaves float64 alone
+            return nn.functional.linear(x, weight, bias)
+        region = enter_region(x.device)
+        x, lower, bias = cast(x), cast(weight), None if bias is None else cast(bias)
+    y: Tensor = _Linear.apply(weight, x, bias, lower, work, region)  # type: ignore[no-untyped-call]
+    return y
+
+
+def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    """`nn.Linear.forward`."""
+    return linear(x, layer.weight, layer.bias)

@@ -1,0 +1,146 @@
+"""Matrix products of a module's own parameters (experts, raw projections) whose weight gradient waits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.runtime.split.gate import unaliased, work_for
+from zerobubble.runtime.split.work import WeightWork, may_defer
+
+Call = Callable[..., Tensor]
+
+
+class _Product(torch.autograd.Function):
+    """`x @ weight`, or `weight @ x` where the weight stands `first`, and `bias` more; what is broadcast gets the sum of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, first: bool, work: WeightWork) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.first, ctx.work = weight, first, work
+        ctx.bias_size = None if bias is None else bias.shape
+        a, b = (weight, x) if first else (x, weight)
+        return unaliased(a @ b) if bias is None else torch.baddbmm(bias, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        first = ctx.first
+        bias_gradient = _summed(dy, ctx.bias_size) if ctx.needs_input_grad[2] else None
+        if weight.dim() == 2 and not first:
+            dy = dy.reshape(-1, dy.shape[-1])
+            dx = dy.mm(weight.t()).view(x.shape) if ctx.needs_input_grad[1] else None
+            x = x.reshape(-1, x.shape[-1])
+        else:
+            dx = _summed(weight.mT @ dy if first else dy @ weight.mT, x.shape) if ctx.needs_input_grad[1] else None
+        size = weight.shape
+
+        def gradient() -> Tensor:
+            return _summed(dy @ x.mT if first else x.mT @ dy, size)
+
+        if not may_defer(ctx.work, ctx):
+            return gradient(), dx, bias_gradient, None, None
+        ctx.work.defer(ctx.parameter, gradient, x, dy)
+        return None, dx, bias_gradient, None, None
+
+
+class _Einsum(torch.autograd.Function):
+    """`einsum` of two tensors, as which both gradients can be written, too."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, terms: tuple[str, str, str], work: WeightWork) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.terms, ctx.work = weight, terms, work
+        of_x, of_weight, of_y = terms
+        return unaliased(torch.einsum(f"{of_x},{of_weight}->{of_y}", x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_y = ctx.terms
+        dx = torch.einsum(f"{of_y},{of_weight}->{of_x}", dy, weight) if ctx.needs_input_grad[1] else None
+
+        def gradient() -> Tensor:
+            return torch.einsum(f"{of_x},{of_y}->{of_weight}", x, dy)
+
+        if not may_defer(ctx.work, ctx):
+            return gradient(), dx, None, None
+        ctx.work.defer(ctx.parameter, gradient, x, dy)
+        return None, dx, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    """The rows of `x` up to each of `ends` times a matrix of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, ends: Tensor, product: Call, work: WeightWork) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.parameter, ctx.product, ctx.work = weight, product, work
+        return product(x, weight, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, weight, ends = ctx.saved_tensors
+        product: Call = ctx.product
+        dx = product(dy, weight.mT, offs=ends) if ctx.needs_input_grad[1] else None
+
+        def gradient() -> Tensor:
+            return product(x.mT, dy, offs=ends)
+
+        if not may_defer(ctx.work, ctx):
+            return gradient(), dx, None, None, None
+        ctx.work.defer(ctx.parameter, gradient, x, dy, ends)
+        return None, dx, None, None, None
+
+
+def _work_for(weight: Tensor, x: Tensor) -> WeightWork | None:
+    """As `work_for`, but for autocast, whose copy of the weight these Functions do not know."""
+    return None if torch.is_autocast_enabled(x.device.type) else work_for(weight, x)
+
+
+def _summed(gradient: Tensor, size: torch.Size) -> Tensor:
+    return gradient.sum_to_size(size) if gradient.shape != size else gradient
+
+
+def product(original: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`a @ b`, one of which is a parameter; `original` computes what cannot wait."""
+    first = type(a) is nn.Parameter
+    weight, x = (a, b) if first else (b, a)
+    work = _work_for(weight, x)
+    if work is None or min(a.dim(), b.dim()) < 2:
+        return original(a, b) if bias is None else original(bias, a, b)
+    y: Tensor = _Product.apply(weight, x, bias, first, work)  # type: ignore[no-untyped-call]
+    return y
+
+
+def sum_and_product(original: Call, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.baddbmm`."""
+    return product(original, a, b, bias)
+
+
+def einsum(original: Call, equation: str, *operands: Tensor) -> Tensor:
+    """`torch.einsum` of a parameter and another tensor, in which every index of one is in the other or in what comes out."""
+    terms = re.fullmatch(r"(\w+),(\w+)->(\w*)", equation.replace(" ", "")) if isinstance(equation, str) else None
+    if terms is None or len(operands) != 2:
+        return original(equation, *operands)
+    (of_a, of_b, of_y), (a, b) = terms.groups(), operands
+    (of_x, of_weight), (x, weight) = ((of_b, of_a), (b, a)) if type(a) is nn.Parameter else ((of_a, of_b), (a, b))
+    work = _work_for(weight, x)
+    alone = (set(of_x) ^ set(of_weight)) - set(of_y)
+    if work is None or alone or any(len(set(term)) < len(term) for term in (of_x, of_weight)):
+        return original(equation, a, b)
+    y: Tensor = _Einsum.apply(weight, x, (of_x, of_weight, of_y), work)  # type: ignore[no-untyped-call]
+    return y
+
+
+def grouped(original: Call, a: Tensor, b: Tensor, *, offs: Tensor | None = None) -> Tensor:
+    """`nn.functional.grouped_mm` of rows and a stack of matrices."""
+    work = _work_for(b, a)
+    if work is None or offs is None or a.dim() != 2 or b.dim() != 3:
+        return original(a, b) if offs is None else original(a, b, offs=offs)
+    y: Tensor = _Grouped.apply(b, a, offs, original, work)  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,58 @@
+"""What a pipeline tells of its split: how each stage leaves weight gradients to W, how much of them, and which stay in B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from zerobubble.runtime.split.deferred import WAYS
+from zerobubble.runtime.split.gate import is_watched
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """How a stage splits its backward pass.
+
+    `way` is "deferred" (layers leave their weight gradients to W), "graph", "compiled" (the stage's traced graph is cut), or "whole"
+    (B does all). `share` is the part of the FLOPs of weight gradients that W did in the last training step, None before one, or where they
+    cannot be counted: a stage with compiled parts. `at_once` has a line for each parameter whose gradient was computed in B, and why.
+    """
+
+    stage: int
+    way: str
+    share: float | None
+    at_once: tuple[str, ...]
+
+    def __str__(self) -> str:
+        share = "share not known" if self.share is None else f"W does {self.share:.1%} of weight gradients"
+        return "\n".join([f"stage {self.stage}: {self.way}, {share}", *(f"  in B: {line}" for line in self.at_once)])
+
+
+class SplitReports(tuple[SplitReport, ...]):
+    """The reports of all stages, in order; `str` prints them one below the other."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor]) -> tuple[str, ...]:
+    """A line for each parameter among `found`, those with a gradient, that is not `deferred`."""
+    waits, has = set(deferred), set(found)
+    owners = {p: part for part in module.modules() for p in part.parameters(recurse=False)}
+    named = module.named_parameters()
+    return tuple(f"{name}: {_reason(owners[p], p)}" for name, p in named if p in has and p not in waits)
+
+
+def _reason(owner: nn.Module, parameter: nn.Parameter) -> str:
+    kind = type(owner).__name__
+    if parameter.dim() < 2:
+        return f"a vector of {kind}, whose gradient costs little"
+    if is_watched(parameter):
+        return "a hook watches its gradient"
+    if type(owner).forward in WAYS:
+        return f"this {kind} is used in a way that cannot wait: compiled, sparse, hooked, cast by autocast, or not by its own forward"
+    return f"no way is known to defer what {kind} does with it; write it with zerobubble.deferral"

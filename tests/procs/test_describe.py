@@ -1,0 +1,56 @@
+"""`describe` tells the same on every rank: how a stage splits, the share W did, and what stayed in B and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from benchmarks.split_matrix.kinds import Way, parameter
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.split.work import stop_collecting
+from zerobubble.runtime.stage import Stage
+
+
+def describe(group: Any, name: str) -> tuple[list[zb.SplitReport], list[zb.SplitReport], str]:
+    with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
+        before = list(pipe.describe())
+        pipe.step(*batch(4))
+        after = pipe.describe()
+        return before, list(after), str(after)
+
+
+def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
+    (before, after, text), *others = world.run(describe, "zb-h1", ranks=2)
+    assert others == [(before, after, text)]
+    assert [(r.stage, r.way, r.share, r.at_once) for r in before] == [(s, "deferred", None, ()) for s in range(2)]
+    assert [r.share for r in after] == [1.0, 1.0]
+    assert "1.norm.weight: a vector of LayerNorm, whose gradient costs little" in after[0].at_once
+    assert not [line for line in after[0].at_once if "up.weight" in line or line.startswith("0.weight")]
+    assert text.startswith("stage 0: deferred, W does 100.0% of weight gradients\n  in B: 1.norm.weight:")
+
+
+def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:
+    for _, after, _ in world.run(describe, "1f1b", ranks=2):
+        assert [(r.way, r.share, r.at_once) for r in after] == [("whole", 0.0, ("every parameter: the schedule gives this stage BW",))] * 2
+
+
+def test_the_share_is_that_of_flops() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.deferred(x) @ m.matrix.t()  # the weight of the product is a view of the parameter, which stays in B
+        return y
+
+    module = Way(forward, deferred=nn.Linear(6, 6), matrix=parameter(18, 6))
+    stage = Stage(module, 0, split=True)
+    with shadowing(module):
+        stage.forward(0, (torch.randn(5, 6, requires_grad=True),))
+        stage.backward(0, (torch.ones(5, 18),))
+        stage.weight(0)
+    stop_collecting()
+    report = stage.report()
+    assert report.share == 0.25
+    assert [line.split(":")[0] for line in report.at_once] == ["matrix", "deferred.bias"]

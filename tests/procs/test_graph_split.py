@@ -1,0 +1,378 @@
+"""Stages split by their traced graph against autograd on the whole, in one process, and among deferred stages in a pipeline."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import zerobubble as zb
+from benchmarks.split.run import Block
+from benchmarks.split_matrix.kinds import KINDS
+from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
+from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.split.cut import flops
+from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.split.whole import WholeStage
+
+ROOT = Path(__file__).parents[2]
+REFUSED = {
+    "experts, one of them empty": "tracing raised DynamicOutputShapeException",
+    "frozen for a while": "you can only change requires_grad flags of leaf variables",
+    "checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint, reentrant": "use_reentrant=True",
+    "checkpoint, selective": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint in a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "autocast, checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint of convolutions": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint of a module with a matrix": "a checkpoint or offloading has no effect in a graph",
+    "matrix of the module, in a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "matrix of the module, in a reentrant checkpoint": "use_reentrant=True",
+    "matrix of the module before a compiled block": "module block is compiled already",
+    "matrix of the module, hooked": "parameter w has a hook",
+    "gradient within a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "gradient within a reentrant checkpoint": "use_reentrant=True",
+    "gradient of weights within a checkpoint": "a checkpoint or offloading has no effect in a graph",
+    "first gradient within a checkpoint, kept from going back": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint with dropout": "a checkpoint or offloading has no effect in a graph",
+    "checkpoint, reentrant, with dropout": "use_reentrant=True",
+    "checkpoint of a linear used outside too": "a checkpoint or offloading has no effect in a graph",
+    "offloaded": "a checkpoint or offloading has no effect in a graph",
+    "compiled": "is compiled already",
+    "compiled in place": "module 0 is compiled already",
+    "compiled between linears": "module 1 is compiled already",
+    "tensor hooks": "parameter down.weight has a hook",
+    "hook after accumulation": "parameter linear.weight has a hook",
+    "hook on the accumulating node": "parameter linear.weight has a hook",
+    "module hook": "module linear has a hook",
+}
+"""Kinds that no graph can hold, and what the user is told. All others keep every bit."""
+ROUNDED = {"autocast, a linear used twice": 2**-8}
+"""Eager mode sums the gradients of the one cast that autocast keeps, in bfloat16; a graph casts for each use, and sums in float32."""
+OF_EMBEDDINGS = {"embedding with padding", "embedding by frequency", "embedding of bounded norm", "embedding bag"}
+NO_WEIGHT_WORK = {"layer norm", "all frozen", "output is the input", *OF_EMBEDDINGS}
+"""Where nothing waits: what W would need takes more bytes than the gradients."""
+
+
+class Graph(Ours):
+    def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
+        super().__init__(module, inputs)
+        self.stage = GraphStage(module, 1)
+
+
+class Compiled(Ours):
+    def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
+        super().__init__(module, inputs)
+        self.stage = GraphStage(module, 1, compiled=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:RNN module weights")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_graph_leaves_what_autograd_leaves_or_says_why_not(name: str) -> None:
+    kind = KINDS[name]
+    if name in REFUSED:
+        with pytest.raises(zb.InputError) as caught:
+            train(kind.build, kind.takes, Graph)
+        assert REFUSED[name] in str(caught.value)
+        assert 'split={1: "deferred"}' in str(caught.value)
+        return
+    mine = train(kind.build, kind.takes, Graph)
+    assert difference(mine, train(kind.build, kind.takes, Plain)) <= ROUNDED.get(name, 0)
+    assert bool(mine.waited) == (name not in NO_WEIGHT_WORK)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gpt block", "conv2d and batch norm", "dropout", "embedding tied to its head", "output in chunks"])
+def test_compiled_parts_leave_what_autograd_leaves(name: str) -> None:
+    kind = KINDS[name]
+    mine, oracle = (train(kind.build, kind.takes, way).tensors for way in (Compiled, Plain))
+    for what, tensor in oracle.items():  # the bias before a batch norm has a gradient of 0 but for rounding
+        torch.testing.assert_close(mine[what], tensor, rtol=1e-11, atol=1e-12, msg=what)
+
+
+def passed(stage: GraphStage, x: Tensor) -> GraphStage:
+    """The stage after one F, B and W."""
+    (y,) = stage.forward(0, (x,))
+    stage.backward(0, (torch.ones_like(y),))
+    stage.weight(0)
+    return stage
+
+
+def products(graph: fx.GraphModule) -> int:
+    return sum(flops(node) > 0 and "attention" not in str(node.target) for node in graph.graph.nodes)
+
+
+def test_half_of_a_transformers_products_wait() -> None:
+    stage = passed(GraphStage(nn.Sequential(Block(64), Block(64)), 1), torch.randn(2, 8, 64, requires_grad=True))
+    assert stage._trace is not None
+    assert stage._trace.cut is not None
+    assert (products(stage._trace.cut.b), products(stage._trace.cut.w)) == (8, 8)
+    report = stage.report()
+    assert (report.stage, report.way, report.share) == (1, "graph", 1.0)
+    assert report.at_once[0].startswith("0.norms.0.weight: comes with the gradient of the input")
+    assert len(report.at_once) == 8
+
+
+def test_a_first_stage_does_the_chain_in_b_all_the_same() -> None:
+    stage = passed(GraphStage(nn.Sequential(nn.Embedding(9, 64), Block(64), Block(64)), 0), torch.randint(0, 9, (2, 8)))
+    assert stage._trace is not None
+    assert stage._trace.cut is not None
+    assert (products(stage._trace.cut.b), products(stage._trace.cut.w)) == (8, 8)
+
+
+def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None:
+    module = nn.Sequential(Block(64), Block(64))
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    stage = GraphStage(module, 1)
+    stage.meter = Meter(module.parameters())
+    (y,) = stage.forward(0, (x,))
+    stage.backward(0, (torch.ones_like(y),))
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    assert 0 < stage.meter.bytes <= 2 * 8 * 4 * sum(linear.in_features + linear.out_features for linear in linears)
+    stage.weight(0)
+    assert stage.meter.bytes == 0
+
+
+def test_every_kind_of_input_has_its_trace() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    stage = GraphStage(module, 1)
+    for rows, training in ((2, True), (3, True), (3, False), (2, True)):
+        module.train(training)
+        stage.begin(None)
+        x = torch.randn(rows, 4, requires_grad=True)
+        module.zero_grad()
+        torch.manual_seed(rows)
+        passed(stage, x)
+        mine = [p.grad for p in module.parameters()]
+        module.zero_grad()
+        torch.manual_seed(rows)
+        module(x).sum().backward()
+        assert all(torch.equal(a, p.grad) for a, p in zip(mine, module.parameters(), strict=True) if a is not None and p.grad is not None)
+    assert len(stage._traces) == 3
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x) * self.calls
+        return y
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.detach().mean(0)
+        y: Tensor = self.linear(x) - self.mean
+        return y
+
+
+class Branching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Remembering(nn.Module):
+    """A Linear reads a buffer, which every microbatch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("memory", torch.zeros(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.add_(x.detach())
+        y: Tensor = x * self.linear(self.memory)
+        return y
+
+
+def test_w_reads_a_buffer_as_its_own_forward_left_it() -> None:
+    module = Remembering()
+    stage = GraphStage(module, 1)
+    stage.forward(0, (torch.full((1, 3), 2.0, requires_grad=True),))
+    stage.backward(0, (torch.ones(1, 3),))
+    stage.forward(1, (torch.full((1, 3), 5.0, requires_grad=True),))
+    assert torch.equal(module.memory, torch.full((1, 3), 7.0))
+    stage.weight(0)
+    assert torch.equal(module.linear.weight.grad, torch.full((3, 3), 4.0))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Counting(), "its forward changes calls"),
+        (Replacing(), "its forward puts a new tensor in buffer mean"),
+        (Branching(3, 3), "tracing raised"),
+    ],
+)
+def test_what_a_graph_cannot_repeat_is_refused(module: nn.Module, reason: str) -> None:
+    with pytest.raises(zb.InputError, match=reason):
+        passed(GraphStage(module, 1), torch.ones(1, 3, requires_grad=True))
+
+
+def test_a_hook_set_between_steps_is_refused() -> None:
+    module = nn.Linear(3, 3)
+    stage = passed(GraphStage(module, 1), torch.ones(1, 3, requires_grad=True))
+    module.weight.register_hook(lambda gradient: 2 * gradient)
+    stage.begin(None)
+    with pytest.raises(zb.InputError, match="parameter weight has a hook"):
+        passed(stage, torch.ones(1, 3, requires_grad=True))
+
+
+def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    with pytest.raises(zb.InputError, match="stage 1 cannot be compiled: there is no C\\+\\+ compiler; install g\\+\\+"):
+        GraphStage(nn.Linear(3, 3), 1, compiled=True)
+
+
+def test_whole_leaves_nothing_for_w() -> None:
+    module = nn.Linear(3, 3)
+    stage = WholeStage(module, 2)
+    stage.forward(0, (torch.ones(1, 3, requires_grad=True),))
+    stage.backward(0, (torch.ones(1, 3),))
+    assert module.weight.grad is not None
+    before = module.weight.grad.clone()
+    stage.weight(0)
+    assert torch.equal(module.weight.grad, before)
+    assert stage.report().share == 0
+
+
+def trained(group: Any, name: str, splits: list[str | Mapping[int, str]]) -> tuple[float, bool]:
+    """The error of the loss, and whether every gradient has the oracle's bits, after two steps."""
+    schedule = zb.make(name, group.size(), 4)
+    oracle = [build(stage, schedule.num_stages) for stage in range(schedule.num_stages)]
+    error = 0.0
+    with zb.Pipeline(build, schedule, 4, loss_fn, group=group, split=splits[group.rank()]) as pipe:
+        for seed in (1, 2):
+            inputs, targets = batch(4, seed)
+            loss = pipe.step(inputs, targets)
+            error = max(error, abs((loss - one_device(oracle, 4, inputs, targets)).item()))
+        pipe.eval_step(inputs, targets)
+        pairs = [(p, q) for s, module in pipe.modules.items() for p, q in zip(module.parameters(), oracle[s].parameters(), strict=True)]
+    return error, all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("zb-h1", ["graph", "deferred"]),
+        ("zb-h1", ["whole", {1: "graph"}]),
+        ("zb-v", ["graph", {2: "graph"}]),
+        ("1f1b", ["graph", "whole"]),
+    ],
+)
+def test_graph_stages_work_in_a_pipeline_beside_others(world: Ranks, name: str, splits: list[str | Mapping[int, str]]) -> None:
+    for error, same in world.run(trained, name, splits, ranks=2):
+        assert error <= 1e-12
+        assert same
+
+
+def told(group: Any, split: Any) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, split=split)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("split", "sentence"),
+    [
+        ("graf", "split of stage 0 is one of deferred, graph, compiled, whole, did you mean 'graph'? got 'graf'"),
+        ({5: "graph"}, "split names stage 5, this rank holds 0; give each rank its own"),
+        (3, "split is one of deferred, graph, compiled, whole, or one of them by stage, got int"),
+    ],
+)
+def test_a_wrong_split_is_refused_on_every_rank(world: Ranks, split: Any, sentence: str) -> None:
+    for message in world.run(told, split, ranks=2):
+        assert sentence in message
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "graph-split.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "graph.py").write_text(program[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "graph.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+class Named(nn.Module):
+    """Gives a dict with a constant, of which the next stage may use a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float = 1.0, unused: Tensor | None = None) -> dict[str, Any]:
+        return {"x": torch.tanh(self.up(x)) * scale, "scale": 2.0, "unused": self.side(x)}
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.down = nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float, unused: Tensor) -> Tensor:
+        y: Tensor = self.down(self.dropout(x) * scale)
+        return y
+
+
+def nested(stage: int, num_stages: int) -> nn.Module:
+    torch.manual_seed(stage)
+    return (Named() if stage < num_stages - 1 else Last()).double()
+
+
+def trained_by_name(group: Any, split: str, main_grad: torch.dtype | None) -> tuple[list[Tensor | None], str]:
+    """This rank's gradients of two steps with dropout, and what it tells of its split."""
+    with zb.Pipeline(nested, "zb-h1", 4, nn.functional.mse_loss, group=group, split=split, main_grad=main_grad) as pipe:
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            pipe.step(torch.randn(8, 8).double(), torch.randn(8, 8).double())
+        told = str(pipe.describe())
+        return [p.grad if main_grad is None else p.main_grad for p in pipe.parameters()], told
+
+
+def test_dicts_and_constants_go_through_graph_stages_with_and_without_main_grad(world: Ranks) -> None:
+    deferred = world.run(trained_by_name, "deferred", None, ranks=2)
+    for main_grad in (None, torch.float64):
+        graph = world.run(trained_by_name, "graph", main_grad, ranks=2)
+        for (mine, told), (theirs, _) in zip(graph, deferred, strict=True):
+            assert "stage 0: graph" in told
+            for a, b in zip(mine, theirs, strict=True):
+                assert (a is None) == (b is None) if b is not None else (a is None or not a.any())
+                assert a is None or b is None or torch.equal(a, b)
+
+
+@pytest.mark.long
+def test_compiled_stages_train_in_a_pipeline_with_dropout(world: Ranks) -> None:
+    deferred = world.run(trained_by_name, "deferred", None, ranks=2)
+    for (mine, told), (theirs, _) in zip(world.run(trained_by_name, "compiled", None, ranks=2), deferred, strict=True):
+        assert "stage 0: compiled" in told
+        for a, b in zip(mine, theirs, strict=True):
+            assert a is None or b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,118 @@
+"""Layers of the user's own leave their weight gradients to W by `zerobubble.deferral`, and are checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from benchmarks.split_matrix.kinds import D, Kind, Way, checkpointed, lin, parameter
+from benchmarks.split_matrix.ways import Ours, Plain, difference, train
+
+
+class Product(torch.autograd.Function):
+    """x @ weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        ctx.deferral = zb.deferral(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        weight, x = ctx.saved_tensors
+        flat_x, flat_dy = x.flatten(0, -2), dy.flatten(0, -2)
+        return ctx.deferral(ctx, lambda: flat_x.mT @ flat_dy, flat_x, flat_dy), dy @ weight.mT
+
+
+class Forgetful(torch.autograd.Function):
+    """Defers a gradient that is right only when computed at once."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        ctx.deferral = zb.deferral(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        weight, x = ctx.saved_tensors
+        flat = dy.flatten(0, -2).clone()
+        gradient = ctx.deferral(ctx, lambda: x.flatten(0, -2).mT @ flat, x)
+        flat.zero_()
+        return gradient, dy @ weight.mT
+
+
+def layer(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.last(torch.tanh(Product.apply(m.weight, x)))
+    return y
+
+
+def steered(m: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(torch.tanh(Product.apply(m.weight, place)).sum(), place)
+    return layer(m, x + force)
+
+
+def hooked() -> nn.Module:
+    module = Way(layer, weight=parameter(D, D), last=lin(), seen=[])
+    module.weight.register_post_accumulate_grad_hook(lambda weight: module.seen.append(weight.grad.clone()))
+    return module
+
+
+KINDS = {
+    "in a stage": Kind(lambda: Way(layer, weight=parameter(D, D), last=lin())),
+    "in a checkpoint": Kind(lambda: checkpointed(Way(layer, weight=parameter(D, D), last=lin()))),
+    "gradient within": Kind(lambda: Way(steered, weight=parameter(D, D), last=lin())),
+    "gradient within, in a checkpoint": Kind(lambda: checkpointed(Way(steered, weight=parameter(D, D), last=lin()))),
+    "hooked": Kind(hooked),
+    "computed weight": Kind(
+        lambda: Way(lambda m, x: m.last(Product.apply(m.weight * 2, x)), weight=parameter(D, D), last=lin()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_function_of_ones_own_leaves_what_autograd_leaves(name: str) -> None:
+    kind = KINDS[name]
+    mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
+    assert difference(mine, oracle) == 0
+    assert ("weight" in {n.rpartition(".")[2] for n in mine.waited if "last" not in n}) == (name not in ("hooked", "computed weight"))
+
+
+def test_check_split_tells_what_waited() -> None:
+    module = Way(lambda m, x: nn.functional.dropout(layer(m, x)), weight=parameter(D, D), last=lin())
+    assert zb.check_split(module, torch.randn(2, 3, D, requires_grad=True)) == ("weight", "last.weight")
+    assert module.weight.grad is None
+
+
+def test_check_split_names_what_is_wrong() -> None:
+    module = Way(lambda m, x: Forgetful.apply(m.weight, x), weight=parameter(D, D))
+    with pytest.raises(zb.InputError, match="the split changes the gradient of weight"):
+        zb.check_split(module, torch.randn(2, 3, D, requires_grad=True))
+
+
+class Transposed(Product):
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        weight, x = ctx.saved_tensors
+        return ctx.deferral(ctx, lambda: dy.mT @ x, x, dy), dy @ weight.mT
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    with pytest.raises(zb.InputError, match=r"left for a weight of shape \(6, 4\) has the shape \(2, 4, 6\)"):
+        train(lambda: Way(lambda m, x: Transposed.apply(m.weight, x), weight=parameter(D, 4)), "x", Ours)
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "split.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(program, {"__name__": "page"})
+    assert capsys.readouterr().out == "waits for W: weight\n"
