@@ -16,27 +16,26 @@ from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Stage
 
 
-def describe(group: Any, name: str) -> tuple[list[zb.SplitReport], list[zb.SplitReport], str]:
+def describe(group: Any, name: str) -> tuple[list[zb.SplitReport], str, bool]:
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
-        before = list(pipe.describe())
-        pipe.step(*batch(4))
-        after = pipe.describe()
-        return before, list(after), str(after)
+        told = pipe.describe(*batch(4))
+        return list(told), str(told), all(p.grad is None for p in pipe.parameters())
 
 
 def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
-    (before, after, text), *others = world.run(describe, "zb-h1", ranks=2)
-    assert others == [(before, after, text)]
-    assert [(r.stage, r.way, r.share, r.at_once) for r in before] == [(s, "deferred", None, ()) for s in range(2)]
-    assert [r.share for r in after] == [1.0, 1.0]
-    assert "1.norm.weight: a vector of LayerNorm, whose gradient costs little" in after[0].at_once
-    assert not [line for line in after[0].at_once if "up.weight" in line or line.startswith("0.weight")]
+    (reports, text, untouched), *others = world.run(describe, "zb-h1", ranks=2)
+    assert others == [(reports, text, True)]
+    assert untouched
+    assert [(r.stage, r.way, r.share) for r in reports] == [(s, "deferred", 1.0) for s in range(2)]
+    assert "1.norm.weight: a vector of LayerNorm, whose gradient costs little" in reports[0].at_once
+    assert not [line for line in reports[0].at_once if "up.weight" in line or line.startswith("0.weight")]
     assert text.startswith("stage 0: deferred, W does 100.0% of weight gradients\n  in B: 1.norm.weight:")
 
 
 def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:
-    for _, after, _ in world.run(describe, "1f1b", ranks=2):
-        assert [(r.way, r.share, r.at_once) for r in after] == [("whole", 0.0, ("every parameter: the schedule gives this stage BW",))] * 2
+    for reports, _, _ in world.run(describe, "1f1b", ranks=2):
+        told = [(r.way, r.share, r.at_once) for r in reports]
+        assert told == [("whole", 0.0, ("every parameter: the schedule gives this stage BW",))] * 2
 
 
 def test_the_share_is_that_of_flops() -> None:
@@ -46,6 +45,7 @@ def test_the_share_is_that_of_flops() -> None:
 
     module = Way(forward, deferred=nn.Linear(6, 6), matrix=parameter(18, 6))
     stage = Stage(module, 0, split=True)
+    stage.count()
     with shadowing(module):
         stage.forward(0, (torch.randn(5, 6, requires_grad=True),))
         stage.backward(0, (torch.ones(5, 18),))

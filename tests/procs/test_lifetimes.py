@@ -291,7 +291,7 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
         for rank in (1, 2, 3):
             state, ended = world.outcome(rank, seconds=40)
             assert state == "ok", ended
-            assert ended[1] == 0
+            assert ended[1] == 0, ended
             assert ended[0].startswith("rank 0 is gone or frozen: rank ")
         if act is stop_self:
             os.kill(world.processes[0].pid or 0, signal.SIGCONT)

@@ -118,8 +118,7 @@ def test_a_scaler_unscales_main_grad_and_every_rank_leaves_out_the_same_steps(wo
 
 def described(group: Any) -> zb.SplitReport:
     with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
-        pipe.step(*batch(MICROBATCHES))
-        return pipe.describe()[0]
+        return pipe.describe(*batch(MICROBATCHES))[0]
 
 
 def test_what_stays_in_b_is_told_under_main_grad_too(world: Ranks) -> None:

@@ -383,4 +383,4 @@ def change_what_waits(group: Any) -> str:
 def test_a_tensor_changed_between_b_and_w_is_told(world: Ranks) -> None:
     (text,) = set(world.run(change_what_waits, ranks=2))
     assert text.startswith("rank 1 failed at 'run 1W0': InputError: a tensor of shape (1, 6) that a weight gradient needs was changed")
-    assert "give the Linear a copy (x.clone())" in text
+    assert "give the layer a copy (x.clone())" in text

@@ -54,6 +54,11 @@ class Copies:
         self.closing: dict[int, Callable[[], None]] = {}
         self.elsewhere: set[nn.Parameter] = set()
 
+    @classmethod
+    def none(cls, transport: Transport) -> Copies:
+        """Nothing is held elsewhere."""
+        return cls(Placement.linear(transport.size), {}, transport, ())
+
     def level(self) -> None:
         """Give every copy the values of the first: of a tied parameter, that named first; of a copied stage, that of the first route.
 

@@ -184,6 +184,21 @@ class Executor:
         yield
         self._optimizer.append((begin, self._clock.mark()))
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where in its row the executor is, in words, and the action in hand."""
+        if not 0 <= self.at < len(self.row):
+            return "before its first pass" if self.at < 0 else "after its last pass", ""
+        action = str(self.row[self.at])
+        return f"at '{action}'", action
+
+    @property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """For each microbatch, the rank where it enters the model and the rank where its loss is."""
+        routes = self.program.placement.routes
+        taken = [routes[k] for k in self.program.microbatch_routes or (0,) * self.program.num_microbatches]
+        return [route[0] for route in taken], [route[-1] for route in taken]
+
     def clear(self) -> None:
         """Forget everything in flight."""
         self._mailbox.clear()

@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
+from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.lower.turning import with_turning_points
 from zerobubble.plan import Solved
-from zerobubble.program import Program
 from zerobubble.runtime.auto import Auto
 from zerobubble.runtime.batch import UNCUT, Cut, arguments, join_outputs, split_batch, spread_kwargs
+from zerobubble.runtime.company import Company, seal
 from zerobubble.runtime.copies import Copies
 from zerobubble.runtime.executor import Batch, Executor, Overlap
-from zerobubble.runtime.failure import NoticeBoard, error_of, let_go, why
 from zerobubble.runtime.gradients import Gradients
-from zerobubble.runtime.inquest import Note, Word
 from zerobubble.runtime.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.measure import profile, trace
 from zerobubble.runtime.measure.live import FlopBook, OnStep, StepReport, busy_seconds
 from zerobubble.runtime.measure.memory import Meter
 from zerobubble.runtime.messages.meeting import meeting
-from zerobubble.runtime.messages.nest import tensors_in
 from zerobubble.runtime.messages.opening import Opening
-from zerobubble.runtime.messages.transport import LostContactError, Transport, stop_waiting, waiting
 from zerobubble.runtime.optimizer import clip, scale
 from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.repertoire import MakeSchedule, Piece, compose, every_channel, proved, sound
-from zerobubble.runtime.split.choice import TRACED, make_stage, ways_of
-from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.repertoire import MakeSchedule, Piece, Repertoire, compose, every_channel, proved
 from zerobubble.runtime.split.report import SplitReports
-from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage import Cotangents, Stage
+from zerobubble.runtime.stages import Build, Stages, modules_of
 from zerobubble.runtime.ties import Place, Tied, read_tied
 from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
     from zerobubble.runtime.optimizer.validation import PostValidation
 
-Build = Callable[[int, int], nn.Module]
 Progress = Callable[[int, int], object]
 
 
@@ -122,28 +113,20 @@ class Pipeline:
         split: str | Mapping[int, str] = "deferred",
     ) -> None:
         self.on_step = on_step
-        self._steps = 0
-        self._closed: str | None = None
-        self._auto: Auto | None = None
-        self._inside: str | Executor | None = None
-        self._openings: dict[Executor, Opening] = {}
-        self._stages: dict[int, Stage] = {}
-        self._traced: dict[int, Stage] = {}
         self.metering = False
         self.recording = True
+        self._steps = 0
+        self._auto: Auto | None = None
         self._validation: PostValidation | None = None
-        try:
-            self._transport = Transport(group, timeout)
-        except RuntimeError as error:
-            raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
+        self._openings: dict[Executor, Opening] = {}
+        self._company = Company(group, timeout, self._part)
+        self._transport = self._company.transport
         self.rank, ranks = self._transport.rank, self._transport.size
-        self._board = NoticeBoard(self._transport.store, self.rank, ranks, self._transport.store_host, self._doing)
-        self._copies = Copies(Placement.linear(ranks), {}, self._transport, ())
+        self._copies = Copies.none(self._transport)
         self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
-        with self._ending_all("while meeting the other ranks"), meeting("meeting the other ranks"):
-            self._transport.meet()
-        self._inside = "while building its stages"
-        terms = {"timeout": f"{timeout:g} s", "pace": _seal(pace), "overlap function": "one" if overlap else "none"}
+        self._company.meet()
+        self._company.inside = "while building its stages"
+        terms = {"timeout": f"{timeout:g} s", "pace": seal(pace), "overlap function": "one" if overlap else "none"}
         terms["type of main_grad"] = str(main_grad)
         fault = ""
         try:
@@ -153,36 +136,34 @@ class Pipeline:
             self.schedule = compose(schedule, ranks, num_microbatches)
             if memory_limit is not None and self._auto is None:
                 raise InputError(f"memory_limit is for schedule='auto', which plans with it; {self.schedule.name!r} takes what it takes")
-            self.modules = _modules(build_or_modules, self.schedule, self.rank)
-            self.device = _device(self.modules)
+            self.modules = modules_of(build_or_modules, self.schedule, self.rank)
+            self._gradients = Gradients(main_grad)
+            self._stages = Stages(self.modules, split, self._gradients)
+            self.device = self._stages.device
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
             self._flops = FlopBook(peak_flops) if peak_flops is not None else None
-            self._gradients = Gradients(main_grad)
-            self._ways = ways_of(split, self.modules)
-            programs = _programs(self.schedule)
-            stages = self._staged(self.schedule)
+            self._stages.of(self.schedule)
+            proved(self.schedule)
             ties = read_tied(tied, self.schedule.num_stages)
-            order = _seal(self.schedule.to_text())
+            order = seal(self.schedule.to_text())
             terms |= {"schedule": f"{self.schedule.name} of {num_microbatches} microbatches #{order}", "kind of device": self.device.type}
         except ZeroBubbleError as error:
             fault = str(error)
         except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
             fault = f"{type(error).__name__}: {error}"
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit stop the others, too
-            self._fail(error, self._inside)
-        self._agree(fault, terms)
-        with self._ending_all("while connecting the ranks"), meeting("connecting the ranks"):
+            self._company.fail(error, "while building its stages")
+        self._company.agree(fault, terms)
+        with self._company.ending_all("while connecting the ranks"), meeting("connecting the ranks"):
             self._transport.open(self.device, every_channel(self.schedule.placement))
         self._copies = self._level(ties)
         self.pace = Pace(pace) if pace is not None else None
-        self._overlap = overlap
-        self._given_schedule = schedule
-        self._pieces = {num_microbatches: self._ready(self.schedule, programs, stages)}
-        self._now = self._pieces[num_microbatches]
+        self._repertoire = Repertoire(schedule, self._stages, self._transport, self._openings, self.pace, overlap, self._copies.closing)
+        self._repertoire.play(self.schedule)
         self._measured = self._now.train or self._now.infer
         self._seed = torch.ones((), device=self.device)
-        self._inside = None
+        self._company.inside = None
 
     def step(
         self,
@@ -212,11 +193,11 @@ class Pipeline:
         assert executor is not None
         self._measured = executor
         if self._auto is not None and self._auto.is_counting_bytes:
-            loss = self._train_with(executor, stages, given, self._meter(inputs, targets, kwargs))
+            loss = self._train_with(executor, stages, given, self._stages.meter(inputs, targets, kwargs))
         else:
-            loss = self._train_with(executor, stages, given, self._meter() if self.metering else None)
+            loss = self._train_with(executor, stages, given, self._stages.meter() if self.metering else None)
         if self.on_step is not None:
-            with self._ending_all("in on_step"):
+            with self._company.ending_all("in on_step"):
                 self.on_step(self._report(perf_counter() - begin, loss))
         self._steps += 1
         if self._auto is not None:
@@ -242,16 +223,9 @@ class Pipeline:
         if self.schedule.is_forward_only:
             self._measured = infer
         outputs: list[Any] = [None] * infer.program.num_microbatches
-        modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
-        try:
-            for part, _ in modes:
-                part.training = False
-            with torch.no_grad():
-                loss = self._run(infer, _Given(inputs, targets, kwargs), outputs)
-        finally:
-            for part, mode in modes:
-                part.training = mode
-        return loss, join_outputs(outputs) if self.rank in _ends(infer)[1] else None
+        with self._stages.evaluating():
+            loss = self._run(infer, _Given(inputs, targets, kwargs), outputs)
+        return loss, join_outputs(outputs) if self.rank in infer.ends[1] else None
 
     @property
     def losses(self) -> Tensor | None:
@@ -270,7 +244,7 @@ class Pipeline:
         from. Raises `PipelineError` on every rank when any rank fails.
         """
         self._settle()
-        with self._ending_all("while clipping gradients"):
+        with self._company.ending_all("while clipping gradients"):
             mine = clip.norms_of(clip.counted(self.modules, self._copies.elsewhere), norm_type, self._gradients)
             norms = clip.gather_norms(mine, self._transport)
         total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
@@ -284,7 +258,7 @@ class Pipeline:
         rank leave out the step, as on one device. Raises `PipelineError` on every rank when any rank fails or their scales differ.
         """
         if scaler.is_enabled():
-            with self._ending_all("while unscaling gradients"):
+            with self._company.ending_all("while unscaling gradients"):
                 scale.unscale(scaler, optimizer, self._transport, self.parameters(), self._gradients)
 
     def profile(
@@ -303,13 +277,10 @@ class Pipeline:
         given = _Given(inputs, targets, kwargs)
         self._settle()
         timelines: list[Timeline] = []
-        with self._ending_all("while profiling"), profile.untouched(self.modules.values(), self.device, self._gradients):
-            schedule = profile.one_by_one(self.schedule)
-            stages = self._staged(schedule)
-            executor = Executor(proved(schedule), stages, self._transport, self.pace)
-            self._openings[executor] = Opening(schedule, self._transport)
+        with self._company.ending_all("while profiling"), profile.untouched(self.modules.values(), self.device, self._gradients):
+            executor, stages = self._repertoire.one_by_one()
             while len(timelines) <= steps:
-                self._train_with(executor, stages, given, None if timelines else self._meter(inputs, targets, kwargs))
+                self._train_with(executor, stages, given, None if timelines else self._stages.meter(inputs, targets, kwargs))
                 timelines.append(self._timeline(executor))
                 if progress is not None:
                     progress(len(timelines), steps + 1)
@@ -328,17 +299,26 @@ class Pipeline:
         Its marks tell of messages, if the step was `recording`, and of the optimizer's step if it ran in `recording_optimizer` or is a
         `PostValidation`'s. Of a schedule without backward passes it is the last `eval_step`.
         """
-        with self._ending_all("while gathering a timeline"):
+        with self._company.ending_all("while gathering a timeline"):
             return self._timeline(self._measured)
 
-    def describe(self) -> SplitReports:
-        """How each stage splits its backward pass, the same on every rank; every rank must call it.
+    def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:
+        """How each stage splits its backward pass on this batch: how much of the weight gradients W does, and which B does, and why.
 
-        After a training step it tells how much of the weight gradients W did, and which parameters got theirs in B. Of the copies of a
-        stage, the first rank's is told. Raises `PipelineError` as `step` does.
+        Runs a step whose gradients and traces in buffers and the random state are taken back, as `profile` does. The same on every rank,
+        and every rank must call it. Of the copies of a stage, the first rank's is told. Raises as `profile` does.
         """
-        with self._ending_all("while describing the split"), meeting("describing the split"):
-            told = self._transport.gather_objects([stage.report() for stage in self._now.stages.values()])
+        self._refuse_to_train()
+        self._settle()
+        piece = self._choose(None)
+        assert piece.train is not None
+        with self._company.ending_all("while describing the split"):
+            with profile.untouched(self.modules.values(), self.device, self._gradients):
+                for stage in piece.stages.values():
+                    stage.count()
+                self._train_with(piece.train, piece.stages, _Given(inputs, targets, kwargs), None)
+            with meeting("describing the split"):
+                told = self._transport.gather_objects([stage.report() for stage in piece.stages.values()])
         found = {report.stage: report for reports in reversed(told) for report in reports}
         return SplitReports(found[stage] for stage in sorted(found))
 
@@ -347,9 +327,9 @@ class Pipeline:
 
         An optimizer's step still to be validated is made final first.
         """
-        if self._closed is None:
+        if self._company.closed is None:
             self._settle()
-            self._shut("the pipeline is closed")
+            self._company.part("the pipeline is closed")
 
     def __enter__(self) -> Pipeline:
         return self
@@ -357,68 +337,25 @@ class Pipeline:
     def __exit__(self, failed: object, *_: object) -> None:
         if failed is None:
             self.close()
-        elif self._closed is None:
-            self._shut("the pipeline is closed")
+        elif self._company.closed is None:
+            self._company.part("the pipeline is closed")
 
-    def _staged(self, schedule: Schedule) -> dict[int, Stage]:
-        """This rank's stages for `schedule`; what was traced serves every schedule."""
-        stages = {}
-        for index, module in self.modules.items():
-            way, splits = self._ways[index], index in schedule.split_stages
-            stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients)
-            if way in TRACED:
-                self._traced[index] = stage
-            stages[index] = stage
-        return stages
-
-    def _ready(self, schedule: Schedule, programs: tuple[Program, Program], stages: dict[int, Stage]) -> Piece:
-        infer = Executor(programs[1], stages, self._transport, None)
-        self._openings[infer] = Opening(schedule.forward_only(), self._transport)
-        if schedule.is_forward_only:
-            return Piece(schedule, stages, None, infer)
-        if self._validation is None:
-            train = Executor(programs[0], stages, self._transport, self.pace, self._overlap, closing=self._copies.closing)
-        else:
-            program, turning = with_turning_points(programs[0])
-            train = Executor(sound(program), stages, self._transport, self.pace, self._overlap, turning[self.rank], self._copies.closing)
-        self._openings[train] = Opening(schedule, self._transport)
-        return Piece(schedule, stages, train, infer)
+    @property
+    def _now(self) -> Piece:
+        return self._repertoire.now
 
     def _choose(self, num_microbatches: int | None) -> Piece:
-        """What is played for this number of microbatches; every rank finds out with the step's first word whether it plays the same."""
-        self._refuse_if_closed()
+        """What is played for this number of microbatches."""
+        self._company.refuse_if_closed()
         count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
-        if count not in self._pieces:
-            with self._ending_all(f"while making the schedule of {count} microbatches"):
-                schedule = compose(self._given_schedule, self._transport.size, count)
-                if schedule.placement != self.schedule.placement:
-                    raise InputError(
-                        f"schedule {schedule.name!r} places the stages otherwise for {count} microbatches than for "
-                        f"{self.schedule.num_microbatches}: {schedule.placement} instead of {self.schedule.placement}"
-                    )
-                self._pieces[count] = self._ready(schedule, _programs(schedule), self._staged(schedule))
-        self._now = self._pieces[count]
-        self._stages = self._now.stages
-        return self._now
+        with self._company.ending_all(f"while making the schedule of {count} microbatches"):
+            piece = self._repertoire.choose(count)
+        self._company.stages = piece.stages
+        return piece
 
     def _refuse_to_train(self) -> None:
         if self.schedule.is_forward_only:
             raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
-
-    def _agree(self, fault: str, terms: dict[str, str]) -> None:
-        """Compare `terms` with every rank; where something is wrong, raise the same error on all, with every fault."""
-        with self._ending_all("while comparing arguments"), meeting("comparing arguments"):
-            told = self._transport.gather_objects((fault, terms))
-        faults = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
-        for what in dict.fromkeys(name for _, theirs in told for name in theirs):
-            found = {rank: theirs[what] for rank, (_, theirs) in enumerate(told) if what in theirs}
-            if len(set(found.values())) > 1:
-                shown = {rank: value.split(" #")[0] for rank, value in found.items()}
-                found = shown if len(set(shown.values())) > 1 else found
-                faults.append(f"ranks disagree on the {what}: " + ", ".join(f"rank {rank} has {value}" for rank, value in found.items()))
-        if faults:
-            self._shut("the pipeline was never opened")
-            raise InputError("; ".join(faults))
 
     def _level(self, tied: tuple[tuple[Place, ...], ...]) -> Copies:
         """The parameters that are held elsewhere, too, all made equal."""
@@ -426,37 +363,24 @@ class Pipeline:
         try:
             copies.level()
         except InputError:
-            self._shut("the pipeline was never opened")
+            self._company.part("the pipeline was never opened")
             raise
         except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
-            self._fail(error, "while making the copies of stages equal")
+            self._company.fail(error, "while making the copies of stages equal")
         return copies
 
     def _follow(self, auto: Auto) -> None:
         """After a step: change to the schedule that `auto` finds better, if any."""
-        with self._ending_all("while choosing a schedule"):
+        with self._company.ending_all("while choosing a schedule"):
             better = auto.after_step(lambda: self._timeline(self._measured), self._transport)
             if better is not None:
-                self.schedule = self._given_schedule = better
-                self._openings.clear()
-                self._now = self._ready(better, _programs(better), self._staged(better))
-                self._pieces = {better.num_microbatches: self._now}
-
-    def _meter(self, *batch: Any) -> Meter:
-        """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
-        own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
-        return Meter([*own, *tensors_in(batch)])
+                self.schedule = better
+                self._repertoire.play(better)
 
     def _train_with(self, executor: Executor, stages: dict[int, Stage], given: _Given, meter: Meter | None) -> Tensor:
         """One step of forward and backward passes; the mean loss."""
         executor.meter = meter
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.callback(stop_collecting)
-            for stage in stages.values():
-                stage.begin(meter)
-                if stage.split and self._ways[stage.index] == "deferred":
-                    stack.enter_context(shadowing(stage.module))
+        with self._stages.training(stages, meter):
             loss = self._run(executor, given, None)
         assert loss is not None
         return loss
@@ -470,11 +394,8 @@ class Pipeline:
         return StepReport(self._steps, seconds, 1 - busy_seconds(self._measured.records.spans) / seconds, loss.item(), mfu)
 
     def _run(self, executor: Executor, given: _Given, outputs: list[Any] | None) -> Tensor | None:
-        self._refuse_if_closed()
-        executor.at = -1
         sums = executor is self._now.train
-        around, self._inside = self._inside, executor
-        try:
+        with self._company.playing(executor):
             executor.recording = self.recording
             batch = self._open(executor, given, outputs)
             stands = self._validation.question() if self._validation is not None and sums else None
@@ -487,56 +408,20 @@ class Pipeline:
             if sums:
                 self._copies.sum()
             return self._losses.close()
-        except BaseException as error:
-            if self._closed is not None:  # the optimizer's step failed in validation, and all have been told
-                raise
-            self._fail(error, *_where(executor))
-        finally:
-            self._inside = around
-
-    @contextmanager
-    def _ending_all(self, when: str) -> Iterator[None]:
-        """Between steps, too, whatever stops this rank stops them all."""
-        self._refuse_if_closed()
-        around, self._inside = self._inside, when
-        try:
-            yield
-        except PipelineError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
-            self._fail(error, when)
-        finally:
-            self._inside = around
-
-    def _doing(self) -> Word:
-        """What this rank says when another waits for it in vain."""
-        inside, waits = self._inside, waiting()
-        if inside is None:
-            return Word("outside the pipeline, in code of its own")
-        if waits is not None:
-            return Word(waits[1], waits[0])
-        when, action = (inside, "") if isinstance(inside, str) else _where(inside)
-        return Word(when.removeprefix("while "), op=action)
 
     def _validate_with(self, validation: PostValidation) -> None:
         """Let `validation` ask at the turning point of a step whether its forwards stand; every rank must be given one."""
         self._validation = validation
-        self._openings.clear()
-        self._pieces = {count: self._ready(p.schedule, _programs(p.schedule), p.stages) for count, p in self._pieces.items()}
-        self._now = self._pieces[self._now.schedule.num_microbatches]
+        self._repertoire.with_turning_points()
 
     def _settle(self) -> None:
         """Make the optimizer's last step final before anything but a step looks at weights or gradients."""
         if self._validation is not None:
             self._validation.settle()
 
-    def _refuse_if_closed(self) -> None:
-        if self._closed is not None:
-            raise PipelineError(f"{self._closed}; make a new Pipeline to go on")
-
     def _open(self, executor: Executor, given: _Given, outputs: list[Any] | None) -> Batch:
         count = executor.program.num_microbatches
-        entries, exits = _ends(executor)
+        entries, exits = executor.ends
         is_first, is_last = self.rank in entries, self.rank in exits
         for what, value, needed in (("inputs", given.inputs, is_first), ("targets", given.targets, is_last and outputs is None)):
             if needed and value is None:
@@ -554,77 +439,15 @@ class Pipeline:
         """What the backward pass starts from; every rank's scaler begins with it, too."""
         return (self._seed if scaler is None else scaler.scale(self._seed),)
 
-    def _fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
-        lost = isinstance(error, LostContactError)
-        if isinstance(error, LostContactError):
-            note = self._board.inquire(Word(error.what, error.peer, error.reason, action))
-        else:
-            note = self._board.publish(Note(self.rank, action, f"rank {self.rank} failed {when}: {why(error, self._stages)}"))
-        stop_waiting()
-        let_go(error)
-        for executor in self._openings:
-            executor.clear()
-        self._copies.clear()
-        self._shut(note.message, note)
-        if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
-            raise error
-        raise error_of(note) from (None if lost else error)
-
-    def _shut(self, reason: str, note: Note | None = None) -> None:
-        self._closed = reason
+    def _part(self, failed: bool) -> None:
+        """Let go of what keeps connections open: messages that were sent; after a failure, of everything in flight."""
+        if failed:
+            for executor in self._openings:
+                executor.clear()
+            self._copies.clear()
+        self._openings.clear()
         if self._auto is not None:
             self._auto.close()
         if self._validation is not None:
             self._validation.clear()
-        self._openings.clear()  # a message that was sent keeps its connection open
         self._losses.clear()
-        self._transport.close()
-        self._board.close(note)
-
-
-def _ends(executor: Executor) -> tuple[list[int], list[int]]:
-    """For each microbatch, the rank where it enters the model and the rank where its loss is."""
-    routes = executor.program.placement.routes
-    taken = [routes[k] for k in executor.program.microbatch_routes or (0,) * executor.program.num_microbatches]
-    return [route[0] for route in taken], [route[-1] for route in taken]
-
-
-def _where(executor: Executor) -> tuple[str, str]:
-    """Where in its row a rank is, in words, and the action in hand."""
-    if not 0 <= executor.at < len(executor.row):
-        return "before its first pass" if executor.at < 0 else "after its last pass", ""
-    action = str(executor.row[executor.at])
-    return f"at '{action}'", action
-
-
-def _seal(value: object) -> str:
-    """A few letters that differ where `value` does."""
-    return "none" if value is None else hashlib.sha256(str(value).encode()).hexdigest()[:8]
-
-
-def _programs(schedule: Schedule) -> tuple[Program, Program]:
-    """The programs of a schedule that train and that evaluate."""
-    return proved(schedule), proved(schedule.forward_only())
-
-
-def _modules(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:
-    indices = sorted({stage for _, stage in schedule.placement.stages(rank)})
-    if isinstance(given, nn.Module):
-        given = [given]
-    if isinstance(given, Sequence):
-        if len(given) != len(indices):
-            raise InputError(f"schedule {schedule.name!r} puts stages {indices} on this rank, got {len(given)} modules")
-        built: list[Any] = list(given)
-    else:
-        built = [given(index, schedule.num_stages) for index in indices]
-    for index, module in zip(indices, built, strict=True):
-        if not isinstance(module, nn.Module):
-            raise InputError(f"stage {index} must be an nn.Module, got {type(module).__name__}")
-    return dict(zip(indices, built, strict=True))
-
-
-def _device(modules: dict[int, nn.Module]) -> torch.device:
-    devices = {tensor.device for module in modules.values() for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1:
-        raise InputError(f"the stages of a rank must be on one device, got {', '.join(sorted(map(str, devices)))}")
-    return devices.pop() if devices else torch.device("cpu")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from zerobubble.errors import InputError, ProgramError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.lower import lower
+from zerobubble.lower.turning import with_turning_points
 from zerobubble.program import Channel, Program
-from zerobubble.runtime.executor import Executor
+from zerobubble.runtime.executor import Executor, Overlap
 from zerobubble.runtime.measure.profile import one_by_one
+from zerobubble.runtime.messages.opening import Opening
+from zerobubble.runtime.messages.transport import Transport
+from zerobubble.runtime.pace import Pace
 from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stages import Stages
 from zerobubble.schedules import make
 from zerobubble.verify_program import program_faults
 
@@ -25,6 +30,86 @@ class Piece(NamedTuple):
     stages: dict[int, Stage]
     train: Executor | None
     infer: Executor
+
+
+class Repertoire:
+    """The pieces of one pipeline, `now` the one that is played. `given` says what other pieces may be asked for.
+
+    `openings` has one for every executor at work. `closing` are calls for the end of a stage's last backward pass.
+    """
+
+    def __init__(
+        self,
+        given: str | Schedule | MakeSchedule,
+        stages: Stages,
+        transport: Transport,
+        openings: dict[Executor, Opening],
+        pace: Pace | None,
+        overlap: Overlap | None,
+        closing: Mapping[int, Callable[[], None]],
+    ) -> None:
+        self._given = given
+        self._stages = stages
+        self._transport = transport
+        self._openings = openings
+        self._pace = pace
+        self._overlap = overlap
+        self._closing = closing
+        self._turns = False
+        self._pieces: dict[int, Piece] = {}
+        self.now: Piece
+
+    def play(self, schedule: Schedule) -> None:
+        """From here on, play `schedule` and nothing else."""
+        self._openings.clear()
+        self._pieces = {schedule.num_microbatches: self._ready(schedule)}
+        self.now = self._pieces[schedule.num_microbatches]
+
+    def choose(self, num_microbatches: int) -> Piece:
+        """What is played for this number of microbatches; every rank finds out with the step's first word whether it plays the same.
+
+        Raises `InputError` where there is no such schedule, or it lays the stages otherwise.
+        """
+        if num_microbatches not in self._pieces:
+            schedule = compose(self._given, self._transport.size, num_microbatches)
+            was = self.now.schedule
+            if schedule.placement != was.placement:
+                raise InputError(
+                    f"schedule {schedule.name!r} places the stages otherwise for {num_microbatches} microbatches than for "
+                    f"{was.num_microbatches}: {schedule.placement} instead of {was.placement}"
+                )
+            self._pieces[num_microbatches] = self._ready(schedule)
+        self.now = self._pieces[num_microbatches]
+        return self.now
+
+    def with_turning_points(self) -> None:
+        """Make every piece anew so that its steps can be taken back at a turning point."""
+        self._turns = True
+        self._openings.clear()
+        self._pieces = {count: self._ready(piece.schedule) for count, piece in self._pieces.items()}
+        self.now = self._pieces[self.now.schedule.num_microbatches]
+
+    def one_by_one(self) -> tuple[Executor, dict[int, Stage]]:
+        """Microbatches one by one through the stages of `now`, for a profile; forget its opening after it."""
+        schedule = one_by_one(self.now.schedule)
+        stages = self._stages.of(schedule)
+        executor = Executor(proved(schedule), stages, self._transport, self._pace)
+        self._openings[executor] = Opening(schedule, self._transport)
+        return executor, stages
+
+    def _ready(self, schedule: Schedule) -> Piece:
+        stages = self._stages.of(schedule)
+        infer = Executor(proved(schedule.forward_only()), stages, self._transport, None)
+        self._openings[infer] = Opening(schedule.forward_only(), self._transport)
+        if schedule.is_forward_only:
+            return Piece(schedule, stages, None, infer)
+        program, turning = proved(schedule), None
+        if self._turns:
+            program, points = with_turning_points(program)
+            program, turning = sound(program), points[self._transport.rank]
+        train = Executor(program, stages, self._transport, self._pace, self._overlap, turning, self._closing)
+        self._openings[train] = Opening(schedule, self._transport)
+        return Piece(schedule, stages, train, infer)
 
 
 def compose(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:

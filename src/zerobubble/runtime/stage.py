@@ -60,8 +60,8 @@ class Stage:
         self.parameters = tuple(module.parameters())
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
+        self._counts = False
         self._sample: int | None = None
-        self._shapes: list[torch.Size] = []
         self._flops = 0
         self._share: float | None = None
         self._at_once: tuple[str, ...] = ()
@@ -71,13 +71,18 @@ class Stage:
         self.meter = meter
         self.parameters = tuple(self.module.parameters())
 
+    def count(self) -> None:
+        """Count what W does in the next step, by its first microbatch, for `report`."""
+        self._counts = True
+
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
         work = WeightWork(self.meter, self._gradients) if self.split else None
         collect_into(work)
-        if self._sample is None:
-            self._sample = microbatch
-        outputs = carry(self._run if microbatch != self._sample else self._run_counting, inputs, finish, self.index)
+        run = self._run
+        if self._counts:
+            self._counts, self._sample, run = False, microbatch, self._run_counting
+        outputs = carry(run, inputs, finish, self.index)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._saved[microbatch] = (leaves, edges, work)
@@ -96,11 +101,9 @@ class Stage:
             return (finish(output),) if finish else as_tensors(output, self.index)
 
     def _run_counting(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        """As `_run`, and where shapes are new, count what the weight gradients of a stage that splits take."""
-        shapes = [x.shape for x in inputs]
-        if not self.split or shapes == self._shapes or is_compiled(self.module):
+        """As `_run`, and count what the weight gradients of a stage that splits take."""
+        if not self.split or is_compiled(self.module):
             return self._run(inputs, finish)
-        self._shapes = shapes
         with WeightFlops(p for p in self.parameters if p.requires_grad) as counted:
             outputs = self._run(inputs, finish)
         self._flops = counted.total
@@ -151,11 +154,9 @@ class Stage:
             work.run()
 
     def report(self) -> SplitReport:
-        """What W did of the weight gradients, by the first microbatch of the last shapes."""
+        """What W did of the weight gradients in the last step that was to `count`."""
         if not self.split:
-            return SplitReport(
-                self.index, "whole", None if self._sample is None else 0.0, ("every parameter: the schedule gives this stage BW",)
-            )
+            return SplitReport(self.index, "whole", 0.0, ("every parameter: the schedule gives this stage BW",))
         return SplitReport(self.index, "deferred", self._share, self._at_once)
 
     def in_flight(self) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class PostValidation:
         self._telling: list[tuple[Any, int]] = []
         self._parts = counted(pipe.modules, pipe._copies.elsewhere)
         fault = _fault(optimizer, pipe, max_norm, undo)
-        with pipe._ending_all("while making the optimizer"), meeting("making the optimizer"):
+        with pipe._company.ending_all("while making the optimizer"), meeting("making the optimizer"):
             told = self._transport.gather_objects((fault, (max_norm, self._scaler is not None), dtypes_of(self._parts)))
         faults = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(told) if entry[0]]
         if not faults and len({entry[1] for entry in told}) > 1:
@@ -95,7 +95,7 @@ class PostValidation:
 
     def step(self) -> None:
         """The optimizer's step with the gradients as they are; final when the next `pipe.step`, or `settle`, has come past it."""
-        with self._pipe._ending_all(_STEPPING):
+        with self._pipe._company.ending_all(_STEPPING):
             self._judge()
             with self._pipe.recording_optimizer():
                 self._step()
@@ -112,7 +112,7 @@ class PostValidation:
         Waits for the ranks before this one, and the last, to have called `step`. `norm` tells then the norm of all gradients.
         """
         if self._back is not None or self._telling:
-            with self._pipe._ending_all(_VALIDATING):
+            with self._pipe._company.ending_all(_VALIDATING):
                 self._judge()
                 self._wait_until_told()
 
@@ -138,7 +138,7 @@ class PostValidation:
         snapshot = Snapshot(self._pipe.modules.values(), self._pipe.device)
 
         def stands() -> bool:
-            with self._pipe._ending_all(_VALIDATING):
+            with self._pipe._company.ending_all(_VALIDATING):
                 self._judge()
                 stood, self._verdict = self._verdict, True
                 if not stood:

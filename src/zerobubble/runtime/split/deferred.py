@@ -60,7 +60,7 @@ def _convolves_plainly(part: nn.Module) -> bool:
 
 
 def _is_torchs(part: nn.Module) -> bool:
-    return type(part).forward.__module__.startswith("torch.")
+    return (type(part).forward.__module__ or "").startswith("torch.")
 
 
 def _catching(part: nn.Module, *args: Any, **kwargs: Any) -> Any:

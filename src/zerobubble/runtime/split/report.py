@@ -16,8 +16,8 @@ class SplitReport:
     """How a stage splits its backward pass.
 
     `way` is "deferred" (layers leave their weight gradients to W), "graph", "compiled" (the stage's traced graph is cut), or "whole"
-    (B does all). `share` is the part of the FLOPs of weight gradients that W did in the last training step, None before one, or where they
-    cannot be counted: a stage with compiled parts. `at_once` has a line for each parameter whose gradient was computed in B, and why.
+    (B does all). `share` is the part of the FLOPs of weight gradients that W does, None where they cannot be counted: a stage with compiled
+    parts. `at_once` has a line for each parameter whose gradient was computed in B, and why.
     """
 
     stage: int
