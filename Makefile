@@ -43,6 +43,11 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/executor/run.py
 	$(RUN)/python benchmarks/split/run.py
 	$(RUN)/python benchmarks/split_matrix/run.py
+	$(RUN)/python benchmarks/graph_split/run.py
+	$(RUN)/python benchmarks/post_validation/run.py
+	$(RUN)/python benchmarks/truth/run.py
+	$(RUN)/python benchmarks/memory/run.py
+	$(RUN)/python benchmarks/gpu/run.py
 	$(RUN)/python benchmarks/scale/run.py
 	$(RUN)/python benchmarks/planner/run.py --fresh
 	$(RUN)/python benchmarks/planner/noise.py
