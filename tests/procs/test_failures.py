@@ -170,6 +170,22 @@ def test_a_rank_in_code_of_its_own_is_named(world: Ranks) -> None:
         assert text.endswith("raise `timeout` if it may take that long")
 
 
+def come_late(group: Any) -> tuple[str, int | None]:
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=2.0)
+    if torch.distributed.get_rank(group) == 0:
+        time.sleep(2.1)
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(4))
+    return str(caught.value), caught.value.rank
+
+
+def test_a_rank_that_comes_when_the_others_have_just_given_up_is_named(world: Ranks) -> None:
+    for text, rank in world.run(come_late, ranks=3):
+        assert rank == 0
+        assert text.startswith("rank 0 kept the others waiting: it ")
+        assert text.endswith("raise `timeout` if it may take that long")
+
+
 def test_ranks_that_make_different_calls_are_told_what_each_waits_for(world: Ranks) -> None:
     (text,) = {text for text, _ in world.run(partial(dawdle, by_sleeping=False), ranks=3)}
     assert text.startswith("the ranks wait for each other (no answer within `timeout`): rank 0 was ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerobubble.runtime.inquest import EVERYBODY, IN_TIME, Word, verdict
+from zerobubble.runtime.inquest import COMING, EVERYBODY, IN_TIME, Word, verdict
 
 
 def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> None:
@@ -35,3 +35,24 @@ def test_several_silent_ranks_are_all_named() -> None:
     note = verdict({1: Word("gathering norms", EVERYBODY, IN_TIME)}, 3, 1)
     assert note.absent == (0, 2)
     assert note.message.startswith("ranks 0, 2 are gone or frozen: rank 1 lost contact while gathering norms")
+
+
+def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
+    words = {0: Word(COMING, 1, "Connection closed by peer"), 1: Word("waiting for the step to begin", 0, IN_TIME)}
+    for caller in words:
+        note = verdict(words, 2, caller)
+        assert note.rank == 0
+        told = "rank 0 kept the others waiting: it came when rank 1 had given up waiting for the step to begin (no answer within `timeout`)"
+        assert note.message.startswith(told)
+
+
+def test_one_who_gives_up_first_breaks_the_circle_of_those_who_wait_for_each_other() -> None:
+    words = {0: Word("waiting for the loss", 1, "Connection closed by peer"), 1: Word("gathering norms", EVERYBODY, IN_TIME)}
+    assert verdict(words, 2, 0).message.startswith("the ranks wait for each other (no answer within `timeout`): ")
+
+
+def test_a_broken_connection_is_no_wait() -> None:
+    words = {0: Word("waiting for the loss", 1, "Connection reset by peer"), 1: Word("waiting for the step to begin", 0)}
+    note = verdict(words, 2, 0)
+    assert note.rank == -1
+    assert note.message.startswith("ranks that live lost contact (Connection reset by peer): rank 0 was waiting for the loss, ")

@@ -10,6 +10,9 @@ NOBODY, EVERYBODY = -2, -1
 IN_TIME = "no answer within `timeout`"
 """The reason of a rank that waited for as long as it may."""
 
+COMING = "exchanging a message"
+"""What a rank does that finds a connection closed when it comes to use it."""
+
 
 class Word(NamedTuple):
     """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass."""
@@ -33,7 +36,7 @@ def verdict(words: dict[int, Word], size: int, caller: int) -> Note:
     """Who keeps the ranks waiting, by the `words` of those that answered, among them the `caller` who lost contact.
 
     A rank that says nothing is gone or frozen. If all answer, it is the one at the end of the chain of those who wait. Where the chain
-    bites its tail, the ranks make different calls.
+    bites its tail, the ranks make different calls, or the culprit came too late, after another had given it up.
     """
     absent = tuple(rank for rank in range(size) if rank not in words)
     if absent:
@@ -44,12 +47,26 @@ def verdict(words: dict[int, Word], size: int, caller: int) -> Note:
         return Note(absent[0], "", f"{named} gone or frozen: {lost} while {words[told].doing} ({words[told].reason}); {remedy}", absent)
     culprit = _end_of_chain(words, caller)
     if culprit is None:
-        said = ", ".join(f"rank {rank} was {word.doing}" for rank, word in sorted(words.items()))
-        remedy = "make the same calls in the same order on every rank, or raise `timeout`"
-        return Note(-1, "", f"the ranks wait for each other ({words[caller].reason}): {said}; {remedy}")
+        return _circle(words, caller)
     kept = f"rank {caller} gave up {words[caller].doing} ({words[caller].reason})"
     remedy = "; raise `timeout` if it may take that long" if words[caller].reason == IN_TIME else ""
     return Note(culprit, words[culprit].op, f"rank {culprit} kept the others waiting: it was {words[culprit].doing} when {kept}{remedy}")
+
+
+def _circle(words: dict[int, Word], caller: int) -> Note:
+    """All wait for each other, or one came when another had given it up, or what is between them broke."""
+    gave_up = {rank: word for rank, word in sorted(words.items()) if word.reason == IN_TIME}
+    for rank, word in gave_up.items():
+        late = words.get(word.peer)
+        if late is not None and late.doing == COMING:
+            kept = f"rank {word.peer} kept the others waiting: it came when rank {rank} had given up {word.doing} ({IN_TIME})"
+            return Note(word.peer, late.op, f"{kept}; raise `timeout` if it may take that long")
+    said = ", ".join(f"rank {rank} was {word.doing}" for rank, word in sorted(words.items()))
+    if gave_up:
+        remedy = "make the same calls in the same order on every rank, or raise `timeout`"
+        return Note(-1, "", f"the ranks wait for each other ({IN_TIME}): {said}; {remedy}")
+    remedy = "raise `timeout` if one of them was late, else see whether something between them closes connections"
+    return Note(-1, "", f"ranks that live lost contact ({words[caller].reason}): {said}; {remedy}")
 
 
 def _end_of_chain(words: dict[int, Word], caller: int) -> int | None:

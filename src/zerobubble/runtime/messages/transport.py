@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
-from zerobubble.runtime.inquest import IN_TIME
+from zerobubble.runtime.inquest import COMING, IN_TIME
 from zerobubble.runtime.messages.shared import Doors, PeerGoneError, Wire, is_supported
 
 _CONTROL_TAG = 16
@@ -161,7 +161,7 @@ def _started(exchange: Any, tensor: Tensor, peer: int, tag: int) -> Any:
     try:
         return exchange([tensor], peer, tag)
     except RuntimeError as error:
-        raise LostContactError(peer, "exchanging a message", reason_of(error)) from error
+        raise LostContactError(peer, COMING, reason_of(error)) from error
 
 
 _waiting: tuple[int, str] | None = None
