@@ -14,10 +14,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def _worker(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    tempfile.tempdir = folder  # what is left there was left by this world
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
@@ -50,7 +51,8 @@ class Ranks:
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=_worker, args=(rank, size, store, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)
+            context.Process(target=_worker, args=(rank, size, store, self._folder.name, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
             process.start()

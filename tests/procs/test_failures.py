@@ -76,7 +76,7 @@ def die() -> None:
 
 
 def freeze() -> None:
-    time.sleep(12)
+    time.sleep(9)
 
 
 def train_with(group: Any, name: str, stage: int, bomb: nn.Module, timeout: float) -> tuple[float, str, int | None, str | None]:
@@ -157,7 +157,7 @@ def dawdle(group: Any, *, by_sleeping: bool) -> tuple[str, int | None]:
     pipe.step(*batch(4))
     is_late = torch.distributed.get_rank(group) == 1
     if is_late and by_sleeping:
-        time.sleep(8)
+        time.sleep(6)
     with pytest.raises(zb.PipelineError) as caught:
         _ = pipe.timeline() if is_late and not by_sleeping else pipe.step(*batch(4))
     return str(caught.value), caught.value.rank

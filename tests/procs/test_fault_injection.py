@@ -202,6 +202,12 @@ def matrix(*acts: Callable[[], None]) -> list[Case]:
     return [Case(act, m, rank, lanes) for act in acts for m in moments for rank in places(m) for lanes in (False, True)]
 
 
+def every_place(act: Callable[[], None]) -> list[Case]:
+    """Every moment on every rank, the transports in turn."""
+    moments = (*MOMENTS, *OUTSIDE)
+    return [Case(act, m, rank, (i + rank) % 2 == 1) for i, m in enumerate(moments) for rank in places(m)]
+
+
 def diagonal(*acts: Callable[[], None]) -> list[Case]:
     """Every moment once, the ranks and transports in turn."""
     moments = (*MOMENTS, *OUTSIDE)
@@ -308,7 +314,7 @@ def test_a_kill_is_told_to_the_living() -> None:
 
 
 def test_a_frozen_rank_is_named_by_all_and_goes_on_when_it_wakes() -> None:
-    judge_all(judge_stop, diagonal(stop)[1::2])
+    judge_all(judge_stop, diagonal(stop)[1::4])
 
 
 @pytest.mark.long
@@ -320,4 +326,4 @@ def test_an_exception_anywhere_is_told_to_every_rank(world: Ranks) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("judge", [judge_kill, judge_stop])
 def test_kills_and_freezes_anywhere_are_told_to_the_living(judge: Callable[[Case], None]) -> None:
-    judge_all(judge, matrix(kill if judge is judge_kill else stop))
+    judge_all(judge, every_place(kill if judge is judge_kill else stop))
