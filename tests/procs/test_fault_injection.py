@@ -22,9 +22,10 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.loss import LossBook
-from zerobubble.runtime.measure import profile, trace
+from zerobubble.runtime.measure import trace
 from zerobubble.runtime.messages import transport
 from zerobubble.runtime.optimizer import clip
+from zerobubble.runtime.repertoire import Repertoire
 from zerobubble.runtime.stage import Stage
 
 RANKS, MICROBATCHES = 4, 8
@@ -85,7 +86,7 @@ MOMENTS = {
     "after": Moment(LossBook, "close", 0, "after its last pass"),
     "clip": Moment(clip, "norms_of", 0, "while clipping gradients"),
     "timeline": Moment(trace, "gather", 0, "while gathering a timeline"),
-    "profile": Moment(profile, "one_by_one", 0, "while profiling"),
+    "profile": Moment(Repertoire, "one_by_one", 0, "while profiling"),
     "eval": Moment(Stage, "infer", 1, "at 'run {rank}F1'"),
     "open": Moment(transport.Transport, "open", 0, "while connecting the ranks"),
 }

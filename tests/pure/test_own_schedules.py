@@ -186,6 +186,6 @@ def test_a_clash_names_both_packages(install: Install, offers: dict[str, str], t
 
 
 def test_pipeline_takes_a_schedule_of_ones_own() -> None:
-    pipeline = pytest.importorskip("zerobubble.runtime.pipeline")
+    repertoire = pytest.importorskip("zerobubble.runtime.repertoire")
     register()
-    assert pipeline._schedule("mine", 2, 4) == zb.make("mine", 2, 4)
+    assert repertoire.compose("mine", 2, 4) == zb.make("mine", 2, 4)

@@ -60,7 +60,7 @@ class NoticeBoard:
 
     def inquire(self, word: Word) -> Note:
         """The note that hangs, or the one that an inquest finds: this rank's `word` tells with whom it lost contact, and how."""
-        return self._ask(2 * GRACE_S, lambda: self._inquest(word)) or self._without_store(word)
+        return self._ask(3 * GRACE_S, lambda: self._inquest(word)) or self._without_store(word)
 
     def close(self, note: Note | None = None) -> None:
         """Stop listening for the alarm. After a failure, wait first until every rank but the absent has read the note, a few seconds."""
