@@ -12,11 +12,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from stages import tiny_stage
+from stages import sleep_until, tiny_stage
 from torch import Tensor, nn
 
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.ir import Kind, Op
 from zerobubble.runtime.messages.shared import SharedLane
 
 Step = Callable[[Tensor, Tensor], None]
@@ -91,13 +92,22 @@ def messages(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
     return _loop(schedule, lambda op, given, inputs, targets: payload)
 
 
+def sleeping(schedule: zb.Schedule, seconds: float) -> tuple[Step, Callable[[], None]]:
+    """The ceiling of efficiency on this machine: the same program, each pass nothing but a sleep."""
+    payload = torch.zeros(1, 16)
+
+    def work(op: Op, given: Tensor | None, inputs: list[Tensor], targets: list[Tensor]) -> Tensor:
+        sleep_until(time.perf_counter() + (2 if op.kind is Kind.BW else 1) * seconds)
+        return payload
+
+    return _loop(schedule, work)
+
+
 def bare(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
     """The floor of a step: the same program, each pass of a Linear written out by hand, and no machinery around them.
 
     F calls the module, the last stage its loss, too; BW is autograd's backward; a split B and W are a matrix product each.
     """
-    from zerobubble.ir import Kind, Op
-
     microbatches = schedule.num_microbatches
     linears = {stage: tiny_stage() for _, stage in schedule.placement.stages(dist.get_rank())}
     kept: dict[tuple[int, int], Any] = {}
@@ -144,6 +154,7 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any]) -> tuple[Step, Callab
 
     program = zb.lower(schedule)
     transport = Transport(None, 60.0)
+    transport.meet()
     transport.open(torch.device("cpu"), [])
     actions = []
     for action in program.rows[transport.rank]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from peers import bare, delay_messages, messages, ours, pytorch
+from peers import bare, delay_messages, messages, ours, pytorch, sleeping
 from stages import SleepingStage, tiny_stage
 
 import zerobubble as zb
@@ -125,7 +125,7 @@ def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
     if latency_ms:
         delay_messages(latency_ms / 1000)
     else:
-        steps["pytorch"] = pytorch(build, schedule)
+        steps |= {"pytorch": pytorch(build, schedule), "sleeping": sleeping(schedule, PASS_MS / 1000)}
     took = measure(steps, schedule.num_microbatches, repeats)
     row = {"schedule": schedule.name, "ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches, "pass_ms": PASS_MS}
     row |= {"latency_ms": latency_ms, "simulated_ms": round(ideal * 1000, 1)}
