@@ -13,7 +13,7 @@ from zerobubble.errors import Fault, InputError, ParseError, PipelineError, Prog
 from zerobubble.explain import Difference, attribute, critical_path, diff
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
-from zerobubble.lower import lower
+from zerobubble.lower import lower, prefetch_depth
 from zerobubble.partition import Layer
 from zerobubble.picture import picture
 from zerobubble.plan import Problem, Solved, Workload, load_plan, plan, plan_layers, save_plan, sensitivity
@@ -86,6 +86,7 @@ __all__ = [
     "picture",
     "plan",
     "plan_layers",
+    "prefetch_depth",
     "program_faults",
     "recognise",
     "save_plan",

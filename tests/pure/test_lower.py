@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
 from tests.pure.shapes import EVERY, SMALL, grid
 from zerobubble import (
+    Costs,
     Fault,
     InputError,
     ParseError,
@@ -22,7 +24,9 @@ from zerobubble import (
     ScheduleError,
     lower,
     make,
+    prefetch_depth,
     program_faults,
+    simulate,
 )
 from zerobubble.program import Action, Compute, Free, Recv, Send
 from zerobubble.rules import Value, uses
@@ -98,6 +102,39 @@ def test_receives_are_posted_no_earlier_than_prefetch_allows(prefetch: int) -> N
                 posted -= set(taken(action, 4))
             most = max(most, len(posted))
         assert most == prefetch + 1
+
+
+def receives_in_time(schedule: Schedule, costs: Costs, prefetch: int) -> bool:
+    """Whether every receive is posted when its message is sent: a rank posts as soon as its last pass before it has ended."""
+    ended = {span.op: span.end for row in simulate(schedule, costs).rows for span in row}
+    posted, sent = {}, {}
+    for row in lower(schedule, prefetch).rows:
+        now = 0
+        for action in row:
+            if isinstance(action, Compute):
+                now = ended[action.step[-1]]
+            elif isinstance(action, Recv):
+                posted[action.value] = now
+            elif isinstance(action, Send):
+                sent[action.value] = now
+    return all(posted[value] <= sent[value] for value in posted)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "zb-h2", "v-half", "breadth-first", "dualpipe"])
+@given(seed=st.randoms(use_true_random=False))
+@settings(max_examples=10, deadline=None)
+def test_no_message_finds_its_receive_missing_at_the_depth_of_a_plan(name: str, seed: random.Random) -> None:
+    schedule = make(name, 4, 8)
+    forward, backward, weight = [[seed.choice([0.1, 1.0, 2.0, 5.0]) for _ in range(schedule.num_stages)] for _ in range(3)]
+    costs = Costs.from_ms(forward, backward, weight)
+    assert receives_in_time(schedule, costs, prefetch_depth(schedule, costs))
+
+
+def test_a_plan_asks_for_no_more_depth_than_it_needs() -> None:
+    schedule = make("gpipe", 2, 8)
+    fast_then_slow = Costs.from_ms([1, 4], [1, 1], [1, 1])
+    assert prefetch_depth(schedule, fast_then_slow) == 6
+    assert not receives_in_time(schedule, fast_then_slow, 5)
 
 
 def test_both_ends_of_every_channel_keep_one_order() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from zerobubble.bulk import in_bulk
+from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.lower.buffers import release_points
-from zerobubble.lower.messages import hoist_receives, message_users, post_points
+from zerobubble.lower.messages import depth_needed, hoist_receives, message_users, post_points
 from zerobubble.lower.write import write
 from zerobubble.program import Program
+from zerobubble.simulate import simulate
 from zerobubble.verify import checked
 
 PREFETCH = 2
@@ -28,3 +30,13 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     users = message_users(graph)
     posts = hoist_receives(graph, users, post_points(graph, users, prefetch))
     return write(schedule, graph, users, posts, release_points(graph, users))
+
+
+def prefetch_depth(schedule: Schedule, costs: Costs) -> int:
+    """A `prefetch` for `lower` with which no message finds its receive missing, where passes and messages take `costs`.
+
+    It is the least, but where `lower` posts receives earlier lest the pipeline stops. Raises as `simulate` does.
+    """
+    ends = [span.end for row in simulate(schedule, costs).rows for span in row]
+    graph, _ = checked(schedule)
+    return depth_needed(graph, message_users(graph), ends)

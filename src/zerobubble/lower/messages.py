@@ -7,6 +7,7 @@ The first pass of an overlapped step stands for the step: it uses what either us
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -43,6 +44,17 @@ def post_points(graph: Graph, users: list[int], prefetch: int) -> list[int]:
         for k, maker in enumerate(messages):
             posts[maker] = latest[k - prefetch] if k >= prefetch else first
     return posts
+
+
+def depth_needed(graph: Graph, users: list[int], ends: list[int]) -> int:
+    """The least `prefetch` whose `post_points` lie before each message is sent, for passes that end at `ends`."""
+    starts = set(graph.first)
+    deepest = 0
+    for messages in channels(graph, users):
+        posted = [0 if user in starts else ends[user - 1] for user in earliest_from([users[maker] for maker in messages])]
+        for k, maker in enumerate(messages):
+            deepest = max(deepest, k + 1 - bisect_right(posted, ends[maker], hi=k + 1))
+    return deepest
 
 
 def earliest_from(numbers: list[int]) -> list[int]:

@@ -374,8 +374,9 @@ class Pipeline:
         with self._company.ending_all("while choosing a schedule"):
             better = auto.after_step(lambda: self._timeline(self._measured), self._transport)
             if better is not None:
+                assert auto.solved is not None
                 self.schedule = better
-                self._repertoire.play(better)
+                self._repertoire.play(better, auto.solved.problem.costs)
 
     def _train_with(self, executor: Executor, stages: dict[int, Stage], given: _Given, meter: Meter | None) -> Tensor:
         """One step of forward and backward passes; the mean loss."""

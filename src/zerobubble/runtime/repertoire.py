@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ProgramError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.lower import lower
+from zerobubble.lower import PREFETCH, lower, prefetch_depth
 from zerobubble.lower.turning import with_turning_points
 from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor import Executor, Overlap
@@ -56,11 +57,13 @@ class Repertoire:
         self._overlap = overlap
         self._closing = closing
         self._turns = False
+        self._prefetch = PREFETCH
         self._pieces: dict[int, Piece] = {}
         self.now: Piece
 
-    def play(self, schedule: Schedule) -> None:
-        """From here on, play `schedule` and nothing else."""
+    def play(self, schedule: Schedule, costs: Costs | None = None) -> None:
+        """From here on, play `schedule` and nothing else, with receives posted as far ahead as its `costs` ask for, and one more."""
+        self._prefetch = PREFETCH if costs is None else 1 + prefetch_depth(schedule, costs)
         self._openings.clear()
         self._pieces = {schedule.num_microbatches: self._ready(schedule)}
         self.now = self._pieces[schedule.num_microbatches]
@@ -103,7 +106,7 @@ class Repertoire:
         self._openings[infer] = Opening(schedule.forward_only(), self._transport)
         if schedule.is_forward_only:
             return Piece(schedule, stages, None, infer)
-        program, turning = proved(schedule), None
+        program, turning = proved(schedule, self._prefetch), None
         if self._turns:
             program, points = with_turning_points(program)
             program, turning = sound(program), points[self._transport.rank]
@@ -130,9 +133,9 @@ def compose(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: 
     return made
 
 
-def proved(schedule: Schedule) -> Program:
+def proved(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     """The schedule's program, proved to match its messages and never to stop before a rank runs it."""
-    return sound(lower(schedule))
+    return sound(lower(schedule, prefetch))
 
 
 def sound(program: Program) -> Program:
