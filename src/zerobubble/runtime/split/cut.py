@@ -50,8 +50,8 @@ def halves(joint: fx.GraphModule, num_outputs: int, traced: Collection[str]) -> 
     """
     results = _results(joint)
     nodes = list(joint.graph.nodes)
-    primals = [node for node in nodes if node.op == "placeholder" and "tangents" not in node.name]
-    tangents = [node for node in nodes if node.op == "placeholder" and "tangents" in node.name]
+    primals = [node for node in nodes if node.op == "placeholder" and not is_tangent(node)]
+    tangents = [node for node in nodes if node.op == "placeholder" and is_tangent(node)]
     forward = (_ancestors(results[:num_outputs]) | {node for node in nodes if node.name in traced} | set(primals)) - set(tangents)
     for node in nodes:
         if _is_getitem(node) and node.args[0] in forward:
@@ -81,6 +81,51 @@ def extract(
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(None if node is None else made[node] for node in outputs))
     return fx.GraphModule(source, graph)
+
+
+def without(backward: fx.GraphModule, missing: Collection[int]) -> tuple[fx.GraphModule, list[int]]:
+    """The backward graph where the inputs at positions `missing`, cotangents, are None; and the positions of the inputs it still takes.
+
+    As in autograd, nothing comes of what only they lead to, a sum is what else is added, and any other operation takes zeros for them.
+    """
+    nodes = list(backward.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    absent = {inputs[i] for i in missing}
+    present = {node for node in inputs if is_tangent(node)} - absent
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in nodes[:-1]:
+        sources = node.all_input_nodes
+        if node in absent or (not absent.isdisjoint(sources) and present.isdisjoint(sources)):
+            absent.add(node)
+            continue
+        if not present.isdisjoint(sources):
+            present.add(node)
+        left = [source for source in sources if source not in absent]
+        if len(left) < len(sources) and _adds_alike(node):
+            made[node] = made[left[0]]
+            continue
+        for source in sources:
+            if source not in made:
+                made[source] = _zeros(graph, source)
+        made[node] = graph.node_copy(node, made.__getitem__)
+    results = tuple(None if result is None or result in absent else made[result] for result in _results(backward))
+    graph.output(results)
+    needed = _ancestors(results)
+    taken = [i for i, node in enumerate(inputs) if node not in absent and made[node] in needed]
+    return extract(fx.GraphModule(backward, graph), [made[inputs[i]] for i in taken], results), taken
+
+
+def _adds_alike(node: fx.Node) -> bool:
+    """Whether a node is the sum of two tensors of one shape, as autograd sums gradients."""
+    return node.target is torch.ops.aten.add.Tensor and len({source.meta["val"].shape for source in node.all_input_nodes}) == 1
+
+
+def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    value = like.meta["val"]
+    node = graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device})
+    node.meta["val"] = value
+    return node
 
 
 def cut(backward: fx.GraphModule, num_parameters: int, free: Collection[str]) -> Cut:
@@ -199,6 +244,11 @@ def _why(node: fx.Node, in_b: set[fx.Node]) -> str:
     if node in in_b or (_is_getitem(node) and node.args[0] in in_b):
         return "comes with the gradient of the input"
     return "waiting would keep more bytes than the gradient has"
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether an input of a joint or backward graph is a cotangent."""
+    return "tangents" in node.name
 
 
 def num_results(module: fx.GraphModule) -> int:
