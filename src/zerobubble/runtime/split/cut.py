@@ -8,10 +8,10 @@ to parameters alone are always W's. W computes views of what is kept again, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from operator import getitem
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx  # type: ignore[import-untyped]
 import torch
@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.again import compute_again, is_random
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
@@ -43,8 +44,12 @@ class Cut(NamedTuple):
     at_once: dict[int, str]
 
 
-def halves(joint: fx.GraphModule, num_outputs: int, traced: Collection[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
+def halves(
+    joint: fx.GraphModule, num_outputs: int, traced: Collection[str], checkpointed: Mapping[str, Any], *, draw: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward graph, of the nodes named in `traced` and all its outputs need, and the backward graph.
+
+    The backward graph computes again what is `checkpointed`, nodes by name, each with its checkpoint; random numbers only with `draw`.
 
     Raises `InputError` where the backward pass draws random numbers, which autograd draws in another order.
     """
@@ -56,13 +61,16 @@ def halves(joint: fx.GraphModule, num_outputs: int, traced: Collection[str]) -> 
     for node in nodes:
         if _is_getitem(node) and node.args[0] in forward:
             forward.add(node)
+    if checkpointed:
+        forward = compute_again(joint, forward, checkpointed, draw=draw)
+        nodes, results = list(joint.graph.nodes), _results(joint)
     backward = _ancestors(results[num_outputs:], forward) - forward
-    random = next((node for node in nodes if node in backward and _is_random(node)), None)
+    random = next((node for node in nodes if node in backward and is_random(node)), None)
     if random is not None:
         raise InputError(f"its backward pass draws random numbers ({random.target})")
     used = {source for node in backward for source in node.all_input_nodes} | set(_nodes(results[num_outputs:]))
     saved = [node for node in nodes if node in used and node in forward and node.op != "get_attr"]
-    drawn = [node for node in nodes if node in forward and _is_random(node)]
+    drawn = [node for node in nodes if node in forward and is_random(node)]
     return extract(joint, primals, [*results[:num_outputs], *saved], drawn), extract(joint, [*saved, *tangents], results[num_outputs:])
 
 
@@ -288,11 +296,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not _is_random(node)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node)
 
 
 def _is_getitem(node: fx.Node) -> bool:

@@ -6,14 +6,13 @@ that are views, random numbers. Its backward is ours: it runs B, and leaves W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import CodeGen
 from torch.nn.utils.stateless import _reparametrize_module
@@ -25,6 +24,7 @@ from zerobubble.runtime.measure.held import held_bytes
 from zerobubble.runtime.measure.memory import Held, Meter
 from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
 from zerobubble.runtime.skips import refusing
+from zerobubble.runtime.split.again import Checkpoints
 from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.report import SplitReport
@@ -220,6 +220,7 @@ class _Trace:
         self._nest = nest
         self._is_ready = False
         self._names: set[str] = set()
+        self._checkpointed: Mapping[str, Any] = {}
         self._spec: TreeSpec
         self._leaves: list[tuple[Any] | None] = []
         self.cut: Cut | None = None
@@ -260,7 +261,7 @@ class _Trace:
         held = dict(zip(self._named, tensors, strict=False))
         positional, named = put_together(self._nest, iter(tensors[len(held) :]))
         with _reparametrize_module(self._stage.module, held, tie_weights=True):
-            with disable_saved_tensors_hooks("a checkpoint or offloading has no effect in a graph"):
+            with Checkpoints(tensors) as checkpoints:
                 output = self._stage.module(*positional, **named)
             for name, buffer in self._stage.module.named_buffers():
                 if buffer is not held.get(name):
@@ -268,6 +269,7 @@ class _Trace:
         mode = get_proxy_mode()
         if mode is not None:
             self._names = {node.name for node in mode.tracer.graph.nodes}
+            self._checkpointed = checkpoints.made
         leaves, self._spec = tree_flatten(output)
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -277,7 +279,7 @@ class _Trace:
             constant = getattr(joint, str(node.target), None)
             if isinstance(constant, Tensor) and constant.requires_grad:
                 raise InputError("it uses a tensor with gradient that is neither a parameter nor an input")
-        forward, backward = halves(joint, num_fwd_outputs, self._names)
+        forward, backward = halves(joint, num_fwd_outputs, self._names, self._checkpointed, draw=self._stage.way == "graph")
         primals = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         if num_results(backward) != len(primals):
             raise InputError("its inputs are views of each other")
