@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,13 +228,27 @@ def test_what_a_graph_cannot_repeat_is_refused(module: nn.Module, reason: str) -
         passed(GraphStage(module, 1), torch.ones(1, 3, requires_grad=True))
 
 
-def test_a_hook_set_between_steps_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("hook", "reason"),
+    [
+        (lambda m: m.weight.register_hook(lambda gradient: 2 * gradient), "parameter weight has a hook"),
+        (lambda m: m.register_forward_pre_hook(lambda module, args: args), "module Linear has a hook"),
+        (lambda m: m.register_forward_hook(lambda module, args, kwargs, y: y, with_kwargs=True), "module Linear has a hook"),
+        (lambda m: m.register_full_backward_pre_hook(lambda module, gradients: None), "module Linear has a hook"),
+        (lambda m: m.register_full_backward_hook(lambda module, gradients, outputs: None), "module Linear has a hook"),
+        (lambda m: nn.modules.module.register_module_forward_hook(lambda module, args, y: y), "there is a hook on all modules"),
+    ],
+)
+def test_a_hook_set_between_steps_is_refused(hook: Callable[[nn.Linear], Any], reason: str) -> None:
     module = nn.Linear(3, 3)
     stage = passed(GraphStage(module, 1), torch.ones(1, 3, requires_grad=True))
-    module.weight.register_hook(lambda gradient: 2 * gradient)
+    handle = hook(module)
     stage.begin(None)
-    with pytest.raises(zb.InputError, match="parameter weight has a hook"):
+    with pytest.raises(zb.InputError, match=reason):
         passed(stage, torch.ones(1, 3, requires_grad=True))
+    handle.remove()
+    stage.begin(None)
+    passed(stage, torch.ones(1, 3, requires_grad=True))
 
 
 def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from zerobubble.runtime.split.again import compute_again, is_random
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+_WITH_ADDEND = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 _RECOMPUTE_PRICE = 1 / 16
 """Bytes that a byte computed again must save, so that W repeats pointwise operations only where it pays."""
 
@@ -33,7 +34,8 @@ class Cut(NamedTuple):
 
     B takes what the backward graph takes and gives its outputs, None for those that wait, then what it keeps. W takes
     `from_inputs`, the positions of the backward graph's inputs that are kept as they are, and then what B keeps; it gives the
-    gradients at the positions `waits`. `flops` are the weight gradients' FLOPs, (W's, all).
+    gradients at the positions `waits`. `flops` are those of the products that give weight gradients, (W's, all). `at_once` says why the
+    gradients at other positions do not wait.
     """
 
     b: fx.GraphModule
@@ -136,16 +138,16 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
     return node
 
 
-def cut(backward: fx.GraphModule, num_parameters: int, free: Collection[str]) -> Cut:
+def cut(backward: fx.GraphModule, num_parameters: int, free: Collection[str], weights: Collection[str]) -> Cut:
     """Cut a backward graph whose first `num_parameters` outputs are gradients of parameters, the others of inputs.
 
-    `free` names the inputs that cost nothing to keep: parameters, which are there anyway.
+    `free` names the inputs that cost nothing to keep: parameters, which are there anyway. `weights` names the nodes made of them alone.
     """
     _divide_convolutions(backward)
     nodes, results = list(backward.graph.nodes), _results(backward)
     inputs = [node for node in nodes if node.op == "placeholder"]
     impure = [node for node in nodes if node.op == "call_function" and node.is_impure()]
-    direct, leading = _direct(nodes), _ancestors(results[num_parameters:])
+    direct, leading = _direct(nodes, weights), _ancestors(results[num_parameters:])
     ends = _nodes(results[num_parameters:]) or [node for node in nodes if flops(node) and node not in direct]
     in_b = _ancestors([*ends, *impure]) | set(inputs)
     parameters = {node: i for i, node in enumerate(results[:num_parameters]) if node is not None}
@@ -156,13 +158,13 @@ def cut(backward: fx.GraphModule, num_parameters: int, free: Collection[str]) ->
     kept = [node for node in nodes if node in needed and node not in in_w and node.op != "get_attr"]
     as_given, made = [node for node in kept if node in inputs], [node for node in kept if node not in inputs]
     at_once = [None if i in waits else node for i, node in enumerate(results)]
-    products = {node: flops(node) for node in nodes if node not in leading and (node in direct or node not in in_b)}
+    products = {node: flops(node) for node in direct - leading if not any(factor.name in weights for factor in _factors(node))}
     return Cut(
         extract(backward, inputs, [*at_once, *made], impure),
         extract(backward, [*as_given, *made], late),
         waits,
         tuple(inputs.index(node) for node in as_given),
-        (sum(count for node, count in products.items() if node in in_w), sum(products.values())),
+        (sum(count for node, count in products.items() if node in needed), sum(products.values())),
         {i: _why(node, in_b) for node, i in parameters.items() if i not in waits},
     )
 
@@ -176,13 +178,33 @@ def flops(node: fx.Node) -> int:
     return max(1, int(count(*args, **kwargs, out_val=node.meta["val"])))
 
 
-def _direct(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes from which outputs follow by views, sums and pointwise operations alone."""
+def _factors(node: fx.Node) -> list[fx.Node]:
+    """The two that a product multiplies."""
+    given = node.args[1:3] if getattr(node.target, "overloadpacket", None) in _WITH_ADDEND else node.args[:2]
+    return [arg for arg in given if isinstance(arg, fx.Node)]
+
+
+def names_from(graph: fx.GraphModule, sources: Collection[str]) -> set[str]:
+    """The names of the nodes that follow from the inputs named in `sources` alone."""
+    found: set[str] = set()
+    for node in graph.graph.nodes:
+        needed = [source.name for source in node.all_input_nodes]
+        if node.name in sources if node.op == "placeholder" else needed and found.issuperset(needed):
+            found.add(node.name)
+    return found
+
+
+def _direct(nodes: Sequence[fx.Node], weights: Collection[str]) -> set[fx.Node]:
+    """The nodes from which outputs follow by views, sums, pointwise operations and those that take but `weights` beside."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
-        if all(user.op == "output" or (user in found and _is_light(user)) for user in node.users):
+        if all(user.op == "output" or (user in found and (_is_light(user) or _is_beside(node, user, weights))) for user in node.users):
             found.add(node)
     return found
+
+
+def _is_beside(node: fx.Node, user: fx.Node, weights: Collection[str]) -> bool:
+    return all(source is node or source.name in weights for source in user.all_input_nodes)
 
 
 def _cheapest(nodes: Iterable[fx.Node], parameters: Collection[fx.Node], in_b: set[fx.Node], free: Collection[str]) -> set[fx.Node]:
@@ -197,7 +219,9 @@ def _cheapest(nodes: Iterable[fx.Node], parameters: Collection[fx.Node], in_b: s
         if node.op in ("output", "get_attr"):
             continue
         network.add_edge(("out", node), ("in", node), capacity=_price(node, parameters, free))
-        network.add_edges_from((("in", node), ("out", source)) for source in node.all_input_nodes if source.op != "get_attr")
+        sources = [source for source in node.all_input_nodes if source.op != "get_attr"]
+        network.add_edges_from((("in", node), ("out", source)) for source in sources)
+        network.add_edges_from((("in", source), ("in", node)) for source in sources if source not in in_b)  # B needs nothing of W
         if node in in_b:
             network.add_edge(("in", node), "b", capacity=_price_again(node))
         elif flops(node):

@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import CodeGen
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -25,7 +26,7 @@ from zerobubble.runtime.measure.memory import Held, Meter
 from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
 from zerobubble.runtime.skips import refusing
 from zerobubble.runtime.split.again import Checkpoints
-from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, num_results, without
+from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.work import collect_into
@@ -189,6 +190,8 @@ class GraphStage(Stage):
 
     def refuse_hooks(self) -> None:
         """Raise for what a traced graph would run past: hooks of parameters and modules, and blocks that are compiled already."""
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            raise self.refuse("there is a hook on all modules, which would run while tracing alone")
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
                 raise self.refuse(f"parameter {name} has a hook, which a graph cannot honour")
@@ -221,6 +224,7 @@ class _Trace:
         self._is_ready = False
         self._names: set[str] = set()
         self._checkpointed: Mapping[str, Any] = {}
+        self._made_of_weights: set[str] = set()
         self._spec: TreeSpec
         self._leaves: list[tuple[Any] | None] = []
         self.cut: Cut | None = None
@@ -279,10 +283,14 @@ class _Trace:
             constant = getattr(joint, str(node.target), None)
             if isinstance(constant, Tensor) and constant.requires_grad:
                 raise InputError("it uses a tensor with gradient that is neither a parameter nor an input")
+        if joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+            raise InputError("its recurrent layer runs in oneDNN, which keeps nothing to go back from in a graph")
         forward, backward = halves(joint, num_fwd_outputs, self._names, self._checkpointed, draw=self._stage.way == "graph")
         primals = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         if num_results(backward) != len(primals):
             raise InputError("its inputs are views of each other")
+        parameters = {node.name for node in primals[: len(self._stage.parameters)]}
+        self._made_of_weights = names_from(backward, names_from(forward, parameters))
         return forward, backward
 
     def _compile_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
@@ -326,7 +334,7 @@ class _Trace:
 
     def _halve(self, graph: fx.GraphModule, examples: Sequence[Any]) -> tuple[Cut, Part]:
         """A cut of a backward graph, and the call that runs B and leaves W to the stage."""
-        parts = cut(graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._named))})
+        parts = cut(graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._named))}, self._made_of_weights)
         b = self._compile(parts.b, examples)
         w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")])
         stage, count = self._stage, num_results(graph)
