@@ -6,15 +6,16 @@ that are views, random numbers. Its backward is ours: it runs B, and leaves W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
-from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import CodeGen
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -24,7 +25,8 @@ from zerobubble.runtime.measure.held import held_bytes
 from zerobubble.runtime.measure.memory import Held, Meter
 from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
 from zerobubble.runtime.skips import refusing
-from zerobubble.runtime.split.cut import Cut, cut, halves, num_results
+from zerobubble.runtime.split.again import Checkpoints
+from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.work import collect_into
@@ -188,6 +190,8 @@ class GraphStage(Stage):
 
     def refuse_hooks(self) -> None:
         """Raise for what a traced graph would run past: hooks of parameters and modules, and blocks that are compiled already."""
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            raise self.refuse("there is a hook on all modules, which would run while tracing alone")
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
                 raise self.refuse(f"parameter {name} has a hook, which a graph cannot honour")
@@ -219,6 +223,8 @@ class _Trace:
         self._nest = nest
         self._is_ready = False
         self._names: set[str] = set()
+        self._checkpointed: Mapping[str, Any] = {}
+        self._made_of_weights: set[str] = set()
         self._spec: TreeSpec
         self._leaves: list[tuple[Any] | None] = []
         self.cut: Cut | None = None
@@ -250,14 +256,16 @@ class _Trace:
             raise stage.refuse(f"its forward changes {changed}, which a graph does not repeat")
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        results = iter(self._function(*self._stage.owned, *inputs))
+        outputs = self._function(*self._stage.owned, *inputs)
+        _pass_none_on(outputs)
+        results = iter(outputs)
         return tree_unflatten([next(results) if constant is None else constant[0] for constant in self._leaves], self._spec)
 
     def _forward(self, *tensors: Any) -> Any:
         held = dict(zip(self._named, tensors, strict=False))
         positional, named = put_together(self._nest, iter(tensors[len(held) :]))
         with _reparametrize_module(self._stage.module, held, tie_weights=True):
-            with disable_saved_tensors_hooks("a checkpoint or offloading has no effect in a graph"):
+            with Checkpoints(tensors) as checkpoints:
                 output = self._stage.module(*positional, **named)
             for name, buffer in self._stage.module.named_buffers():
                 if buffer is not held.get(name):
@@ -265,6 +273,7 @@ class _Trace:
         mode = get_proxy_mode()
         if mode is not None:
             self._names = {node.name for node in mode.tracer.graph.nodes}
+            self._checkpointed = checkpoints.made
         leaves, self._spec = tree_flatten(output)
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -274,10 +283,14 @@ class _Trace:
             constant = getattr(joint, str(node.target), None)
             if isinstance(constant, Tensor) and constant.requires_grad:
                 raise InputError("it uses a tensor with gradient that is neither a parameter nor an input")
-        forward, backward = halves(joint, num_fwd_outputs, self._names)
-        primals = [node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
+        if joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+            raise InputError("its recurrent layer runs in oneDNN, which keeps nothing to go back from in a graph")
+        forward, backward = halves(joint, num_fwd_outputs, self._names, self._checkpointed, draw=self._stage.way == "graph")
+        primals = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         if num_results(backward) != len(primals):
             raise InputError("its inputs are views of each other")
+        parameters = {node.name for node in primals[: len(self._stage.parameters)]}
+        self._made_of_weights = names_from(backward, names_from(forward, parameters))
         return forward, backward
 
     def _compile_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
@@ -292,8 +305,36 @@ class _Trace:
         return forward
 
     def _compile_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-        num_parameters = len(self._stage.parameters)
-        self.cut = parts = cut(graph, num_parameters, {f"primals_{i + 1}" for i in range(len(self._named))})
+        cotangents = [i for i, node in enumerate(graph.graph.find_nodes(op="placeholder")) if is_tangent(node)]
+        self.cut, run_all = self._halve(graph, examples)
+        with_some: dict[tuple[int, ...], Part] = {}
+
+        def backward(tensors: list[Any]) -> Sequence[Any]:
+            missing = tuple([i for i in cotangents if tensors[i] is None])
+            if not missing:
+                return run_all(tensors)
+            if missing not in with_some:
+                with_some[missing] = self._halve_without(missing, graph, examples)
+            return with_some[missing](tensors)
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+    def _halve_without(self, missing: tuple[int, ...], graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+        """The backward pass where these cotangents are None."""
+        left, taken = without(graph, missing)
+        _, run = self._halve(left, [examples[i] for i in taken])
+
+        def backward(tensors: list[Any]) -> Sequence[Any]:
+            given = [tensors[i] for i in taken]
+            tensors.clear()
+            return run(given)
+
+        return backward
+
+    def _halve(self, graph: fx.GraphModule, examples: Sequence[Any]) -> tuple[Cut, Part]:
+        """A cut of a backward graph, and the call that runs B and leaves W to the stage."""
+        parts = cut(graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._named))}, self._made_of_weights)
         b = self._compile(parts.b, examples)
         w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")])
         stage, count = self._stage, num_results(graph)
@@ -308,8 +349,7 @@ class _Trace:
                 stage.leave(_Work(w, late, kept, [tensor._version for tensor in kept], counted))
             return results[:count]
 
-        backward._boxed_call = True  # type: ignore[attr-defined]
-        return backward
+        return parts, backward
 
     def _compile(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
         if self._stage.way == "compiled":
@@ -333,6 +373,17 @@ class _Boxed(CodeGen):
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
         taken = f"\n    {', '.join(names)}, = taken\n    taken.clear()" if names else ""
         return f"def {self._func_name}(self, taken){maybe_return_annotation}:{taken}"
+
+
+def _pass_none_on(outputs: Iterable[Tensor]) -> None:
+    """Let the backward of the traced function that gave `outputs`, some as views, see None where no gradient comes back."""
+    for y in outputs:
+        node: Any = y.grad_fn
+        while node is not None and not isinstance(node, BackwardCFunction):
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            node.set_materialize_grads(False)
+            return
 
 
 def _python_state(module: nn.Module) -> dict[str, Any]:

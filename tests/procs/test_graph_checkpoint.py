@@ -1,0 +1,104 @@
+"""Checkpoints inside a graph stage: the graph forgets what they forget, and computes it again in B.
+
+That gradients and random numbers are autograd's is seen for every kind of checkpoint in `test_graph_split.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerobubble as zb
+from benchmarks.split.run import Block
+from benchmarks.split_matrix.kinds import Way, checkpointed, selective
+from tests.procs.test_graph_split import products
+from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.stage import Stage
+
+WIDTH = 64
+STATE = torch.get_rng_state().nbytes
+
+
+def two(wrap: Callable[[nn.Module], nn.Module], make: Callable[[], nn.Module] = lambda: Block(WIDTH)) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*[wrap(make()) for _ in range(2)])
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(Block(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
+
+
+def mixed() -> nn.Module:
+    """Checkpoints between Linears, one of them ending in a function whose result its own backward needs."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), checkpointed(Block(WIDTH)), nn.Linear(WIDTH, WIDTH), nn.Tanh(), checkpointed(nn.Linear(WIDTH, WIDTH))
+    )
+
+
+def held(stage: Stage, x: Tensor) -> tuple[int, int]:
+    """Bytes between F and B, and between B and W."""
+    stage.begin(Meter(stage.module.parameters()))
+    assert stage.meter is not None
+    (y,) = stage.forward(0, (x,))
+    after_forward = stage.meter.bytes
+    stage.backward(0, (torch.ones_like(y),))
+    between = stage.meter.bytes
+    return after_forward, between
+
+
+@pytest.mark.parametrize(
+    ("build", "states"),
+    [
+        (two(checkpointed), 0),
+        (two(lambda block: checkpointed(checkpointed(block))), 0),
+        (two(checkpointed, with_dropout), 2),
+        (mixed, 0),
+    ],
+)
+def test_a_graph_holds_what_eager_checkpoints_hold(build: Callable[[], nn.Module], states: int) -> None:
+    module, x = build(), torch.randn(2, 8, WIDTH, requires_grad=True)
+    eager, _ = held(Stage(module, 1, split=False), x)
+    graph, between = held(GraphStage(module, 1), x)
+    assert graph == eager + states * STATE  # which eager mode keeps, too, where the meter does not see it
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    assert between <= x[..., 0].numel() * 4 * sum(linear.in_features + linear.out_features for linear in linears)
+
+
+def test_a_selective_checkpoint_keeps_what_its_policy_saves_and_someone_needs() -> None:
+    x = torch.randn(2, 8, WIDTH, requires_grad=True)
+    stage = GraphStage(selective(Block(WIDTH)), 1)
+    stage.forward(0, (x,))
+    assert stage.in_flight() == (1, x.nbytes * (1 + 3 + 1 + 4))  # the input, and products but the last
+    whole = GraphStage(checkpointed(Block(WIDTH)), 1)
+    whole.forward(0, (x,))
+    assert whole.in_flight() == (1, x.nbytes)
+
+
+def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> None:
+    stage = GraphStage(two(checkpointed)(), 1)
+    held(stage, torch.randn(2, 8, WIDTH, requires_grad=True))
+    assert stage._trace is not None
+    assert stage._trace.cut is not None
+    assert (products(stage._trace.cut.b), products(stage._trace.cut.w)) == (8 + 2 * 3, 8)
+    assert stage.report().share == 1.0
+
+
+def test_a_checkpoint_that_changes_a_buffer_is_refused() -> None:
+    stage = GraphStage(checkpointed(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), 1)
+    with pytest.raises(zb.InputError, match="a checkpoint in it changes a buffer or an input"):
+        stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
+
+
+def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
+    def offloaded(m: Way, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            y: Tensor = checkpoint(m.linear, x, use_reentrant=False)
+        return y
+
+    stage = GraphStage(Way(offloaded, linear=nn.Linear(4, 4)), 1)
+    with pytest.raises(zb.InputError, match="its hooks on saved tensors, as offloading sets them, have no effect in a graph"):
+        stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
