@@ -77,8 +77,14 @@ def use(pipe: zb.Pipeline) -> None:
     pipe.eval_step(*batch(M))
 
 
-def test_ten_failures_in_a_row_leave_nothing_behind(world: Ranks) -> None:
-    for seen in world.run(fail_and_rebuild, 10, ranks=4):
+def fail_and_rebuild_between_machines(group: Any, rounds: int) -> list[dict[str, int]]:
+    with replaced(transport, "is_supported", lambda: False):
+        return fail_and_rebuild(group, rounds)
+
+
+@pytest.mark.parametrize(("job", "rounds"), [(fail_and_rebuild, 10), (fail_and_rebuild_between_machines, 5)])
+def test_failures_in_a_row_leave_nothing_behind(world: Ranks, job: Any, rounds: int) -> None:
+    for seen in world.run(job, rounds, ranks=4):
         assert all(held == seen[1] for held in seen[2:]), seen
 
 
