@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import replaced
+from zerobubble.runtime.messages import transport
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 
@@ -213,6 +215,45 @@ def test_a_gradient_that_stays_out_later_is_told_where_messages_cannot(world: Ra
         assert "stage 1 has no gradient for tensor 0 of what it is given in microbatch 0" in text
         assert "use it in all microbatches, as in y + 0 * x.sum()" in text
         assert missing == 0
+
+
+class Sometimes(Ignoring):
+    """Uses what it is given beside its input in the first step, which announces; then not in every microbatch, and in the last in none."""
+
+    step = 0
+
+    def uses(self, tokens: Tensor) -> bool:
+        return self.step == 0 or (self.step < 4 and bool(tokens.sum() % 2))
+
+
+def train_between_machines(group: Any, make_stage: Any, name: str) -> tuple[list[list[bool]], float]:
+    """Five steps: of which parameters there was a gradient after each, and the largest error against one device."""
+    with replaced(transport, "is_supported", lambda: False):
+        pipe = zb.Pipeline(make_stage, name, 4, loss_fn, group=group)
+    with pipe:
+        stages = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        found, worst = [], 0.0
+        for step in range(5):
+            for parameter in (*pipe.parameters(), *(p for stage in stages for p in stage.parameters())):
+                parameter.grad = None
+            for stage in (*pipe.modules.values(), *stages):
+                stage.step = step
+            inputs, targets = batch(4, seed=step)
+            pipe.step(inputs, targets)
+            for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                (loss_fn(OneDevice(stages)(x), y) / 4).backward()
+            worst = max(worst, compare(pipe, stages))
+            found.append([p.grad is None for p in pipe.parameters()])
+    return found, worst
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_that_stays_out_later_stays_out_between_machines(world: Ranks, name: str) -> None:
+    told = world.run(train_between_machines, Sometimes, name, ranks=2)
+    for _, worst in told:
+        assert worst <= 1e-12
+    lacking = [[sum(missing) for missing in steps] for steps in zip(*(found for found, _ in told), strict=True)]
+    assert sum(lacking[-1]) > sum(lacking[0]), "in the last step some parameters have no gradient"
 
 
 class Counting(Part):

@@ -155,7 +155,7 @@ def test_a_norm_that_is_not_finite_scales_as_in_torch(world: Ranks, value: float
 def test_a_norm_that_is_not_finite_can_be_refused_and_names_its_stage(world: Ranks) -> None:
     (first, whole), (second, part) = world.run(not_finite, math.inf, True, ranks=2)
     assert first == second
-    assert first.startswith("the norm of order 2 of all gradients is inf, not finite in stage 1: leave this step out")
+    assert first.startswith("the norm of order 2 of all gradients is inf, not finite in stage 1 (weight): leave this step out")
     assert (whole, part) == ([1.0] * 4, [1.0, math.inf, 3.0, 4.0])
 
 

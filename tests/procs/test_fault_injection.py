@@ -285,7 +285,7 @@ def judge_survivors(case: Case, outcomes: dict[int, tuple[str, Any]], seconds: f
     assert len({end.text for end in ended.values()}) == 1, f"{case}: {ended}"
 
 
-def judge_all(judge: Callable[[Case], None], cases: list[Case], at_once: int = 3) -> None:
+def judge_all(judge: Callable[[Case], None], cases: list[Case], at_once: int = 6) -> None:
     """Several worlds at a time; every case that fails is told."""
     with ThreadPoolExecutor(at_once) as pool:
         failed = [str(error) for error in pool.map(lambda case: _error_of(judge, case), cases) if error is not None]

@@ -77,8 +77,14 @@ def use(pipe: zb.Pipeline) -> None:
     pipe.eval_step(*batch(M))
 
 
-def test_ten_failures_in_a_row_leave_nothing_behind(world: Ranks) -> None:
-    for seen in world.run(fail_and_rebuild, 10, ranks=4):
+def fail_and_rebuild_between_machines(group: Any, rounds: int) -> list[dict[str, int]]:
+    with replaced(transport, "is_supported", lambda: False):
+        return fail_and_rebuild(group, rounds)
+
+
+@pytest.mark.parametrize(("job", "rounds"), [(fail_and_rebuild, 10), (fail_and_rebuild_between_machines, 5)])
+def test_failures_in_a_row_leave_nothing_behind(world: Ranks, job: Any, rounds: int) -> None:
+    for seen in world.run(job, rounds, ranks=4):
         assert all(held == seen[1] for held in seen[2:]), seen
 
 
@@ -222,7 +228,47 @@ def test_nan_comes_back_as_on_one_device_and_stops_nobody(world: Ranks) -> None:
     for loss, spoilt, text in world.run(step_to_nan, ranks=4):
         assert loss != loss
         assert spoilt
-        assert "not finite in stage 0, 1, 2, 3" in text
+        parts = (
+            "in stage 0 (0.weight, 1.norm.weight, 1.norm.bias and 3 more)",
+            "in stage 1 (inner.0.norm.weight, inner.0.norm.bias, inner.0.up.weight and 2 more)",
+            "in stage 2 (0.norm.weight, 0.norm.bias, 0.up.weight and 2 more)",
+            "in stage 3 (0.norm.weight, 0.norm.bias, 0.up.weight and 4 more)",
+            "in the loss of microbatch 2 of the last step: leave this step out",
+        )
+        assert f"is nan, not finite {', '.join(parts)}" in text
+
+
+class RootOfZero(nn.Module):
+    """Its output is finite, and the gradient of its input is infinite times 0 in the third microbatch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.inner(x)
+        return y + (x * 0).sqrt() * 0 if self.calls == 3 else y
+
+
+def stop_at_nan(group: Any, make: Any, anomalies: bool) -> str:
+    """A step with what the page says: its hook on every stage, or `detect_anomaly`."""
+    page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
+    _, hook = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    pipe = zb.Pipeline(lambda s, n: make(build(s, n)) if s == 1 else build(s, n), "zb-h1", M, loss_fn, group=group)
+    if not anomalies:
+        exec(hook, {"pipe": pipe})
+    with torch.autograd.set_detect_anomaly(anomalies), pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(M))
+    return str(caught.value)
+
+
+def test_the_pass_that_makes_the_first_nan_can_be_found(world: Ranks) -> None:
+    (forward,) = set(world.run(stop_at_nan, Spoil, False, ranks=3))
+    assert forward == "rank 1 failed at 'run 1F2': FloatingPointError: the output is not finite"
+    (backward,) = set(world.run(stop_at_nan, RootOfZero, True, ranks=3))
+    assert backward.startswith("rank 1 failed at 'run 1B2': RuntimeError: Function 'SqrtBackward0' returned nan values in its 0th output.")
 
 
 def disagree(group: Any) -> str:
@@ -310,7 +356,7 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
 
 def test_the_example_of_the_docs_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank 0 failed at 'run 0F0': ValueError: boom\nTrue\n"

@@ -146,6 +146,22 @@ def test_a_profile_leaves_no_trace(world: Ranks, name: str, stepped: bool) -> No
         assert rows, "the timeline tells of the last step"
 
 
+def look_between_steps(group: Any) -> tuple[int, bool]:
+    """How many losses were heard of in one step, a profile and a description, and whether those of the step were kept."""
+    heard: list[int] = []
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, on_loss=lambda microbatch, _: heard.append(microbatch)) as pipe:
+        pipe.step(*batch(4))
+        before = pipe.losses
+        pipe.profile(*batch(4, seed=1), steps=1)
+        pipe.describe(*batch(4, seed=2))
+        assert before is not None
+        return len(heard), pipe.losses is not None and torch.equal(pipe.losses, before)
+
+
+def test_nobody_hears_of_losses_that_are_only_measured(world: Ranks) -> None:
+    assert world.run(look_between_steps, ranks=2) == [(0, True), (4, True)]
+
+
 def profile_then_train(group: Any) -> tuple[zb.Costs, str, float]:
     """The way of the README: profile, plan, a pipeline of the same modules; its gradients against one device."""
     with zb.Pipeline(build, "1f1b", 6, loss_fn, group=group) as pipe:

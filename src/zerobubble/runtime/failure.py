@@ -4,8 +4,8 @@ A rank blocked on a message is woken when the other end closes, or gives up afte
 the wave passes through the group. Where no note hangs, as after a kill, the rank that lost contact rings the alarm. On every rank a thread
 listens for it, even while the rank computes or waits, and says what the rank does; from what they say, `inquest` finds the culprit.
 
-The notes hang in the store of torch.distributed. It may have gone or frozen with the process that hosts it, so nobody waits for it longer
-than a few seconds.
+The notes hang in the store of torch.distributed, and the first to hang is everyone's. The store may have gone or frozen with the process
+that hosts it, so nobody bears its silence for longer than a few seconds; only then does a rank tell what it knows by itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,31 @@ from zerobubble.runtime.stage import Stage
 
 GRACE_S = 3.0
 """How long the ranks have to answer the alarm; who does not is gone or frozen."""
+PATIENCE_S = 6.0
+"""How long the store may be silent before it counts as gone."""
 FAREWELL_S = 3.0
 """How long a rank stays after a failure, so that the others can read the note before its process may end."""
 PERIOD_S = 0.5
 """How often a rank listens for the alarm."""
+_TICK_S = 0.1
 
 Answer = TypeVar("Answer")
+
+
+class _Heard:
+    """A store whose every answer ends its silence, which whoever waits for it counts up."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.silence_s = 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            answer = getattr(self._store, name)(*args)
+            self.silence_s = 0.0
+            return answer
+
+        return ask
 
 
 class NoticeBoard:
@@ -42,7 +61,7 @@ class NoticeBoard:
     """
 
     def __init__(self, store: Any, rank: int, size: int, host: int | None, doing: Callable[[], Word]) -> None:
-        self._store = store
+        self._store = _Heard(store)
         self._rank = rank
         self._size = size
         self._host = host
@@ -56,20 +75,24 @@ class NoticeBoard:
 
     def publish(self, note: Note) -> Note:
         """Hang `note` up unless one hangs already; gives the one that hangs. Without the store, `note` itself."""
-        return self._ask(GRACE_S, lambda: self._hang(note)) or note
+        return self._ask(lambda: self._hang(note)) or note
 
     def inquire(self, word: Word) -> Note:
         """The note that hangs, or the one that an inquest finds: this rank's `word` tells with whom it lost contact, and how."""
-        return self._ask(3 * GRACE_S, lambda: self._inquest(word)) or self._without_store(word)
+        return self._ask(lambda: self._inquest(word)) or self._without_store(word)
 
     def close(self, note: Note | None = None) -> None:
-        """Stop listening for the alarm. After a failure, wait first until every rank but the absent has read the note, a few seconds."""
+        """Stop listening for the alarm. After a failure, wait first, a few seconds, until every rank but the absent has read the note or
+        has closed the pipeline without one."""
         if note is not None:
-            self._ask(FAREWELL_S, lambda: self._part(self._size - len(note.absent)))
+            self._ask(lambda: self._part(note.absent))
         self._end()
 
-    def _ask(self, seconds: float, call: Callable[[], Answer]) -> Answer | None:
-        """What `call` gives; None where the store raises or does not answer within `seconds`, and from then on."""
+    def _ask(self, call: Callable[[], Answer]) -> Answer | None:
+        """What `call` gives; None where the store raises or is silent for `PATIENCE_S`, and from then on.
+
+        Silence is counted in ticks, not by the clock, which goes on while this rank itself is frozen or starved.
+        """
         future: Future[Answer] = Future()
 
         def run() -> None:
@@ -79,11 +102,16 @@ class NoticeBoard:
                 future.set_exception(error)
 
         if self._answers:
+            self._store.silence_s = 0.0
             threading.Thread(target=run, name="zerobubble-notice", daemon=True).start()
-            try:
-                return future.result(seconds)
-            except (RuntimeError, TimeoutError):
-                self._answers = False
+            while self._store.silence_s < PATIENCE_S:
+                try:
+                    return future.result(_TICK_S)
+                except TimeoutError:
+                    self._store.silence_s += _TICK_S
+                except RuntimeError:
+                    break
+            self._answers = False
         return None
 
     def _hang(self, note: Note) -> Note:
@@ -111,12 +139,12 @@ class NoticeBoard:
         store = f"the store of torch.distributed, in the process of rank {self._host}, does not answer: see the log there"
         return Note(self._host, "", f"rank {self._host} is gone or frozen: {lost}, and {store}")
 
-    def _part(self, readers: int) -> bool:
-        seen = self._store.add("seen", 1)
+    def _part(self, absent: tuple[int, ...]) -> bool:
+        self._store.set(f"left/{self._rank}", "1")
+        others = [f"left/{rank}" for rank in range(self._size) if rank not in absent]
         end = time.monotonic() + FAREWELL_S
-        while seen < readers and time.monotonic() < end:
+        while not self._store.check(others) and time.monotonic() < end:
             time.sleep(0.02)
-            seen = self._store.add("seen", 0)
         return True
 
 
@@ -148,19 +176,25 @@ def _read_note(text: bytes) -> Note:
 
 
 def _listen(store: Any, rank: int, over: threading.Event, doing: weakref.WeakMethod[Callable[[], Word]]) -> None:
-    """Answer the alarm once, if it ever rings; a pipeline that is closed says so on leaving."""
+    """Answer the alarm once, if it ever rings; a pipeline that is closed says so on leaving, and that nobody need wait for it."""
     try:
         while not over.wait(PERIOD_S):
             if store.check(["alarm"]):
-                say = doing()
-                store.compare_set(f"word/{rank}", "", json.dumps(say() if say is not None else _GONE))
-                return
+                store.compare_set(f"word/{rank}", "", json.dumps(_said(doing)))
+                over.wait()
         store.compare_set(f"word/{rank}", "", json.dumps(_GONE))
+        store.set(f"left/{rank}", "1")
     except RuntimeError:  # no store, no alarm
         return
 
 
 _GONE = Word("closing the pipeline")
+
+
+def _said(doing: weakref.WeakMethod[Callable[[], Word]]) -> Word:
+    """In a frame of its own, so that the listener keeps no pipeline alive."""
+    say = doing()
+    return say() if say is not None else _GONE
 
 
 def _stop(over: threading.Event, listener: threading.Thread) -> None:

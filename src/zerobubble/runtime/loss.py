@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ class LossBook:
         self._telling: list[Any] = []
         self._result: Tensor | None = None
         self._listening: dict[int, tuple[Any, Tensor]] = {}
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside, nobody hears of losses; afterwards `losses` are what they were."""
+        on_loss, losses = self._on_loss, self.losses
+        self._on_loss = None
+        try:
+            yield
+        finally:
+            self._on_loss, self.losses = on_loss, losses
 
     def open(self, exits: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
         """Start a step where microbatch j ends on rank `exits[j]` and has `sizes[j]` samples.

@@ -240,14 +240,18 @@ class Pipeline:
         """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
 
         Every parameter counts once, whatever number of stages share it, copy it or are tied in it. A norm that is not finite scales
-        gradients as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages it comes
-        from. Raises `PipelineError` on every rank when any rank fails.
+        gradients as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages and
+        parameters it comes from, and the microbatches of the last step whose loss is not finite. Raises `PipelineError` on every rank
+        when any rank fails.
         """
         self._settle()
         with self._company.ending_all("while clipping gradients"):
-            mine = clip.norms_of(clip.counted(self.modules, self._copies.elsewhere), norm_type, self._gradients)
-            norms = clip.gather_norms(mine, self._transport)
-        total = clip.total_norm(norms, norm_type, error_if_nonfinite=error_if_nonfinite).to(self.device)
+            parts = clip.counted(self.modules, self._copies.elsewhere)
+            mine = clip.norms_of(parts, norm_type, self._gradients)
+            norms, spoilt = clip.gather_norms(mine, clip.spoilt_in(self.modules, parts, mine, self._gradients), self._transport)
+        total = clip.total_norm(norms, norm_type).to(self.device)
+        if error_if_nonfinite:
+            clip.refuse(total, norm_type, spoilt, self.losses)
         clip.scale(self.parameters(), max_norm, total, self._gradients)
         return total
 
@@ -268,8 +272,9 @@ class Pipeline:
 
         Runs a step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so that
         passes and messages are measured undisturbed, B apart from W, in the memory of one microbatch. Times are medians over
-        microbatches and steps. Gradients, buffers and torch's random state are put back after it, to the bit. Every rank must call it;
-        `progress(done, total)` hears of every step. Raises `InputError` for less than 1 step, and `PipelineError` as `step` does.
+        microbatches and steps. Gradients, buffers and torch's random state are put back after it, to the bit, `losses` stay what they
+        were, and `on_loss` hears of none. Every rank must call it; `progress(done, total)` hears of every step. Raises `InputError` for
+        less than 1 step, and `PipelineError` as `step` does.
         """
         if steps < 1:
             raise InputError(f"a profile takes at least 1 step, got {steps}")
@@ -277,7 +282,7 @@ class Pipeline:
         given = _Given(inputs, targets, kwargs)
         self._settle()
         timelines: list[Timeline] = []
-        with self._company.ending_all("while profiling"), profile.untouched(self.modules.values(), self.device, self._gradients):
+        with self._company.ending_all("while profiling"), self._untouched():
             executor, stages = self._repertoire.one_by_one()
             while len(timelines) <= steps:
                 self._train_with(executor, stages, given, None if timelines else self._stages.meter(inputs, targets, kwargs))
@@ -313,7 +318,7 @@ class Pipeline:
         piece = self._choose(None)
         assert piece.train is not None
         with self._company.ending_all("while describing the split"):
-            with profile.untouched(self.modules.values(), self.device, self._gradients):
+            with self._untouched():
                 for stage in piece.stages.values():
                     stage.count()
                 self._train_with(piece.train, piece.stages, _Given(inputs, targets, kwargs), None)
@@ -385,6 +390,12 @@ class Pipeline:
             loss = self._run(executor, given, None)
         assert loss is not None
         return loss
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Steps that run inside leave nothing behind, and nobody hears of their losses."""
+        with profile.untouched(self.modules.values(), self.device, self._gradients), self._losses.unheard():
+            yield
 
     def _timeline(self, executor: Executor) -> Timeline:
         with meeting("gathering a timeline"):

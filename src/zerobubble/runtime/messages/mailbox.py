@@ -11,8 +11,9 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
-from zerobubble.program import Channel, Program, Recv, Send
+from zerobubble.program import Channel, Program, Recv, Send, channel_of
 from zerobubble.rules import Stuff, Value, uses
+from zerobubble.runtime.messages.gaps import GapsIn, GapsOut
 from zerobubble.runtime.messages.nest import Layout, Parcel, changes, layout_of
 from zerobubble.runtime.messages.rings import Rings
 from zerobubble.runtime.messages.transport import Transport, lost_with, wait
@@ -31,18 +32,37 @@ class Mailbox:
         self._peer: dict[Value, int] = {}
         self._send: dict[tuple[int, Stuff], Any] = {}
         self._receive: dict[tuple[int, Stuff], Any] = {}
+        self._gaps_out: dict[int, GapsOut] = {}
+        self._gaps_in: dict[int, GapsIn] = transport.posted
+        self._place: dict[Value, int] = {}
         for action in program.rows[transport.rank]:
             if isinstance(action, Send):
                 self._send[action.peer, action.value.stuff] = transport.sender(action.value.stuff, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
                 self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
+        if self._rings is None and self._device.type == "cpu":
+            self._watch_gaps(program, transport)
         self._known = Known()
         self._announcing = False
         self._shared: Rings | None = None
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
         self._arriving: dict[Value, tuple[Any, list[Any]]] = {}
         self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
+
+    def _watch_gaps(self, program: Program, transport: Transport) -> None:
+        """Number the gradients of each channel, and be ready to tell and hear of some that are missing."""
+        places: dict[Channel, int] = defaultdict(int)
+        for action in program.rows[transport.rank]:
+            if isinstance(action, (Send, Recv)) and action.value.stuff is Stuff.GRADIENT:
+                channel = channel_of(transport.rank, action)
+                self._place[action.value] = places[channel]
+                places[channel] += 1
+        for source, peer, _ in places:
+            if source == transport.rank:
+                self._gaps_out[peer] = GapsOut(transport, peer)
+            elif source not in self._gaps_in:
+                self._gaps_in[source] = GapsIn(transport, source)
 
     def begin(self, known: Known, announcing: bool) -> None:
         """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
@@ -51,6 +71,10 @@ class Mailbox:
         self._shared = None if announcing else self._rings
         if self._shared is not None:
             self._shared.begin(known, self._shapes)
+        for out in self._gaps_out.values():
+            out.begin()
+        for into in self._gaps_in.values():
+            into.begin()
 
     def post(self, value: Value, peer: int) -> None:
         """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
@@ -73,6 +97,10 @@ class Mailbox:
                 return self._laid_out(value, tensors)
         elif self._may_lack(self._peer[value], self._rank):
             return self._without_gaps(value, tensors)
+        elif self._gaps_in:
+            there = self._gaps_in[self._peer[value]].told(self._place[value], len(tensors), f"waiting for {_describe(value)}")
+            if there is not None:
+                return _masked(tensors, there)
         return tensors
 
     def send(self, value: Value, peer: int, tensors: Any) -> None:
@@ -87,12 +115,19 @@ class Mailbox:
             with lost_with(peer, f"sending {_describe(value)}"):
                 self._shared.out(peer, value.stuff).put(tensors, self._shapes(value))
             return
-        outgoing = self._filled(value, peer, tensors) if value.stuff is Stuff.GRADIENT else [t.detach().contiguous() for t in tensors]
+        ahead: list[tuple[Tensor, Any]] = []
+        if value.stuff is Stuff.GRADIENT:
+            outgoing = self._filled(value, peer, tensors)
+            if peer in self._gaps_out and not self._may_lack(self._rank, peer):
+                ahead = self._gaps_out[peer].tell(self._place[value], tensors)
+        else:
+            outgoing = [t.detach().contiguous() for t in tensors]
         if self._announcing and value.stuff is Stuff.ACTIVATION:
             note = write_note(self._known[value], self._known.layouts.get(value), self._device)
             outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
         start = self._send[peer, value.stuff]
-        self._leaving[value] = (tuple(outgoing), [start(t) for t in outgoing], peer)
+        leaving = [*ahead, *((t, start(t)) for t in outgoing)]
+        self._leaving[value] = (tuple(t for t, _ in leaving), [work for _, work in leaving], peer)
 
     def release(self, value: Value) -> None:
         """Wait until a sent value has left, then let it go."""
@@ -168,21 +203,20 @@ class Mailbox:
         return bool(gaps) and self._shared is None and Channel(source, destination, Stuff.GRADIENT) in gaps
 
     def _filled(self, value: Value, peer: int, gradients: Cotangents) -> list[Tensor]:
-        """What goes on the channel for these gradients: where one may be missing, which are there first, and zeros in the gaps."""
+        """What goes on the channel for these gradients: zeros in gaps, and where they are expected, first which are there."""
         there = [gradient is not None for gradient in gradients]
-        if not there or not (self._may_lack(self._rank, peer) or not all(there)):
-            return [g.detach().contiguous() for g in gradients if g is not None]
-        if not all(there):
-            channel = Channel(self._rank, peer, Stuff.GRADIENT)
-            if self._announcing:
-                self._known.gaps.add(channel)
-            elif channel not in self._known.gaps:
-                raise InputError(_lacking(value, there.index(False)))
-        told = torch.tensor(there, dtype=torch.uint8, device=self._device)
-        rooms = zip(gradients, self._shapes(value), strict=True)
+        if there and self._may_lack(self._rank, peer):
+            if not all(there):
+                self._known.gaps.add(Channel(self._rank, peer, Stuff.GRADIENT))
+            return [torch.tensor(there, dtype=torch.uint8, device=self._device), *self._with_zeros(value, gradients)]
+        if not all(there) and peer not in self._gaps_out:
+            raise InputError(_lacking(value, there.index(False)))
+        return self._with_zeros(value, gradients)
+
+    def _with_zeros(self, value: Value, gradients: Cotangents) -> list[Tensor]:
         return [
-            told,
-            *(torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else g.detach().contiguous() for g, s in rooms),
+            torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else g.detach().contiguous()
+            for g, s in zip(gradients, self._shapes(value), strict=True)
         ]
 
     def _without_gaps(self, value: Value, tensors: Tensors) -> Cotangents:
@@ -191,7 +225,7 @@ class Mailbox:
         there = tensors[0].tolist()
         if not all(there):
             self._known.gaps.add(Channel(self._peer[value], self._rank, Stuff.GRADIENT))
-        return tuple(gradient if flag else None for flag, gradient in zip(there, tensors[1:], strict=True))
+        return _masked(tensors[1:], there)
 
     def _shapes(self, value: Value) -> Shapes:
         """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
@@ -199,6 +233,10 @@ class Mailbox:
             return self._known[value]
         (activation,) = uses(Op(Kind.F, value.stage, value.microbatch), self._num_stages)
         return tuple(shape for shape in self._known[activation] if shape.differentiable)
+
+
+def _masked(gradients: Tensors, there: list[bool]) -> Cotangents:
+    return tuple(gradient if flag else None for flag, gradient in zip(there, gradients, strict=True))
 
 
 def _describe(value: Value) -> str:

@@ -28,6 +28,9 @@ from zerobubble.runtime.inquest import COMING, IN_TIME
 from zerobubble.runtime.messages.shared import Doors, PeerGoneError, Wire, is_supported
 
 _CONTROL_TAG = 16
+_BESIDE = 5040
+"""The distance in tags to a line beside a channel's own. Gloo shares tags out to network interfaces by remainder; any number up to 10
+divides this."""
 _LANES = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
 
 
@@ -42,7 +45,7 @@ class LostContactError(Exception):
 
 
 class Transport:
-    """The lanes of one pipeline. Ranks here are ranks in the pipeline's group."""
+    """The lanes of one pipeline. Ranks here are ranks in the pipeline's group. `posted` has, by peer, what stays posted between steps."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.rank = dist.get_rank(group)
@@ -50,6 +53,7 @@ class Transport:
         self.device = torch.device("cpu")
         self._timeout = timedelta(seconds=timeout)
         self.wires: dict[Channel, Wire] = {}
+        self.posted: dict[int, Any] = {}
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
         self._name = name[0]
@@ -58,7 +62,7 @@ class Transport:
         self._controls: list[Any] = []
         self._lanes: list[Any] = []
         # A backend still open when the interpreter ends would abort the process.
-        self._end = weakref.finalize(self, _let_go, self._controls, self._lanes, self.wires)
+        self._end = weakref.finalize(self, _let_go, self._controls, self._lanes, self.wires, self.posted)
 
     def meet(self) -> None:
         """Connect the control line. Every rank has it when it returns, so none can close it too early."""
@@ -101,15 +105,18 @@ class Transport:
         lane = 2 * _LANES.index(stuff) + (source < destination)
         return (lane, 0) if len(self._lanes) > 1 else (0, lane)
 
-    def sender(self, stuff: Stuff, peer: int) -> Any:
-        """A function that starts sending one tensor to `peer` and returns the work to wait for."""
-        lanes, (lane, tag) = self._lanes, self._lane(stuff, self.rank, peer)
-        return lambda tensor: _started(lanes[lane].send, tensor, peer, tag)
+    def sender(self, stuff: Stuff, peer: int, aside: int = 0) -> Any:
+        """A function that starts sending one tensor to `peer` and returns the work to wait for.
 
-    def receiver(self, stuff: Stuff, peer: int) -> Any:
-        """A function that posts the receive of one tensor from `peer` and returns the work to wait for."""
+        On CPUs a channel has lines beside its own, numbered from 1, over the same connection.
+        """
+        lanes, (lane, tag) = self._lanes, self._lane(stuff, self.rank, peer)
+        return lambda tensor: _started(lanes[lane].send, tensor, peer, tag + aside * _BESIDE)
+
+    def receiver(self, stuff: Stuff, peer: int, aside: int = 0) -> Any:
+        """A function that posts the receive of one tensor from `peer` and returns the work to wait for; `aside` as for `sender`."""
         lanes, (lane, tag) = self._lanes, self._lane(stuff, peer, self.rank)
-        return lambda tensor: _started(lanes[lane].recv, tensor, peer, tag)
+        return lambda tensor: _started(lanes[lane].recv, tensor, peer, tag + aside * _BESIDE)
 
     def tell(self, values: Sequence[float], peer: int, topic: int) -> tuple[Any, Tensor]:
         """Start sending a few numbers to `peer`; keep the result until the step is over."""
@@ -140,7 +147,8 @@ class Transport:
         self._end()
 
 
-def _let_go(controls: list[Any], lanes: list[Any], wires: dict[Channel, Wire]) -> None:
+def _let_go(controls: list[Any], lanes: list[Any], wires: dict[Channel, Wire], posted: dict[int, Any]) -> None:
+    posted.clear()
     for wire in wires.values():
         wire.close()
     wires.clear()

@@ -41,27 +41,54 @@ def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradient
     return norms
 
 
-def gather_norms(mine: Norms, transport: Transport) -> Norms:
-    """The norms of all stages, in order, on every rank; of copies of a stage, whose gradients are the same, the first rank's."""
+def spoilt_in(
+    modules: Mapping[int, nn.Module], parts: Mapping[int, list[nn.Parameter]], norms: Norms, gradients: Gradients
+) -> dict[int, list[str]]:
+    """The parameters of each stage of a rank whose gradients' norms, as `norms_of` gives them, are not finite, by name."""
+    spoilt: dict[int, list[str]] = {}
+    for stage, found in norms.items():
+        fine = found.isfinite()
+        if not fine.all():
+            names = {parameter: name for name, parameter in modules[stage].named_parameters()}
+            held = [names[parameter] for parameter in parts[stage] if gradients.of(parameter) is not None]
+            spoilt[stage] = [name for name, is_fine in zip(held, fine.tolist(), strict=True) if not is_fine]
+    return spoilt
+
+
+def gather_norms(mine: Norms, spoilt: Mapping[int, list[str]], transport: Transport) -> tuple[Norms, dict[int, list[str]]]:
+    """The norms of all stages, in order, and what is `spoilt` of them, on every rank; of copies of a stage, whose gradients are the same,
+    the first rank's."""
     with meeting("gathering the norms of gradients"):
-        told = transport.gather_objects({stage: (norms.tolist(), norms.dtype) for stage, norms in mine.items()})
-    found = {stage: numbers for norms in reversed(told) for stage, numbers in norms.items()}
-    return {stage: torch.tensor(values, dtype=dtype) for stage, (values, dtype) in sorted(found.items())}
+        told = transport.gather_objects({stage: (norms.tolist(), norms.dtype, spoilt.get(stage)) for stage, norms in mine.items()})
+    found = {stage: entry for norms in reversed(told) for stage, entry in norms.items()}
+    ordered = sorted(found.items())
+    return (
+        {stage: torch.tensor(values, dtype=dtype) for stage, (values, dtype, _) in ordered},
+        {stage: names for stage, (_, _, names) in ordered if names},
+    )
 
 
-def total_norm(norms: Norms, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-    """The norm of all gradients as one vector, 0 without any.
+def total_norm(norms: Norms, norm_type: float) -> Tensor:
+    """The norm of all gradients as one vector, 0 without any."""
+    return torch.linalg.vector_norm(torch.cat(list(norms.values())), norm_type) if norms else torch.tensor(0.0)
 
-    Raises `InputError` naming the stages when it is not finite and `error_if_nonfinite` is set.
-    """
-    total = torch.linalg.vector_norm(torch.cat(list(norms.values())), norm_type) if norms else torch.tensor(0.0)
-    if error_if_nonfinite and not total.isfinite():
-        stages = ", ".join(str(stage) for stage, found in norms.items() if not found.isfinite().all())
-        raise InputError(
-            f"the norm of order {norm_type:g} of all gradients is {total.item()}{f', not finite in stage {stages}' if stages else ''}: "
-            "leave this step out, or let error_if_nonfinite be False to scale by it all the same"
-        )
-    return total
+
+def refuse(total: Tensor, norm_type: float, spoilt: Mapping[int, list[str]], losses: Tensor | None) -> None:
+    """Raise `InputError` for a `total` norm that is not finite, naming stages and parameters, and microbatches by their `losses`."""
+    if total.isfinite():
+        return
+    where = [f"in stage {stage} ({_listed(names)})" for stage, names in spoilt.items()]
+    lost = [] if losses is None else (~losses.isfinite()).nonzero().flatten().tolist()
+    if lost:
+        where.append(f"in the loss of microbatch{'es' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the last step")
+    raise InputError(
+        f"the norm of order {norm_type:g} of all gradients is {total.item()}{', not finite ' if where else ''}{', '.join(where)}: "
+        "leave this step out, or let error_if_nonfinite be False to scale by it all the same"
+    )
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
