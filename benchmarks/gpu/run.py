@@ -1,8 +1,8 @@
 """What one GPU tells: the price of splitting the backward pass, in float32 and bfloat16, eager and compiled; the host's time per action;
 predicted against allocated memory.
 
-Writes `results.json` next to this file. Without a GPU it says so and writes nothing; `--device cpu` rehearses the same code with
-small sizes.
+Writes `results.json` next to this file, takes some minutes and 16 GB of the GPU. Without a GPU it says so and writes nothing;
+`--device cpu` rehearses the same code with small sizes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,8 +25,11 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
+from allocator import peak_of
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WAYS = ("deferred", "graph", "compiled")
+WAYS, WHOLE = ("deferred", "graph", "compiled"), ("eager", "compiled")
 
 
 class Block(nn.Module):
@@ -52,7 +56,7 @@ class Sizes:
     def __init__(self, device: torch.device) -> None:
         large = device.type == "cuda"
         self.blocks, self.width, self.heads = (8, 2048, 16) if large else (2, 64, 4)
-        self.batch, self.length, self.microbatches = (4, 2048, 8) if large else (1, 32, 4)
+        self.batch, self.length, self.microbatches = (2, 2048, 8) if large else (1, 32, 4)
         self.steps = 5 if large else 2
 
 
@@ -85,20 +89,21 @@ def passes(pipe: zb.Pipeline, x: Tensor, steps: int) -> dict[str, float]:
     return {kind: statistics.median(values) for kind, values in times.items()}
 
 
-def split_ratios(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """(T_B + T_W) / T_fused for each way and dtype; the compiled way is held against the compiled model, too."""
+def split_ratios(sizes: Sizes, device: torch.device, compiling: bool) -> list[dict[str, Any]]:
+    """(T_B + T_W) / T_fused for each way and dtype, of the model as it is and, when `compiling`, of the compiled one."""
+    left_out = () if compiling else ("compiled",)
     rows = []
     for name, dtype in DTYPES.items():
         x = torch.randn(sizes.batch * sizes.microbatches, sizes.length, sizes.width, device=device, dtype=dtype)
         fused = {}
-        for whole in ("eager", "compiled"):
+        for whole in (whole for whole in WHOLE if whole not in left_out):
             torch._dynamo.reset()
             stack = model(sizes, device, dtype)
             if whole == "compiled":
                 stack.compile()
             with pipeline(stack, "1f1b", sizes.microbatches) as pipe:
                 fused[whole] = passes(pipe, x, sizes.steps)
-        for way in WAYS:
+        for way in (way for way in WAYS if way not in left_out):
             torch._dynamo.reset()
             with pipeline(model(sizes, device, dtype), "zb-h1", sizes.microbatches, split=way) as pipe:
                 took = passes(pipe, x, sizes.steps)
@@ -144,26 +149,18 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def memory(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """The peak of activations that the simulation of the profiled costs predicts, and what the allocator (on a CPU the meter) saw."""
+def memory(sizes: Sizes, device: torch.device, microbatches: int = 4) -> list[dict[str, Any]]:
+    """The peak of activations that the simulation of the profiled costs predicts, and what the allocator says, between and in passes."""
     rows = []
-    x = torch.randn(sizes.batch * sizes.microbatches, sizes.length, sizes.width, device=device)
+    x = torch.randn(microbatches, sizes.length, sizes.width, device=device)
     for schedule in ("gpipe", "1f1b", "zb-h1"):
-        with pipeline(model(sizes, device, torch.float32), schedule, sizes.microbatches) as pipe:
-            costs = pipe.profile(x, x)
+        with pipeline(model(sizes, device, torch.float32), schedule, microbatches) as pipe:
+            predicted = zb.peak_memory(pipe.schedule, pipe.profile(x, x))[0]
             pipe.step(x, x)
-            predicted = zb.peak_memory(pipe.schedule, costs)[0]
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                pipe.step(x, x)
-                measured = torch.cuda.max_memory_allocated() - before
-            else:
-                pipe.metering = True
-                pipe.step(x, x)
-                measured = pipe.timeline().peak_bytes or 0
-        row = {"schedule": schedule, "predicted_mb": round(predicted / 2**20, 2), "measured_mb": round(measured / 2**20, 2)}
-        rows.append(show(row | {"predicted_over_measured": round(predicted / max(1, measured), 3)}))
+            peak = peak_of(pipe, lambda pipe=pipe: pipe.step(x, x))
+        row = {"schedule": schedule, "predicted_mb": predicted / 2**20, "allocated_mb": peak.between / 2**20}
+        row |= {"within_passes_mb": peak.within / 2**20, "predicted_over_allocated": predicted / peak.between}
+        rows.append(show({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}))
     return rows
 
 
@@ -175,19 +172,22 @@ def show(row: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Measure on the GPU, or rehearse."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu rehearses with small sizes and writes nothing")
+    parser.add_argument("--eager", action="store_true", help="leave out what is compiled, which takes most of the time")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here, so nothing was measured; --device cpu rehearses the same code.")
         return
     device = torch.device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     sizes = Sizes(device)
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=store, rank=0, world_size=1)
         results = {
             "machine": machine(device),
-            "split": split_ratios(sizes, device),
+            "split": split_ratios(sizes, device, not options.eager),
             "host": [host_overhead(s, device) for s in ("1f1b", "zb-h1")],
         }
         results["memory"] = memory(sizes, device)

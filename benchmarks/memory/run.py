@@ -1,7 +1,8 @@
 """How close the peak activation memory that a profile predicts comes to the bytes a training step holds, rank by rank.
 
-A GPT is profiled once for each placement of stages; every schedule is simulated with what the profile says its stages hold, then a
-metered step of it is trained. Bytes are counted storages, the same on every machine. Writes `results.json` next to this file.
+A GPT is profiled once for each schedule, which is simulated with what the profile says its stages hold. Then one step of it is trained
+with our own meter, which counts storages, and one without, of which torch's allocator tells. Bytes are the same on every machine. Writes
+`results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import torch.multiprocessing as mp
 
 import zerobubble as zb
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from allocator import Peak, peak_of
 from gpt import GPTConfig, build_stage, loss_fn
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-half", "v-min")
@@ -30,8 +34,6 @@ WITHIN = 0.05
 def main() -> None:
     """Compare every schedule and write the table."""
     rows = in_ranks(RANKS)
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     worst = max(abs(error) for row in rows for error in row["errors"])
     results = {"torch": torch.__version__, "worst_error": worst, "holds": worst <= WITHIN, "schedules": rows}
     Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -48,25 +50,40 @@ def in_ranks(ranks: int) -> list[dict[str, Any]]:
 def _rank(rank: int, ranks: int, port: int, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    rows = [compare(None, name) for name in SCHEDULES]
+    rows = []
+    for name in SCHEDULES:
+        rows.append(compare(None, name))
+        if rank == 0:
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     if rank == 0:
         queue.put(rows)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def compare(group: Any, name: str, config: GPTConfig = MODEL) -> dict[str, Any]:
-    """Predicted and measured peak bytes per rank of schedule `name`, and the relative errors of the prediction."""
+def compare(group: Any, name: str, config: GPTConfig = MODEL, split: str = "deferred") -> dict[str, Any]:
+    """Peak bytes per rank of schedule `name`: predicted, metered, and allocated between two actions and at any moment.
+
+    The errors are those of the prediction, relative to what is allocated between two actions and to what is metered.
+    """
     tokens = torch.randint(0, 256, (MICROBATCHES * MICROBATCH_SIZE, config.context + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    with zb.Pipeline(lambda s, n: build_stage(config, s, n), name, MICROBATCHES, loss_fn, group=group) as pipe:
+    with zb.Pipeline(lambda s, n: build_stage(config, s, n), name, MICROBATCHES, loss_fn, group=group, split=split) as pipe:
         predicted = zb.peak_memory(pipe.schedule, pipe.profile(inputs, targets, steps=1))
         pipe.step(inputs, targets)
         pipe.metering = True
         pipe.step(inputs, targets)
-        measured = [figures.peak_bytes or 0 for figures in pipe.timeline().ranks]
-    errors = [round(told / held - 1, 4) for told, held in zip(predicted, measured, strict=True)]
-    return {"name": name, "predicted": list(predicted), "measured": measured, "errors": errors}
+        metered = [figures.peak_bytes or 0 for figures in pipe.timeline().ranks]
+        pipe.metering = False
+        peaks = [Peak(0, 0)] * len(metered)
+        dist.all_gather_object(peaks, peak_of(pipe, lambda: pipe.step(inputs, targets)), group)
+    allocated, within = ([getattr(peak, what) for peak in peaks] for what in Peak._fields)
+    row = {"name": name, "predicted": list(predicted), "metered": metered, "allocated": allocated, "allocated_within_passes": within}
+    return row | {"errors": _errors(predicted, allocated), "errors_of_metered": _errors(predicted, metered)}
+
+
+def _errors(predicted: Sequence[int], found: Sequence[int]) -> list[float]:
+    return [round(told / held - 1, 4) for told, held in zip(predicted, found, strict=True)]
 
 
 if __name__ == "__main__":

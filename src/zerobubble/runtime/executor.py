@@ -1,7 +1,7 @@
 """Runs one rank's row of a program: the only loop in the package that computes.
 
 Every action becomes a call when the executor is built, so that a step is one walk over a list. A pass waits for its own inputs and
-for nothing else; what was sent is kept until the program frees it.
+for nothing else; what was sent is the mailbox's, which keeps it no longer than until the program frees it.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Executor:
             return partial(self._mailbox.post, action.value, action.peer)
         if isinstance(action, Send):
             return self._timed(Doing.SEND, action.value, partial(self._post_out, action.value, action.peer))
-        return partial(self._free, action.value)
+        return partial(self._mailbox.release, action.value)
 
     def _last_passes(self) -> dict[int, int]:
         """For each stage, where in the row the last pass is that adds to its gradients."""
@@ -350,11 +350,7 @@ class Executor:
                 self._held.append((end, self.meter.bytes))
 
     def _post_out(self, value: Value, peer: int) -> None:
-        self._mailbox.send(value, peer, self._values[value])
-
-    def _free(self, value: Value) -> None:
-        self._mailbox.release(value)
-        del self._values[value]
+        self._mailbox.send(value, peer, self._values.pop(value))
 
 
 def _both(first: Call, second: Call) -> None:

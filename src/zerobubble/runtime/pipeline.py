@@ -192,10 +192,8 @@ class Pipeline:
         executor, stages = self._choose(num_microbatches).train, self._now.stages
         assert executor is not None
         self._measured = executor
-        if self._auto is not None and self._auto.is_counting_bytes:
-            loss = self._train_with(executor, stages, given, self._stages.meter(inputs, targets, kwargs))
-        else:
-            loss = self._train_with(executor, stages, given, self._stages.meter() if self.metering else None)
+        metering = self.metering or (self._auto is not None and self._auto.is_counting_bytes)
+        loss = self._train_with(executor, stages, given, self._stages.meter(inputs, targets, kwargs) if metering else None)
         if self.on_step is not None:
             with self._company.ending_all("in on_step"):
                 self.on_step(self._report(perf_counter() - begin, loss))

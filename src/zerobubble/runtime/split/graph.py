@@ -117,6 +117,7 @@ class GraphStage(Stage):
         return outputs
 
     def weight(self, microbatch: int) -> None:
+        del self._work[microbatch]  # which stays empty: a graph leaves its own
         work = self._works.pop(microbatch, None)
         if work is not None:
             with torch.no_grad():
@@ -125,7 +126,7 @@ class GraphStage(Stage):
     def in_flight(self) -> tuple[int, int]:
         count, size = super().in_flight()
         kept = [tensor for work in self._works.values() for tensor in work.kept]
-        return count + len(self._works), size + held_bytes(kept, (), self.owned)
+        return count, size + held_bytes(kept, (), self.owned)
 
     def clear(self) -> None:
         super().clear()
@@ -340,7 +341,7 @@ class _Trace:
         stage, count = self._stage, num_results(graph)
 
         def backward(tensors: list[Any]) -> Sequence[Any]:
-            kept = [tensors[i] for i in parts.from_inputs]
+            kept = [tensors[i].detach() for i in parts.from_inputs]  # an input of the stage would keep its gradient
             results = b(tensors)
             kept += results[count:]
             if parts.waits:

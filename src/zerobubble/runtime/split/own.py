@@ -55,7 +55,10 @@ def deferral(weight: Tensor) -> Deferral:
 
         def backward(ctx, dy):
             weight, x = ctx.saved_tensors
+            x = x.detach()
             return ctx.deferral(ctx, lambda: x.mT @ dy, x, dy), dy @ weight.mT
+
+    What is saved knows the graph it comes from, which it would keep until W, were it not detached.
 
     Outside a step that splits, and wherever the gradient is not simply added to `weight.grad` (the weight is computed or hooked, or a model
     asks for gradients in its own forward), it is computed at once, so that the Function serves everywhere.

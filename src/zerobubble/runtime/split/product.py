@@ -29,7 +29,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        first = ctx.first
+        x, first = x.detach(), ctx.first
         bias_gradient = _summed(dy, ctx.bias_size) if ctx.needs_input_grad[2] else None
         if weight.dim() == 2 and not first:
             dy = dy.reshape(-1, dy.shape[-1])
@@ -61,7 +61,7 @@ class _Einsum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_y = ctx.terms
+        x, (of_x, of_weight, of_y) = x.detach(), ctx.terms
         dx = torch.einsum(f"{of_y},{of_weight}->{of_x}", dy, weight) if ctx.needs_input_grad[1] else None
 
         def gradient() -> Tensor:
@@ -85,6 +85,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, ends = ctx.saved_tensors
+        x = x.detach()
         product: Call = ctx.product
         dx = product(dy, weight.mT, offs=ends) if ctx.needs_input_grad[1] else None
 

@@ -31,6 +31,7 @@ class WeightWork:
     def defer(self, weight: Tensor, gradient: Callable[[], Tensor], *held: Tensor, cast: object = None) -> None:
         """Leave `gradient()` of `weight` for W; `held` are the tensors it reads, which nobody may change until then.
 
+        What autograd saved is to be detached first: it would keep the graph behind it, down to the stage's input and its gradient.
         Where the model used a copy of the weight in another type, `cast` tells one copy from another: the gradients of one are summed
         before they get the weight's type.
         """
