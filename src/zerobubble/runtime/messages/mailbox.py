@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from zerobubble.program import Channel, Program, Recv, Send, channel_of
 from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.messages.gaps import GapsIn, GapsOut
 from zerobubble.runtime.messages.nest import Layout, Parcel, changes, layout_of
+from zerobubble.runtime.messages.packing import Form, packed, unpacked
 from zerobubble.runtime.messages.rings import Rings
 from zerobubble.runtime.messages.transport import Transport, lost_with, wait
 from zerobubble.runtime.messages.wire import Known, Shapes, look_like, read_note, shapes_of, write_note
@@ -116,12 +117,14 @@ class Mailbox:
                 self._shared.out(peer, value.stuff).put(tensors, self._shapes(value))
             return
         ahead: list[tuple[Tensor, Any]] = []
+        outgoing: Sequence[Tensor]
         if value.stuff is Stuff.GRADIENT:
             outgoing = self._filled(value, peer, tensors)
             if peer in self._gaps_out and not self._may_lack(self._rank, peer):
                 ahead = self._gaps_out[peer].tell(self._place[value], tensors)
         else:
             outgoing = [t.detach().contiguous() for t in tensors]
+        outgoing = packed(outgoing)
         if self._announcing and value.stuff is Stuff.ACTIVATION:
             note = write_note(self._known[value], self._known.layouts.get(value), self._device)
             outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
@@ -174,10 +177,11 @@ class Mailbox:
 
     def _start(self, value: Value, peer: int) -> None:
         receive = self._receive[peer, value.stuff]
-        tensors = tuple(torch.empty(size, dtype=dtype, device=self._device) for size, dtype, _ in self._shapes(value))
-        if value.stuff is Stuff.GRADIENT and tensors and self._may_lack(peer, self._rank):
-            tensors = (torch.empty(len(tensors), dtype=torch.uint8, device=self._device), *tensors)
-        self._arriving[value] = (tensors, [receive(t) for t in tensors])
+        forms: list[Form] = [(size, dtype) for size, dtype, _ in self._shapes(value)]
+        if value.stuff is Stuff.GRADIENT and forms and self._may_lack(peer, self._rank):
+            forms = [((len(forms),), torch.uint8), *forms]
+        coming, tensors = unpacked(forms, self._device)
+        self._arriving[value] = (tensors, [receive(t) for t in coming])
 
     def _check(self, value: Value, tensors: Tensors) -> None:
         """See that an activation is what it was, or learn what it is."""
