@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,9 @@ from torch import Tensor, nn
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Op
+from zerobubble.runtime.messages import rings
 from zerobubble.runtime.messages.shared import SharedLane
+from zerobubble.runtime.messages.wire import TensorShape
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -39,22 +39,20 @@ def ours(build: Callable[[], nn.Module], schedule: zb.Schedule, shared: bool = T
 
 
 def delay_messages(seconds: float) -> None:
-    """From here on, what this rank sends through shared memory arrives so much later; the sender goes on at once."""
-    put, lines = SharedLane.put, {}
+    """From here on, what comes through shared memory is there so much later than it was sent; nobody else waits for it."""
+    put, take, room = SharedLane.put, SharedLane.take, rings.message_bytes
+    stamp = (TensorShape((1,), torch.float64, differentiable=False),)
 
-    def deliver(lane: SharedLane, line: SimpleQueue[Any]) -> None:
-        while True:
-            due, tensors, shapes = line.get()
-            time.sleep(max(0.0, due - time.perf_counter()))
-            put(lane, tensors, shapes)
+    def stamped(lane: SharedLane, tensors: Any, shapes: Any) -> None:
+        put(lane, (*tensors, torch.tensor([time.perf_counter()], dtype=torch.float64)), shapes + stamp)
 
-    def later(lane: SharedLane, tensors: Any, shapes: Any) -> None:
-        if lane not in lines:
-            lines[lane] = SimpleQueue()
-            threading.Thread(target=deliver, args=(lane, lines[lane]), daemon=True).start()
-        lines[lane].put((time.perf_counter() + seconds, tensors, shapes))
+    def later(lane: SharedLane, shapes: Any) -> Any:
+        *tensors, sent = take(lane, shapes + stamp)
+        sleep_until(sent.item() + seconds)
+        return tuple(tensors)
 
-    SharedLane.put = later  # type: ignore[method-assign]
+    SharedLane.put, SharedLane.take = stamped, later  # type: ignore[method-assign]
+    rings.message_bytes = lambda shapes: room(shapes + stamp)  # type: ignore[assignment]
 
 
 def pytorch(build: Callable[[], nn.Module], schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
