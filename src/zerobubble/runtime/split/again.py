@@ -46,6 +46,8 @@ def noting_checkpoints(tensors: Sequence[Tensor]) -> Iterator[Mapping[str, _Hook
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation, and notes in `made` what `noting_checkpoints` says."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: dict[str, _Hooks] = {}
