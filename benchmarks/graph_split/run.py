@@ -1,7 +1,8 @@
 """What the split by the graph costs: (T_B + T_W) / T_fused in process CPU time and the bytes between B and W, PyTorch's split beside it.
 
 Transformer blocks, one thread, one process, all ways in turns; a ratio is the median over the turns. "compiled" is held against
-the backward of `torch.compile` of the same blocks and against eager autograd's. Writes `results.json` next to this file.
+the backward of `torch.compile` of the same blocks and against eager autograd's. Tells on stderr what it is at, and takes some minutes
+with what is compiled. Writes `results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=11, help="turns measured per shape")
-    parser.add_argument("--eager", action="store_true", help="leave out what has to be compiled, which takes minutes")
+    parser.add_argument("--eager", action="store_true", help="leave out what has to be compiled, which takes a minute or two")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -74,6 +75,7 @@ def measure(width: int, sequences: int, length: int, turns: int, eager: bool) ->
     gradients: dict[str, list[Tensor]] = {}
     for turn in range(turns + 2):
         for name, way in ways.items():
+            print(f"turn {turn + 1} of {turns + 2}: {name}" + ("" if turn else ", made ready"), file=sys.stderr, flush=True)
             for parameter in module.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             taken = way(x.clone().requires_grad_())

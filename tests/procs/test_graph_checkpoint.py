@@ -102,3 +102,25 @@ def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
     stage = GraphStage(Way(offloaded, linear=nn.Linear(4, 4)), 1)
     with pytest.raises(zb.InputError, match="its hooks on saved tensors, as offloading sets them, have no effect in a graph"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
+
+
+def test_a_torch_that_cannot_tell_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerobubble.runtime.split.again._CAN_READ_HOOKS", False)
+    stage = GraphStage(checkpointed(nn.Linear(4, 4)), 1)
+    with pytest.raises(zb.InputError, match=r"checkpoints have from torch 2\.8 on"):
+        stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
+
+
+def branching(m: Way, x: Tensor) -> Tensor:
+    (y,) = torch.ops.higher_order.cond(x.sum() > 100, lambda x: (x.sin(),), lambda x: (x.cos(),), (m.linear(x),))
+    return y
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, checkpointed])
+def test_a_branch_is_traced_as_an_operation(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    module, x = Way(branching, linear=nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
+    stage = GraphStage(wrap(module), 1)
+    (y,) = stage.forward(0, (x,))
+    (mine,) = stage.backward(0, (torch.ones_like(y),))
+    (theirs,) = torch.autograd.grad(module.linear(x).cos().sum(), x)
+    assert torch.equal(mine, theirs)

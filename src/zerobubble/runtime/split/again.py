@@ -7,7 +7,8 @@ keeps in eager mode: what goes into a checkpoint, what comes out of it and is us
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from operator import getitem
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -23,14 +25,28 @@ from zerobubble.errors import InputError
 
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _Hooks = tuple[Any, Any]
+_CAN_READ_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
-class Checkpoints(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in `made` the outermost checkpoint in which each node of the graph in the making was made, by the node's name.
+@contextmanager
+def noting_checkpoints(tensors: Sequence[Tensor]) -> Iterator[Mapping[str, _Hooks]]:
+    """Note in which outermost checkpoint each node of the graph in the making is made, by the node's name.
 
     `tensors` are what the forward is given. Raises `InputError` for other hooks on saved tensors, which have no effect in a graph, and
-    for a checkpoint that changes one of `tensors`.
+    for a checkpoint that changes one of `tensors`. Before torch 2.8, which cannot tell hooks apart, a checkpoint is a `RuntimeError`.
     """
+    if not _CAN_READ_HOOKS:
+        with disable_saved_tensors_hooks("checkpoints and offloading have no effect in a graph; checkpoints have from torch 2.8 on"):
+            yield {}
+        return
+    with _Noting(tensors) as noting:
+        yield noting.made
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation, and notes in `made` what `noting_checkpoints` says."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,33 +108,33 @@ def compute_again(joint: fx.GraphModule, forward: set[fx.Node], made: Mapping[st
 
     With `draw`, it draws random numbers again, from the same state of the generator; else the forward keeps what came of them.
     """
-    inside = _inside([node for node in joint.graph.nodes if node in forward], made)
-    lost = {
-        node
-        for node in inside
-        if not _is_saved(node, draw) and all(inside.get(user) == inside[node] for user in node.users if user in forward)
-    }
-    firsts: dict[_Hooks, fx.Node] = {}
-    for user in joint.graph.nodes:
-        if user not in forward and user.op != "output":
-            for source in lost.intersection(user.all_input_nodes):
-                firsts.setdefault(inside[source], user)
-    copies: dict[fx.Node, fx.Node] = {}
-    needed = _needed(lost, forward)
-    for node in [node for node in joint.graph.nodes if node in needed]:
-        with joint.graph.inserting_before(firsts[inside[node]]):
-            copies[node] = joint.graph.node_copy(node, lambda source: copies.get(source, source))
-    made_again = set(copies.values())
-    for node, copy in copies.items():
-        for user in [user for user in node.users if user not in forward and user not in made_again and user.op != "output"]:
-            user.replace_input_with(node, copy)
-    for node, copy in copies.items():
+    for node, copy in _copies(joint.graph, forward, made, draw).items():
         if is_random(node):
             forward = (forward - {node}) | _draw_alike(joint.graph, node, copy)
     for node in joint.graph.nodes:
         for mark in ("recompute", "ac_graph_id"):  # on these inductor would act once more
             node.meta.pop(mark, None)
     return forward
+
+
+def _copies(graph: fx.Graph, forward: set[fx.Node], made: Mapping[str, _Hooks], draw: bool) -> dict[fx.Node, fx.Node]:
+    """Copy what the backward part needs and the forward is to forget to where its checkpoint is first needed, and use the copies there."""
+    inside = _inside([node for node in graph.nodes if node in forward], made)
+    lost = {node for node in inside if not _is_saved(node, draw) and all(inside.get(u) == inside[node] for u in node.users if u in forward)}
+    users = [node for node in graph.nodes if node not in forward and node.op != "output"]
+    firsts: dict[_Hooks, fx.Node] = {}
+    for user in users:
+        for source in lost.intersection(user.all_input_nodes):
+            firsts.setdefault(inside[source], user)
+    needed = _leading(lost, users)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in graph.nodes if node in needed]:
+        with graph.inserting_before(firsts[inside[node]]):
+            copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
+    for user in users:
+        for source in lost.intersection(user.all_input_nodes):
+            user.replace_input_with(source, copies[source])
+    return copies
 
 
 def _inside(forward: Iterable[fx.Node], made: Mapping[str, _Hooks]) -> dict[fx.Node, _Hooks]:
@@ -137,13 +153,13 @@ def _is_saved(node: fx.Node, draw: bool) -> bool:
     return source.meta.get("recompute") in _SAVED or (not draw and is_random(source))
 
 
-def _needed(lost: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
-    """Those of the `lost` that lead to a node outside `forward`."""
-    found = {node for node in lost if any(user not in forward and user.op != "output" for user in node.users)}
-    stack = list(found)
+def _leading(lost: set[fx.Node], users: Iterable[fx.Node]) -> set[fx.Node]:
+    """Those of the `lost` that lead to one of `users`."""
+    found: set[fx.Node] = set()
+    stack = list(users)
     while stack:
-        new = [source for source in stack.pop().all_input_nodes if source in lost and source not in found]
-        found.update(new)
+        new = lost.intersection(stack.pop().all_input_nodes) - found
+        found |= new
         stack += new
     return found
 

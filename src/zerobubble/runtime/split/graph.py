@@ -25,7 +25,7 @@ from zerobubble.runtime.measure.held import held_bytes
 from zerobubble.runtime.measure.memory import Held, Meter
 from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
 from zerobubble.runtime.skips import refusing
-from zerobubble.runtime.split.again import Checkpoints
+from zerobubble.runtime.split.again import noting_checkpoints
 from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.report import SplitReport
@@ -266,7 +266,7 @@ class _Trace:
         held = dict(zip(self._named, tensors, strict=False))
         positional, named = put_together(self._nest, iter(tensors[len(held) :]))
         with _reparametrize_module(self._stage.module, held, tie_weights=True):
-            with Checkpoints(tensors) as checkpoints:
+            with noting_checkpoints(tensors) as checkpointed:
                 output = self._stage.module(*positional, **named)
             for name, buffer in self._stage.module.named_buffers():
                 if buffer is not held.get(name):
@@ -274,7 +274,7 @@ class _Trace:
         mode = get_proxy_mode()
         if mode is not None:
             self._names = {node.name for node in mode.tracer.graph.nodes}
-            self._checkpointed = checkpoints.made
+            self._checkpointed = checkpointed
         leaves, self._spec = tree_flatten(output)
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
