@@ -14,6 +14,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
 from zerobubble.runtime import company, failure
+from zerobubble.runtime.messages.transport import Transport
 
 GRACE_S = 0.25
 
@@ -103,3 +104,27 @@ def part_from_one_that_left(group: Any) -> bool:
 
 def test_nobody_waits_for_a_rank_that_has_left_to_read_the_note(world: Ranks) -> None:
     assert all(world.run(part_from_one_that_left, ranks=3))
+
+
+def leave_slowly(group: Any) -> str:
+    """Rank 1 is asked what it does between the end of its connections and that of its listener."""
+
+    def close(own: Transport) -> None:
+        drop(own)
+        time.sleep(3 * failure.PERIOD_S)
+
+    drop = Transport.close
+    pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)
+    if pipe.rank == 1:
+        with replaced(Transport, "close", close):
+            pipe.close()
+        return ""
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(8))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_leaving_says_so(world: Ranks) -> None:
+    first, _, last = world.run(leave_slowly, ranks=3)
+    assert first == last
+    assert first.startswith("rank 1 kept the others waiting: it was closing the pipeline when rank ")

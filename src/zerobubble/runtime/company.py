@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.failure import NoticeBoard, error_of, let_go, why
-from zerobubble.runtime.inquest import Note, Word
+from zerobubble.runtime.inquest import CLOSING, Note, Word
 from zerobubble.runtime.messages.meeting import meeting
 from zerobubble.runtime.messages.transport import LostContactError, Transport, stop_waiting, waiting
 from zerobubble.runtime.stage import Stage
@@ -121,6 +121,8 @@ class Company:
     def _doing(self) -> Word:
         """What this rank says when another waits for it in vain."""
         inside, waits = self.inside, waiting()
+        if self.closed is not None:
+            return CLOSING
         if inside is None:
             return Word("outside the pipeline, in code of its own")
         if waits is not None:

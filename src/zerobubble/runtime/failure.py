@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerobubble.errors import PipelineError
-from zerobubble.runtime.inquest import Note, Word, verdict
+from zerobubble.runtime.inquest import CLOSING, Note, Word, verdict
 from zerobubble.runtime.stage import Stage
 
 GRACE_S = 3.0
@@ -182,19 +182,16 @@ def _listen(store: Any, rank: int, over: threading.Event, doing: weakref.WeakMet
             if store.check(["alarm"]):
                 store.compare_set(f"word/{rank}", "", json.dumps(_said(doing)))
                 over.wait()
-        store.compare_set(f"word/{rank}", "", json.dumps(_GONE))
+        store.compare_set(f"word/{rank}", "", json.dumps(CLOSING))
         store.set(f"left/{rank}", "1")
     except RuntimeError:  # no store, no alarm
         return
 
 
-_GONE = Word("closing the pipeline")
-
-
 def _said(doing: weakref.WeakMethod[Callable[[], Word]]) -> Word:
     """In a frame of its own, so that the listener keeps no pipeline alive."""
     say = doing()
-    return say() if say is not None else _GONE
+    return say() if say is not None else CLOSING
 
 
 def _stop(over: threading.Event, listener: threading.Thread) -> None:

@@ -23,6 +23,10 @@ class Word(NamedTuple):
     op: str = ""
 
 
+CLOSING = Word("closing the pipeline")
+"""What a rank says that has left the others."""
+
+
 class Note(NamedTuple):
     """Who failed, at which pass or action, and why; `rank` is -1 where no single rank is to blame, `absent` ranks say nothing."""
 
