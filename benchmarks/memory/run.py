@@ -7,6 +7,7 @@ with our own meter, which counts storages, and one without, of which torch's all
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -33,6 +34,7 @@ WITHIN = 0.05
 
 def main() -> None:
     """Compare every schedule and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows = in_ranks(RANKS)
     worst = max(abs(error) for row in rows for error in row["errors"])
     results = {"torch": torch.__version__, "worst_error": worst, "holds": worst <= WITHIN, "schedules": rows}

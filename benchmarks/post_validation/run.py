@@ -32,7 +32,7 @@ BLOCK = 8
 def main() -> None:
     """Run every case in fresh ranks and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=2, help="blocks of steps measured per case and way")
+    parser.add_argument("--turns", type=int, default=2, help="blocks of steps measured per case and way (%(default)s)")
     options = parser.parse_args()
     cases = [show(in_ranks(name, pass_ms, options.turns)) for name, pass_ms in CASES]
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
+from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.messages.meeting import meeting
@@ -73,6 +75,7 @@ class Copies:
         self._compare_copies(outlines, [buffers for _, _, buffers in told])
         bonds = bonds_of(self._tied, outlines, self._copied)
         self._know(bonds, outlines[self._transport.rank])
+        self._transport.greet({Channel(*pair, Stuff.WORK) for bond in bonds for pair in permutations(bond.ranks, 2)})
         for bond in bonds:
             for row in bond.rows:
                 held = [self._known[place].detach() for place in row.members.get(self._transport.rank, ())]

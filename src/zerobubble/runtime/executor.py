@@ -177,6 +177,10 @@ class Executor:
             [(read(begin), read(end)) for begin, end in self._optimizer],
         )
 
+    def settle(self) -> None:
+        """Wait until the device has done what it was given."""
+        self._clock.settle()
+
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:
         """Note when what runs inside began and ended."""

@@ -196,6 +196,7 @@ class Pipeline:
         loss = self._train_with(executor, stages, given, self._stages.meter(inputs, targets, kwargs) if metering else None)
         if self.on_step is not None:
             with self._company.ending_all("in on_step"):
+                executor.settle()
                 self.on_step(self._report(perf_counter() - begin, loss))
         self._steps += 1
         if self._auto is not None:

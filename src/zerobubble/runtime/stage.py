@@ -175,9 +175,15 @@ class Stage:
 
 
 def _edge(y: Tensor) -> GradientEdge:
-    """Where to go back from: `get_gradient_edge`, in short for a node in C++, which needs nobody to keep it alive."""
+    """Where to go back from: for a node in Python, which lives no longer than its tensor, from a node of our own that keeps it."""
     node = y.grad_fn
-    return get_gradient_edge(y) if node is None or isinstance(node, torch._C._FunctionBase) else GradientEdge(node, y.output_nr)
+    if node is None:
+        return get_gradient_edge(y)
+    if isinstance(node, torch._C._FunctionBase):
+        node = y.view_as(y).grad_fn
+        assert node is not None
+        return GradientEdge(node, 0)
+    return GradientEdge(node, y.output_nr)
 
 
 def _kinds(module: nn.Module) -> list[str]:

@@ -16,6 +16,9 @@ class HostClock:
     def start(self) -> None:
         """Begin a step."""
 
+    def settle(self) -> None:
+        """Wait until the device has done what it was given."""
+
     def mark(self) -> Mark:
         """A point in time."""
         return perf_counter_ns()
@@ -26,27 +29,41 @@ class HostClock:
 
 
 class CudaClock:
-    """Marks are events on the current stream, so a pass is timed where it ran and the host never waits for it."""
+    """Marks are events on the stream that the device is at, so a pass is timed where it ran and the host waits for none of them.
+
+    The host's clock is read once the step is over, when somebody asks for its times.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._origin: Mark = None
+        self._time = 0
 
     def start(self) -> None:
-        """Begin a step: tie the first event to the host's clock."""
-        torch.cuda.synchronize()
-        self._origin = self.mark()
-        self._begin = perf_counter_ns()
+        """Begin a step, whose times are not read yet."""
+        self._origin = None
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self._origin is None:
+            self._origin = self.mark()
+            self._origin.synchronize()
+            self._time = perf_counter_ns()
 
     def mark(self) -> Mark:
         """A point on the stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def read(self, mark: Mark) -> int:
         """A mark in `perf_counter_ns` time; waits until the stream has passed it."""
+        self.settle()
         mark.synchronize()
-        after_ms: float = self._origin.elapsed_time(mark)
-        return self._begin + round(after_ms * 1e6)
+        before_ms: float = mark.elapsed_time(self._origin)
+        return self._time - round(before_ms * 1e6)
 
 
 def clock_for(device: torch.device) -> HostClock | CudaClock:
     """The clock of the device that computes."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()

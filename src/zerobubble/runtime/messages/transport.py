@@ -13,7 +13,7 @@ import platform
 import re
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,22 @@ class Transport:
         if len(set(places)) == 1 and places[0][2] and channels:
             self._connect(channels)
         self._all_gather(torch.zeros(1))
+        self.greet(channels)
+
+    def greet(self, channels: Iterable[Channel]) -> None:
+        """Connect these channels, which are the same on every rank, where a lane is a communicator.
+
+        NCCL makes one with the first message between two ranks, and holds each until the other is there: in the order of a schedule, ranks
+        would wait for each other in a circle.
+        """
+        if len(self._lanes) < 2:
+            return
+        greeting = torch.zeros(1, device=self.device)
+        for source, destination, stuff in sorted(channels):
+            if source == self.rank:
+                wait(self.sender(stuff, destination)(greeting), destination, "connecting")
+            elif destination == self.rank:
+                wait(self.receiver(stuff, source)(greeting), source, "connecting")
 
     def _connect(self, channels: Sequence[Channel]) -> None:
         doors = Doors(self._name, self.rank, self._timeout.total_seconds())

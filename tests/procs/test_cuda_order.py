@@ -1,0 +1,117 @@
+"""What CUDA needs and a machine without it can show: the order in which communicators are made, and when events are read."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from zerobubble import Placement
+from zerobubble.program import Channel
+from zerobubble.rules import Stuff
+from zerobubble.runtime.measure import clock
+from zerobubble.runtime.messages.transport import Transport
+from zerobubble.runtime.repertoire import every_channel
+from zerobubble.schedules import make
+
+LANES = 6
+
+
+class Communicators:
+    """A lane as NCCL has it: the first message between two ranks holds each of them until the other is there."""
+
+    def __init__(self) -> None:
+        self.meetings: dict[frozenset[int], threading.Barrier] = defaultdict(lambda: threading.Barrier(2, timeout=5))
+        self.lock = threading.Lock()
+
+    def end(self, rank: int) -> Any:
+        return _End(self, rank)
+
+    def meet(self, mine: int, other: int) -> None:
+        with self.lock:
+            meeting = self.meetings[frozenset((mine, other))]
+        meeting.wait()
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class _End:
+    def __init__(self, lane: Communicators, rank: int) -> None:
+        self.lane, self.rank = lane, rank
+
+    def send(self, _: list[torch.Tensor], peer: int, tag: int) -> _Done:
+        assert tag == 0
+        self.lane.meet(self.rank, peer)
+        return _Done()
+
+    recv = send
+
+
+def over(lanes: list[Communicators], rank: int) -> Transport:
+    """A transport of which nothing but the lanes is there."""
+    transport = object.__new__(Transport)
+    transport.rank, transport.device = rank, torch.device("cpu")
+    transport._lanes = [lane.end(rank) for lane in lanes]
+    return transport
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "interleaved-1f1b"])
+def test_every_communicator_is_made_in_one_order(name: str) -> None:
+    placement: Placement = make(name, 4, 8).placement
+    channels = [*every_channel(placement), *(Channel(a, b, Stuff.WORK) for a, b in permutations(range(4), 2))]
+    lanes = [Communicators() for _ in range(LANES)]
+    with ThreadPoolExecutor(4) as ranks:
+        # a rank that is told the channels in another order keeps to the same one
+        list(ranks.map(lambda rank: over(lanes, rank).greet(channels if rank % 2 else channels[::-1]), range(4)))
+    made = {(lane, *sorted(pair)) for lane, communicators in enumerate(lanes) for pair in communicators.meetings}
+    assert made == {(over(lanes, c.source)._lane(c.stuff, *c[:2])[0], *sorted(c[:2])) for c in channels}
+
+
+def test_lanes_without_communicators_need_no_greeting() -> None:
+    over([Communicators()], 0).greet([Channel(0, 1, Stuff.ACTIVATION)])  # nobody answers
+
+
+class Event:
+    """An event of a stream whose time stands still but for `now`; `waits` counts how often the host waited."""
+
+    now = 0.0
+    waits = 0
+    streams: ClassVar[list[Any]] = []
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        self.at = Event.now
+        Event.streams.append(stream)
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+def test_events_are_on_the_stages_device_and_read_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(clock, "perf_counter_ns", lambda: 10_000_000_000)
+    hours = clock.clock_for(torch.device("cuda", 1))
+    hours.start()
+    marks = []
+    for Event.now in (0.0, 1.5, 4.0):
+        marks.append(hours.mark())
+    assert Event.waits == 0
+    Event.now = 5.0
+    assert [hours.read(mark) for mark in marks] == [9_995_000_000, 9_996_500_000, 9_999_000_000]
+    assert set(Event.streams) == {"the stream of cuda:1"}
+    Event.now = 6.0
+    assert hours.read(hours.mark()) == 10_001_000_000  # the optimizer's step, noted after the times were read
