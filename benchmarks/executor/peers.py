@@ -90,15 +90,15 @@ def messages(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
     return _loop(schedule, lambda op, given, inputs, targets: payload)
 
 
-def sleeping(schedule: zb.Schedule, seconds: float) -> tuple[Step, Callable[[], None]]:
-    """The ceiling of efficiency on this machine: the same program, each pass nothing but a sleep."""
+def sleeping(schedule: zb.Schedule, seconds: float, latency: float) -> tuple[Step, Callable[[], None]]:
+    """The ceiling of efficiency on this machine: the same program, each pass nothing but a sleep, messages as late as ours."""
     payload = torch.zeros(1, 16)
 
     def work(op: Op, given: Tensor | None, inputs: list[Tensor], targets: list[Tensor]) -> Tensor:
         sleep_until(time.perf_counter() + (2 if op.kind is Kind.BW else 1) * seconds)
         return payload
 
-    return _loop(schedule, work)
+    return _loop(schedule, work, latency)
 
 
 def bare(schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
@@ -144,8 +144,11 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-def _loop(schedule: zb.Schedule, work: Callable[..., Any]) -> tuple[Step, Callable[[], None]]:
-    """The program of a schedule over plain gloo messages, its passes done by `work(op, what came, inputs, targets)`."""
+def _loop(schedule: zb.Schedule, work: Callable[..., Any], latency: float = 0.0) -> tuple[Step, Callable[[], None]]:
+    """The program of a schedule over plain gloo messages, its passes done by `work(op, what came, inputs, targets)`.
+
+    With a `latency`, messages begin with the time when they were sent, and are there so many seconds later.
+    """
     from zerobubble.program import Compute, Recv, Send
     from zerobubble.rules import MOVES, makes, uses
     from zerobubble.runtime.messages.transport import Transport
@@ -175,16 +178,22 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any]) -> tuple[Step, Callab
                 buffer = torch.empty(1, 16)
                 arriving[action.value] = (first(buffer), buffer)
             elif isinstance(action, Send):
-                leaving.append(first(values.pop(action.value)))
+                message = values.pop(action.value)
+                if latency:
+                    message = message.clone()
+                    message.view(torch.float64)[0, 0] = time.perf_counter()
+                leaving.append(first(message))
             else:
                 given = values.pop(first, None)
                 if first in arriving:
-                    message, given = arriving.pop(first)
-                    message.wait()
+                    coming, given = arriving.pop(first)
+                    coming.wait()
+                    if latency:
+                        sleep_until(given.view(torch.float64)[0, 0].item() + latency)
                 left = work(action.step[0], given, parts, aims)
                 if second is not None:
                     values[second] = left
-        for message in leaving:
-            message.wait()
+        for work_left in leaving:
+            work_left.wait()
 
     return step, transport.close

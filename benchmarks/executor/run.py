@@ -113,7 +113,10 @@ def measure(steps: dict[str, Any], microbatches: int, repeats: int) -> dict[str,
 
 
 def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
-    """Simulated over measured time with sleeping passes, and messages that take `latency_ms`, which the simulation knows."""
+    """Simulated over measured time with sleeping passes, and messages that take `latency_ms`, which the simulation knows.
+
+    Beside it what a loop by hand has that does nothing but sleep and send.
+    """
     schedule = zb.Schedule.from_text(text)
     costs = zb.Costs.uniform(schedule.num_stages, (PASS_MS,) * 3, latency_ms)
     ideal = zb.simulate(schedule, costs).makespan / 1e9
@@ -121,15 +124,16 @@ def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
     def build() -> SleepingStage:
         return SleepingStage((PASS_MS / 1000,) * 3)
 
-    steps = {"ours": ours(build, schedule)}
+    steps = {"ours": ours(build, schedule), "sleeping": sleeping(schedule, PASS_MS / 1000, latency_ms / 1000)}
     if latency_ms:
         delay_messages(latency_ms / 1000)
     else:
-        steps |= {"pytorch": pytorch(build, schedule), "sleeping": sleeping(schedule, PASS_MS / 1000)}
+        steps["pytorch"] = pytorch(build, schedule)
     took = measure(steps, schedule.num_microbatches, repeats)
     row = {"schedule": schedule.name, "ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches, "pass_ms": PASS_MS}
     row |= {"latency_ms": latency_ms, "simulated_ms": round(ideal * 1000, 1)}
-    return row | {who: round(ideal / value, 4) for who, value in took.items()}
+    row |= {who: round(ideal / value, 4) for who, value in took.items()}
+    return row | {"ours_over_sleeping": round(took["sleeping"] / took["ours"], 4)}
 
 
 def overhead(name: str, microbatches: int, repeats: int) -> dict[str, Any]:

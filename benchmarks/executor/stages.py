@@ -29,11 +29,12 @@ def sleep_until(end: float) -> None:
 
 
 class _Times:
-    """The seconds of F, B and W of a stage, and when the backward pass of a microbatch is to end."""
+    """The seconds of F, B and W of a stage, when the backward pass of a microbatch is to end, and whether it has."""
 
     def __init__(self, seconds: tuple[float, float, float]) -> None:
         self.forward, self.backward, self.weight = seconds
         self.end = 0.0
+        self.has_ended = False
 
 
 class _BackwardBegins(torch.autograd.Function):
@@ -61,6 +62,7 @@ class _BackwardEnds(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         sleep_until(ctx.times.end)
+        ctx.times.has_ended = True
         return dx, None
 
 
@@ -77,11 +79,14 @@ class _SleepInW(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         times = ctx.times
+        if ctx.work is None and times.has_ended:  # a pass of its own, as PyTorch's runtime splits them
+            sleep_until(time.perf_counter() + times.weight)
+            return dy, None
         if ctx.work is None:
             times.end += times.weight
             return dy, None
 
-        def gradient() -> Tensor:
+        def gradient(dy: Tensor) -> Tensor:
             sleep_until(time.perf_counter() + times.weight)
             return dy
 

@@ -105,7 +105,7 @@ def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
 
 
 def test_a_torch_that_cannot_tell_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerobubble.runtime.split.again._CAN_READ_HOOKS", False)
+    monkeypatch.setattr("zerobubble.runtime.split.again.CAN_SEE_HOOKS", False)
     stage = GraphStage(checkpointed(nn.Linear(4, 4)), 1)
     with pytest.raises(zb.InputError, match=r"checkpoints have from torch 2\.8 on"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))

@@ -28,7 +28,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
         weight, x = ctx.saved_tensors
         flat_x, flat_dy = x.flatten(0, -2), dy.flatten(0, -2)
-        return ctx.deferral(ctx, lambda: flat_x.mT @ flat_dy, flat_x, flat_dy), dy @ weight.mT
+        return ctx.deferral(ctx, lambda x, dy: x.mT @ dy, flat_x, flat_dy), dy @ weight.mT
 
 
 class Forgetful(torch.autograd.Function):
@@ -44,7 +44,7 @@ class Forgetful(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
         weight, x = ctx.saved_tensors
         flat = dy.flatten(0, -2).clone()
-        gradient = ctx.deferral(ctx, lambda: x.flatten(0, -2).mT @ flat, x)
+        gradient = ctx.deferral(ctx, lambda x: x.flatten(0, -2).mT @ flat, x)
         flat.zero_()
         return gradient, dy @ weight.mT
 
@@ -103,7 +103,7 @@ class Transposed(Product):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
         weight, x = ctx.saved_tensors
-        return ctx.deferral(ctx, lambda: dy.mT @ x, x, dy), dy @ weight.mT
+        return ctx.deferral(ctx, lambda x, dy: dy.mT @ x, x, dy), dy @ weight.mT
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:

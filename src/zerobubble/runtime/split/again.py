@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.gate import CAN_SEE_HOOKS
 
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _Hooks = tuple[Any, Any]
-_CAN_READ_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def noting_checkpoints(tensors: Sequence[Tensor]) -> Iterator[Mapping[str, _Hook
     `tensors` are what the forward is given. Raises `InputError` for other hooks on saved tensors, which have no effect in a graph, and
     for a checkpoint that changes one of `tensors`. Before torch 2.8, which cannot tell hooks apart, a checkpoint is a `RuntimeError`.
     """
-    if not _CAN_READ_HOOKS:
+    if not CAN_SEE_HOOKS:
         with disable_saved_tensors_hooks("checkpoints and offloading have no effect in a graph; checkpoints have from torch 2.8 on"):
             yield {}
         return

@@ -48,8 +48,8 @@ class _Convolution(torch.autograd.Function):
         bias_gradient = dy.sum([0, *range(2, dy.dim())]) if ctx.needs_input_grad[2] else None
         if not may_defer(ctx.work, ctx):
             return shape.backward(dy, x, weight, False), dx, bias_gradient, None, None
-        parameter, x = ctx.parameter, x.detach()
-        ctx.work.defer(parameter, lambda: shape.backward(dy, x, parameter.detach(), False), x, dy)
+        parameter = ctx.parameter
+        ctx.work.defer(parameter, lambda x, dy: shape.backward(dy, x, parameter.detach(), False), x, dy)
         return None, dx, bias_gradient, None, None
 
 

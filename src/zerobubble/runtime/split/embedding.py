@@ -23,12 +23,12 @@ class _Embedding(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         rows, padding_idx = ctx.parameter.shape[0], ctx.padding_idx
 
-        def gradient() -> Tensor:
+        def gradient(tokens: Tensor, dy: Tensor) -> Tensor:
             found: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding_idx, False)
             return found
 
         if not may_defer(ctx.work, ctx):
-            return gradient(), None, None, None
+            return gradient(tokens, dy), None, None, None
         ctx.work.defer(ctx.parameter, gradient, tokens, dy)
         return None, None, None, None
 

@@ -11,6 +11,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from zerobubble.runtime.split.work import WeightWork, pending_work
 
+CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+"""Whether torch tells who saves tensors, and with it who runs in a checkpoint: from 2.8 on."""
+
 
 def work_for(weight: Tensor, x: Tensor) -> WeightWork | None:
     """Where a layer that multiplies `x` by `weight` may leave its weight gradient, None when it is to be computed at once."""

@@ -32,12 +32,16 @@ class _Linear(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dy.mm(weight).view(x.shape) if ctx.needs_input_grad[1] else None
         bias_gradient = dy.sum(0) if ctx.needs_input_grad[2] else None
-        x = x.detach().reshape(-1, x.shape[-1])
+        x = x.reshape(-1, x.shape[-1])
         if may_defer(ctx.work, ctx):
-            ctx.work.defer(ctx.parameter, lambda: dy.t().mm(x), x, dy, cast=ctx.region)
+            ctx.work.defer(ctx.parameter, _weight_gradient, x, dy, cast=ctx.region)
             return None, dx, bias_gradient, None, None, None
-        gradient = dy.t().mm(x)
+        gradient = _weight_gradient(x, dy)
         return (gradient, dx, bias_gradient, None, None, None) if ctx.region is None else (None, dx, bias_gradient, gradient, None, None)
+
+
+def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    return dy.t().mm(x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -22,18 +22,18 @@ class Deferral:
         self._weight = weight
         self._work = work
 
-    def __call__(self, ctx: Any, gradient: Callable[[], Tensor], *held: Tensor) -> Tensor | None:
-        """What `backward` returns for the weight: None when W will add `gradient()`, else that gradient, computed now.
+    def __call__(self, ctx: Any, gradient: Callable[..., Tensor], *held: Tensor) -> Tensor | None:
+        """What `backward` returns for the weight: None when W will add `gradient(*held)`, else that gradient, computed now.
 
-        `held` are the tensors that `gradient` reads. Raises `InputError`, in W, when one was changed in place since, or when the
+        What is held until W is apart from its graph. Raises `InputError`, in W, when some of it was changed in place since, or when the
         gradient is not of the weight's shape.
         """
         if self._work is None or not may_defer(self._work, ctx):
-            return gradient()
+            return gradient(*held)
         weight = self._weight
 
-        def checked() -> Tensor:
-            found = gradient()
+        def checked(*apart: Tensor) -> Tensor:
+            found = gradient(*apart)
             if found.shape != weight.shape:
                 raise InputError(
                     f"the gradient left for a weight of shape {tuple(weight.shape)} has the shape {tuple(found.shape)}; "
@@ -55,10 +55,7 @@ def deferral(weight: Tensor) -> Deferral:
 
         def backward(ctx, dy):
             weight, x = ctx.saved_tensors
-            x = x.detach()
-            return ctx.deferral(ctx, lambda: x.mT @ dy, x, dy), dy @ weight.mT
-
-    What is saved knows the graph it comes from, which it would keep until W, were it not detached.
+            return ctx.deferral(ctx, lambda x, dy: x.mT @ dy, x, dy), dy @ weight.mT
 
     Outside a step that splits, and wherever the gradient is not simply added to `weight.grad` (the weight is computed or hooked, or a model
     asks for gradients in its own forward), it is computed at once, so that the Function serves everywhere.

@@ -29,7 +29,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        x, first = x.detach(), ctx.first
+        first = ctx.first
         bias_gradient = _summed(dy, ctx.bias_size) if ctx.needs_input_grad[2] else None
         if weight.dim() == 2 and not first:
             dy = dy.reshape(-1, dy.shape[-1])
@@ -39,11 +39,11 @@ class _Product(torch.autograd.Function):
             dx = _summed(weight.mT @ dy if first else dy @ weight.mT, x.shape) if ctx.needs_input_grad[1] else None
         size = weight.shape
 
-        def gradient() -> Tensor:
+        def gradient(x: Tensor, dy: Tensor) -> Tensor:
             return _summed(dy @ x.mT if first else x.mT @ dy, size)
 
         if not may_defer(ctx.work, ctx):
-            return gradient(), dx, bias_gradient, None, None
+            return gradient(x, dy), dx, bias_gradient, None, None
         ctx.work.defer(ctx.parameter, gradient, x, dy)
         return None, dx, bias_gradient, None, None
 
@@ -61,14 +61,14 @@ class _Einsum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        x, (of_x, of_weight, of_y) = x.detach(), ctx.terms
+        of_x, of_weight, of_y = ctx.terms
         dx = torch.einsum(f"{of_y},{of_weight}->{of_x}", dy, weight) if ctx.needs_input_grad[1] else None
 
-        def gradient() -> Tensor:
+        def gradient(x: Tensor, dy: Tensor) -> Tensor:
             return torch.einsum(f"{of_x},{of_y}->{of_weight}", x, dy)
 
         if not may_defer(ctx.work, ctx):
-            return gradient(), dx, None, None
+            return gradient(x, dy), dx, None, None
         ctx.work.defer(ctx.parameter, gradient, x, dy)
         return None, dx, None, None
 
@@ -85,15 +85,14 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, ends = ctx.saved_tensors
-        x = x.detach()
         product: Call = ctx.product
         dx = product(dy, weight.mT, offs=ends) if ctx.needs_input_grad[1] else None
 
-        def gradient() -> Tensor:
+        def gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
             return product(x.mT, dy, offs=ends)
 
         if not may_defer(ctx.work, ctx):
-            return gradient(), dx, None, None, None
+            return gradient(x, dy, ends), dx, None, None, None
         ctx.work.defer(ctx.parameter, gradient, x, dy, ends)
         return None, dx, None, None, None
 

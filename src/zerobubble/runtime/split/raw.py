@@ -1,7 +1,7 @@
 """Modules that own matrices themselves: while their `forward` runs, products of those matrices are caught on the way to torch.
 
 Other modules pay nothing. What a checkpoint inside such a `forward` runs is left to autograd, for its second run in B is not within that
-`forward`, and must save the same tensors as the first.
+`forward`, and must save the same tensors as the first; so before torch 2.8, which cannot tell what a checkpoint runs, nothing is caught.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zerobubble.runtime.split import product
+from zerobubble.runtime.split.gate import CAN_SEE_HOOKS
 from zerobubble.runtime.split.linear import linear
 
 _CAUGHT: dict[Any, Callable[..., Tensor]] = {
@@ -59,6 +60,8 @@ def _saving_hooks() -> Any:
 
 
 def owns_matrices(module: nn.Module) -> bool:
-    """Whether `module` has parameters of its own, in lists of parameters too, that its `forward` may multiply by."""
+    """Whether `module` has parameters of its own, in lists of parameters too, whose products in its `forward` can be caught."""
+    if not CAN_SEE_HOOKS:
+        return False
     lists = (part for part in module.children() if isinstance(part, (nn.ParameterList, nn.ParameterDict)))
     return any(p.dim() >= 2 and p.requires_grad for owner in (module, *lists) for p in owner.parameters(recurse=False))

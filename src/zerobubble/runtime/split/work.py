@@ -23,27 +23,28 @@ class WeightWork:
     def __init__(self, meter: Meter | None = None, gradients: Gradients = IN_GRAD) -> None:
         self.held: list[Tensor] = []
         self._versions: list[int] = []
-        self._entries: list[tuple[Tensor, object, Callable[[], Tensor]]] = []
+        self._entries: list[tuple[Tensor, object, Callable[..., Tensor], list[Tensor]]] = []
         self._counted: list[Held] = []
         self._meter = meter
         self._gradients = gradients
 
-    def defer(self, weight: Tensor, gradient: Callable[[], Tensor], *held: Tensor, cast: object = None) -> None:
-        """Leave `gradient()` of `weight` for W; `held` are the tensors it reads, which nobody may change until then.
+    def defer(self, weight: Tensor, gradient: Callable[..., Tensor], *held: Tensor, cast: object = None) -> None:
+        """Leave `gradient(*held)` of `weight` for W; nobody may change what is held until then.
 
-        What autograd saved is to be detached first: it would keep the graph behind it, down to the stage's input and its gradient.
+        It is held apart from its graph: what autograd saved would keep all behind it, down to the stage's input and its gradient.
         Where the model used a copy of the weight in another type, `cast` tells one copy from another: the gradients of one are summed
         before they get the weight's type.
         """
-        self._entries.append((weight, cast, gradient))
-        self.held += held
-        self._versions += [tensor._version for tensor in held]
+        apart = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
+        self._entries.append((weight, cast, gradient, apart))
+        self.held += apart
+        self._versions += [tensor._version for tensor in apart]
         if self._meter is not None:
-            self._counted += [self._meter.hold(tensor) for tensor in held]
+            self._counted += [self._meter.hold(tensor) for tensor in apart]
 
     def weights(self) -> set[Tensor]:
         """The weights whose gradients wait."""
-        return {weight for weight, _, _ in self._entries}
+        return {weight for weight, _, _, _ in self._entries}
 
     def run(self) -> None:
         """Add every queued gradient to those of its weight. A weight used twice is summed first, as autograd does.
@@ -67,8 +68,9 @@ class WeightWork:
     def _totals(self) -> dict[Tensor, Tensor]:
         """The sum of each weight's gradients, those of one cast first."""
         parts: dict[tuple[Tensor, object], Tensor] = {}
-        for weight, cast, compute in self._entries:
-            parts[weight, cast] = parts[weight, cast] + compute() if (weight, cast) in parts else compute()
+        for weight, cast, compute, held in self._entries:
+            found = compute(*held)
+            parts[weight, cast] = parts[weight, cast] + found if (weight, cast) in parts else found
         totals: dict[Tensor, Tensor] = {}
         for (weight, _), part in parts.items():
             gradient = part.to(weight.dtype)
