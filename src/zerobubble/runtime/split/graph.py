@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import CodeGen
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -191,7 +191,7 @@ class GraphStage(Stage):
 
     def refuse_hooks(self) -> None:
         """Raise for what a traced graph would run past: hooks of parameters and modules, and blocks that are compiled already."""
-        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        if any(getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
             raise self.refuse("there is a hook on all modules, which would run while tracing alone")
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
