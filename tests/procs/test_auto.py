@@ -49,7 +49,7 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
     with zb.Pipeline(dozing, "auto", M, nn.functional.mse_loss, group=group, memory_limit=limit, placement=placement) as pipe:
         names.append(pipe.schedule.name)
         wanted = reference(pipe.schedule.num_stages, 1)[0]
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         while len(plans) < 3 and time.monotonic() < end:
             loss = pipe.step(data(0), data(0))
             assert abs(loss.item() - wanted[0]) < 1e-12
@@ -65,7 +65,7 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
                 if len(plans) == 2:
                     for module in pipe.modules.values():
                         module[2].units *= 3  # type: ignore[index,union-attr,operator]
-        assert len(plans) == 3, f"{len(plans)} plans in a minute"
+        assert len(plans) == 3, f"{len(plans)} plans in 200 s"
         assert pipe.plan is not None
         held = zb.peak_memory(pipe.schedule, pipe.plan.problem.costs)
         assert limit is None or max(held) <= limit
@@ -79,7 +79,7 @@ def _of(pipe: zb.Pipeline, stage: int) -> list[Any]:
 
 @pytest.mark.parametrize(("placement", "limit"), [("linear", None), ("vee", 20_000)])
 def test_it_trains_plans_and_plans_anew_when_stages_slow_down(world: Ranks, placement: str, limit: int | None) -> None:
-    first, *others = world.run(train, placement, limit, ranks=4)
+    first, *others = world.run(train, placement, limit, ranks=4, seconds=280)
     assert all(other == first for other in others), "all ranks follow the same plans"
     names, _, costs = first
     assert names[0] == "one by one"

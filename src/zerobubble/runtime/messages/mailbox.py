@@ -123,8 +123,7 @@ class Mailbox:
             if peer in self._gaps_out and not self._may_lack(self._rank, peer):
                 ahead = self._gaps_out[peer].tell(self._place[value], tensors)
         else:
-            outgoing = [t.detach().contiguous() for t in tensors]
-        outgoing = packed(outgoing)
+            outgoing = packed([t.detach().contiguous() for t in tensors])
         if self._announcing and value.stuff is Stuff.ACTIVATION:
             note = write_note(self._known[value], self._known.layouts.get(value), self._device)
             outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
@@ -178,9 +177,10 @@ class Mailbox:
     def _start(self, value: Value, peer: int) -> None:
         receive = self._receive[peer, value.stuff]
         forms: list[Form] = [(size, dtype) for size, dtype, _ in self._shapes(value)]
-        if value.stuff is Stuff.GRADIENT and forms and self._may_lack(peer, self._rank):
-            forms = [((len(forms),), torch.uint8), *forms]
         coming, tensors = unpacked(forms, self._device)
+        if value.stuff is Stuff.GRADIENT and forms and self._may_lack(peer, self._rank):
+            there = torch.empty(len(forms), dtype=torch.uint8, device=self._device)
+            coming, tensors = (there, *coming), (there, *tensors)
         self._arriving[value] = (tensors, [receive(t) for t in coming])
 
     def _check(self, value: Value, tensors: Tensors) -> None:
@@ -206,16 +206,16 @@ class Mailbox:
         gaps = self._known.gaps
         return bool(gaps) and self._shared is None and Channel(source, destination, Stuff.GRADIENT) in gaps
 
-    def _filled(self, value: Value, peer: int, gradients: Cotangents) -> list[Tensor]:
+    def _filled(self, value: Value, peer: int, gradients: Cotangents) -> Sequence[Tensor]:
         """What goes on the channel for these gradients: zeros in gaps, and where they are expected, first which are there."""
         there = [gradient is not None for gradient in gradients]
         if there and self._may_lack(self._rank, peer):
             if not all(there):
                 self._known.gaps.add(Channel(self._rank, peer, Stuff.GRADIENT))
-            return [torch.tensor(there, dtype=torch.uint8, device=self._device), *self._with_zeros(value, gradients)]
+            return [torch.tensor(there, dtype=torch.uint8, device=self._device), *packed(self._with_zeros(value, gradients))]
         if not all(there) and peer not in self._gaps_out:
             raise InputError(_lacking(value, there.index(False)))
-        return self._with_zeros(value, gradients)
+        return packed(self._with_zeros(value, gradients))
 
     def _with_zeros(self, value: Value, gradients: Cotangents) -> list[Tensor]:
         return [
