@@ -6,8 +6,16 @@ from tests.procs.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Ranks]:
-    """Four ranks, shared by every test that leaves them healthy."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.kill()
+def worlds() -> Iterator[list[Ranks]]:
+    made: list[Ranks] = []
+    yield made
+    for ranks in made:
+        ranks.kill()
+
+
+@pytest.fixture
+def world(worlds: list[Ranks]) -> Ranks:
+    """Four ranks, shared by every test that leaves them healthy; new ones after a test in which some hung or died."""
+    if not worlds or not all(process.is_alive() for process in worlds[-1].processes):
+        worlds.append(Ranks(4))
+    return worlds[-1]
