@@ -45,9 +45,12 @@ def is_supported() -> bool:
 
 
 class Wire:
-    """One end of a channel's wake-up line: a bell (an eventfd) to ring, and a socket that hands over segments and tells of the end."""
+    """One end of a channel's wake-up line: a bell (an eventfd) to ring, and a socket that hands over segments and tells of the end.
 
-    def __init__(self, end: socket.socket, bell: int, timeout: float) -> None:
+    Only the receiver `hears` the bell: a sender that waits for a slot would take a ring from it, or wait for one that it has taken.
+    """
+
+    def __init__(self, end: socket.socket, bell: int, timeout: float, *, hears: bool) -> None:
         self._socket = end
         self._bell = bell
         self._timeout = timeout
@@ -55,7 +58,8 @@ class Wire:
         self._gone = ""
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        self._poll.register(bell, select.POLLIN)
+        if hears:
+            self._poll.register(bell, select.POLLIN)
         end.setblocking(False)
 
     def ring(self) -> None:
@@ -133,11 +137,11 @@ class Doors:
                 end.connect(self._path(channel))
                 bell = os.eventfd(0, os.EFD_CLOEXEC)
                 socket.send_fds(end, [b"b"], [bell])
-                ends[channel] = Wire(end, bell, self._timeout)
+                ends[channel] = Wire(end, bell, self._timeout, hears=False)
         for channel, door in self._listening.items():
             door.settimeout(self._timeout)
             end = door.accept()[0]
-            ends[channel] = Wire(end, socket.recv_fds(end, 1, 1)[1][0], self._timeout)
+            ends[channel] = Wire(end, socket.recv_fds(end, 1, 1)[1][0], self._timeout, hears=True)
             door.close()
             os.unlink(self._path(channel))
         return ends
