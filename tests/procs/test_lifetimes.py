@@ -203,6 +203,8 @@ def test_a_pipeline_that_is_forgotten_gives_back_what_it_took(world: Ranks) -> N
 
 
 class Spoil(nn.Module):
+    """Gives NaN in the third microbatch."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -211,7 +213,10 @@ class Spoil(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         y: Tensor = self.inner(x)
-        return y * float("nan") if self.calls == 3 else y
+        return self.spoilt(x, y) if self.calls == 3 else y
+
+    def spoilt(self, x: Tensor, y: Tensor) -> Tensor:
+        return y * float("nan")
 
 
 def step_to_nan(group: Any) -> tuple[float, bool, str]:
@@ -238,18 +243,11 @@ def test_nan_comes_back_as_on_one_device_and_stops_nobody(world: Ranks) -> None:
         assert f"is nan, not finite {', '.join(parts)}" in text
 
 
-class RootOfZero(nn.Module):
+class RootOfZero(Spoil):
     """Its output is finite, and the gradient of its input is infinite times 0 in the third microbatch."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        y: Tensor = self.inner(x)
-        return y + (x * 0).sqrt() * 0 if self.calls == 3 else y
+    def spoilt(self, x: Tensor, y: Tensor) -> Tensor:
+        return y + (x * 0).sqrt() * 0
 
 
 def stop_at_nan(group: Any, make: Any, anomalies: bool) -> str:

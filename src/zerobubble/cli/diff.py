@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerobubble.cli.files import parse_schedule, read_costs, read_text, write_text
+from zerobubble.cli.files import parse_schedule, read_costs, read_text, read_value, write_text
 from zerobubble.cli.options import json_option
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
@@ -46,7 +46,7 @@ def diff_verb(plan: str, run: str, costs_file: str | None, html: str | None, tra
       zerobubble diff zbv.txt run.json --costs costs.json --html diff.html --trace diff.trace.json
     """
     schedule, costs = _plan(plan, costs_file)
-    measured = _run(run)
+    measured = read_value(run, Timeline, "a timeline")
     difference, planned = diff(schedule, costs, measured), simulate(schedule, costs)
     idle = gaps(schedule, costs, planned), gaps(schedule, costs, measured)
     if html is not None:
@@ -74,16 +74,6 @@ def _plan(file: str, costs_file: str | None) -> tuple[Schedule, Costs]:
     if costs_file is None:
         raise InputError(f"{file} says nothing of costs: give those it was planned with as --costs FILE, or give a plan file")
     return parse_schedule(file, text), read_costs(costs_file)
-
-
-def _run(file: str) -> Timeline:
-    try:
-        value = loads(read_text(file))
-    except ParseError as error:
-        raise InputError(f"cannot read a timeline from {file}: {error}") from error
-    if not isinstance(value, Timeline):
-        raise InputError(f"cannot read a timeline from {file}: it holds a {type(value).__name__.lower()}")
-    return value
 
 
 def _print(difference: Difference, console: Console) -> None:

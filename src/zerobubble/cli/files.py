@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TypeVar
 
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
@@ -13,6 +14,8 @@ from zerobubble.export.json_form import loads
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.ir import Schedule
 from zerobubble.schedules import known_schedules
+
+Value = TypeVar("Value")
 
 MOST_PASSES = 2_000_000
 
@@ -45,13 +48,18 @@ def require_size(name: str, passes: int) -> None:
 
 def read_costs(file: str) -> Costs:
     """The costs in `file`, in the JSON form. Raises `InputError` naming the file for anything else."""
+    return read_value(file, Costs, "costs")
+
+
+def read_value(file: str, kind: type[Value], what: str) -> Value:
+    """The value of this `kind` in `file`, in the JSON form. Raises `InputError` naming the file and `what` was sought for anything else."""
     try:
-        costs = loads(read_text(file))
+        value = loads(read_text(file))
     except ParseError as error:
-        raise InputError(f"cannot read costs from {file}: {error}") from error
-    if not isinstance(costs, Costs):
-        raise InputError(f"cannot read costs from {file}: it holds a {type(costs).__name__.lower()}")
-    return costs
+        raise InputError(f"cannot read {what} from {file}: {error}") from error
+    if not isinstance(value, kind):
+        raise InputError(f"cannot read {what} from {file}: it holds a {type(value).__name__.lower()}")
+    return value
 
 
 def read_text(file: str) -> str:
