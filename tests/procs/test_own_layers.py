@@ -31,14 +31,8 @@ class Product(torch.autograd.Function):
         return ctx.deferral(ctx, lambda x, dy: x.mT @ dy, flat_x, flat_dy), dy @ weight.mT
 
 
-class Forgetful(torch.autograd.Function):
+class Forgetful(Product):
     """Defers a gradient that is right only when computed at once."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, x)
-        ctx.deferral = zb.deferral(weight)
-        return x @ weight
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor]:
