@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,16 @@ def one_device_losses(group: Any) -> list[float]:
     return losses
 
 
-@pytest.fixture(scope="module")
-def expected(world: Ranks) -> list[float]:
+@cache
+def losses_of_one_device(world: Ranks) -> list[float]:
+    losses: list[float]
     [losses] = world.run(one_device_losses, ranks=1)
     return losses
 
 
 @pytest.mark.parametrize("name", ["zb-v", "zb-h1"])
-def test_float32_losses_are_those_of_one_device(world: Ranks, expected: list[float], name: str) -> None:
+def test_float32_losses_are_those_of_one_device(world: Ranks, name: str) -> None:
+    expected = losses_of_one_device(world)
     assert expected[-1] < 0.8 * expected[0]
     for losses in world.run(pipeline_losses, name, ranks=4):
         assert losses == expected
