@@ -9,20 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from peers import bare, delay_messages, messages, ours, pytorch, sleeping
 from stages import SleepingStage, tiny_stage
 
 import zerobubble as zb
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import in_ranks, machine, show
 
 SLEEPING = [(8, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "planned")] + [(4, "1f1b"), (4, "zb-h1"), (4, "zb-v")]
 """Ranks and schedule; every pass of a stage takes `PASS_MS`."""
@@ -56,35 +57,6 @@ def made(name: str, ranks: int, latency_ms: float) -> zb.Schedule:
     limits = zb.Limits((3 * ranks // 2 * costs.held_after_f[0],) * ranks)
     plan = zb.plan(costs, 4 * ranks, limits, placements=placement, objective="makespan", evaluations=20_000)
     return dataclasses.replace(plan.schedule, name="planned")
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-
-
-def show(row: dict[str, Any]) -> dict[str, Any]:
-    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return row
-
-
-def in_ranks(job: Any, ranks: int, *args: Any) -> dict[str, Any]:
-    """Run `job` on fresh gloo ranks and give what rank 0 found."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    port = 20000 + os.getpid() % 20000
-    mp.spawn(_rank, (ranks, port, queue, job, args), nprocs=ranks)
-    row: dict[str, Any] = queue.get()
-    return row
-
-
-def _rank(rank: int, ranks: int, port: int, queue: Any, job: Any, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    row = job(*args)
-    if rank == 0:
-        queue.put(row)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def seconds(step: Any, inputs: torch.Tensor, targets: torch.Tensor) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import zerobubble as zb
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from allocator import Peak, peak_of
 from gpt import GPTConfig, build_stage, loss_fn
+from ranks import in_ranks, machine, show
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-half", "v-min")
 RANKS, MICROBATCHES, MICROBATCH_SIZE = 4, 8, 2
@@ -35,32 +35,10 @@ WITHIN = 0.05
 def main() -> None:
     """Compare every schedule and write the table."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    rows = in_ranks(RANKS)
+    rows = [show(in_ranks(compare, RANKS, None, name)) for name in SCHEDULES]
     worst = max(abs(error) for row in rows for error in row["errors"])
-    results = {"torch": torch.__version__, "worst_error": worst, "holds": worst <= WITHIN, "schedules": rows}
+    results = {"machine": machine(), "worst_error": worst, "holds": worst <= WITHIN, "schedules": rows}
     Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
-
-
-def in_ranks(ranks: int) -> list[dict[str, Any]]:
-    """What rank 0 of `ranks` fresh gloo ranks found."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (ranks, 20000 + os.getpid() % 20000, queue), nprocs=ranks)
-    rows: list[dict[str, Any]] = queue.get()
-    return rows
-
-
-def _rank(rank: int, ranks: int, port: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    rows = []
-    for name in SCHEDULES:
-        rows.append(compare(None, name))
-        if rank == 0:
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    if rank == 0:
-        queue.put(rows)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def compare(group: Any, name: str, config: GPTConfig = MODEL, split: str = "deferred") -> dict[str, Any]:

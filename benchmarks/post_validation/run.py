@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import time
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import zerobubble as zb
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import in_ranks, machine, show
 
 RANKS, MICROBATCHES, MAX_NORM = 4, 8, 1e6
 CASES = [("zb-h2", 20.0), ("zb-v", 20.0)]
@@ -34,33 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=2, help="blocks of steps measured per case and way (%(default)s)")
     options = parser.parse_args()
-    cases = [show(in_ranks(name, pass_ms, options.turns)) for name, pass_ms in CASES]
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    results = {"machine": machine, "ranks": RANKS, "microbatches": MICROBATCHES, "gaps": cases}
+    cases = [show(in_ranks(measure, RANKS, name, pass_ms, options.turns)) for name, pass_ms in CASES]
+    results = {"machine": machine(), "ranks": RANKS, "microbatches": MICROBATCHES, "gaps": cases}
     Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
-
-
-def show(row: dict[str, Any]) -> dict[str, Any]:
-    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return row
-
-
-def in_ranks(name: str, pass_ms: float, turns: int) -> dict[str, Any]:
-    """Run a case on fresh gloo ranks."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (20000 + os.getpid() % 20000, queue, name, pass_ms, turns), nprocs=RANKS)
-    row: dict[str, Any] = queue.get()
-    return row
-
-
-def _rank(rank: int, port: int, queue: Any, name: str, pass_ms: float, turns: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    row = measure(name, pass_ms, turns)
-    if rank == 0:
-        queue.put(row)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measure(name: str, pass_ms: float, turns: int) -> dict[str, Any]:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import zerobubble as zb
 from zerobubble.rules import Stuff, Value
 from zerobubble.runtime.executor import Executor
 from zerobubble.timeline import Doing
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import in_ranks, machine, show
 
 CASES = [(2, 32, name) for name in ("1f1b", "zb-h1")]
 PASS_US = 1000.0
@@ -37,34 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=40, help="steps measured each way (%(default)s)")
     options = parser.parse_args()
-    rows = [show(in_ranks(*case, options.repeats)) for case in CASES]
-    results = {"cores": os.cpu_count(), "torch": torch.__version__, "pass_us": PASS_US}
+    rows = [show(in_ranks(compare, ranks, m, name, options.repeats)) for ranks, m, name in CASES]
+    results = {"machine": machine(), "pass_us": PASS_US}
     share = max(2 * row["mark_us"] / PASS_US for row in rows)
     results |= {"share": round(share, 5), "holds": share < MOST, "steps": rows}
     Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
-
-
-def show(row: dict[str, Any]) -> dict[str, Any]:
-    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return row
-
-
-def in_ranks(ranks: int, microbatches: int, name: str, repeats: int) -> dict[str, Any]:
-    """What rank 0 of fresh gloo ranks found."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (ranks, 20000 + os.getpid() % 20000, queue, microbatches, name, repeats), nprocs=ranks)
-    row: dict[str, Any] = queue.get()
-    return row
-
-
-def _rank(rank: int, ranks: int, port: int, queue: Any, *case: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    row = compare(*case)
-    if rank == 0:
-        queue.put(row)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def compare(microbatches: int, name: str, repeats: int) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
@@ -16,6 +18,7 @@ from zerobubble.ir import Schedule
 from zerobubble.schedules import known_schedules
 
 Value = TypeVar("Value")
+Parsed = TypeVar("Parsed")
 
 MOST_PASSES = 2_000_000
 
@@ -60,6 +63,17 @@ def read_value(file: str, kind: type[Value], what: str) -> Value:
     if not isinstance(value, kind):
         raise InputError(f"cannot read {what} from {file}: it holds a {type(value).__name__.lower()}")
     return value
+
+
+def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
+    """What `parse` makes of the JSON in `file`. Raises `InputError` naming the file, and the line or what `parse` says is wrong with it."""
+    text = read_text(file)
+    try:
+        return parse(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise InputError(f"cannot read {file}: line {error.lineno} is not JSON: {error.msg}") from error
+    except (InputError, RecursionError) as error:
+        raise InputError(f"cannot read {what} from {file}: {error}") from error
 
 
 def read_text(file: str) -> str:

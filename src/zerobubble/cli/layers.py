@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.cli.files import read_text
+from zerobubble.cli.files import read_json
 from zerobubble.costs import NS_PER_MS, Limits
-from zerobubble.errors import InputError, ParseError
+from zerobubble.errors import ParseError
 from zerobubble.partition import Cuts, Layer
 from zerobubble.plan import LayersPlan
 from zerobubble.plan.problem import RANK_BYTES
@@ -27,12 +26,7 @@ def read_layers(file: str, comm: float, held: float) -> tuple[Layer, ...]:
 
     `comm` in ms and `held` are for such a list. Raises `InputError` naming the file, and the layer that is wrong.
     """
-    try:
-        return _layers(json.loads(read_text(file)), comm, held)
-    except json.JSONDecodeError as error:
-        raise InputError(f"cannot read {file}: line {error.lineno} is not JSON: {error.msg}") from error
-    except (ParseError, RecursionError) as error:
-        raise InputError(f"cannot read layers from {file}: {error}") from error
+    return read_json(file, "layers", lambda data: _layers(data, comm, held))
 
 
 def _layers(data: Any, comm: float, held: float) -> tuple[Layer, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from zerobubble.cli.files import read_costs, read_text, require_size
+from zerobubble.cli.files import read_costs, read_json, require_size
 from zerobubble.cli.options import comm_option, held_option, json_option, microbatches_option, ranks_option, times_option
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
@@ -99,12 +98,7 @@ def read_workload(file: str, comm: float, held: float) -> Workload:
     Times are an object of lists `forward`, `backward` and `weight` with an entry per rank, and `comm` and `held` where they differ
     from those given, or a list of [F, B, W] per rank. Raises `InputError` naming the file, and the rank of a time that is wrong.
     """
-    try:
-        return _workload(json.loads(read_text(file)), comm, held)
-    except json.JSONDecodeError as error:
-        raise InputError(f"cannot read {file}: line {error.lineno} is not JSON: {error.msg}") from error
-    except (InputError, RecursionError) as error:
-        raise InputError(f"cannot read the times of ranks from {file}: {error}") from error
+    return read_json(file, "the times of ranks", lambda data: _workload(data, comm, held))
 
 
 def _workload(data: Any, comm: float, held: float) -> Workload:

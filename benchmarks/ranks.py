@@ -1,0 +1,41 @@
+"""What the benchmarks of several ranks share: to run a job on fresh gloo ranks, to show its rows, to name the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def in_ranks(job: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """What rank 0 of `ranks` fresh gloo ranks, one thread each, found by `job(*args)`."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (ranks, 20000 + os.getpid() % 20000, queue, job, args), nprocs=ranks)
+    return queue.get()
+
+
+def _rank(rank: int, ranks: int, port: int, queue: Any, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    found = job(*args)
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, printed."""
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
