@@ -27,10 +27,14 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def ours(build: Callable[[], nn.Module], schedule: zb.Schedule, shared: bool = True) -> tuple[Step, Callable[[], None]]:
-    """zerobubble: (step, close). Without `shared`, messages go over gloo though the ranks share a machine."""
+def pipeline(build: Callable[[], nn.Module], schedule: zb.Schedule, shared: bool = True) -> zb.Pipeline:
+    """Ours. Without `shared`, messages go over gloo though the ranks share a machine."""
     with nullcontext() if shared else mock.patch("zerobubble.runtime.messages.transport.is_supported", return_value=False):
-        pipe = zb.Pipeline(lambda stage, num_stages: build(), schedule, schedule.num_microbatches, mean_square)
+        return zb.Pipeline(lambda stage, num_stages: build(), schedule, schedule.num_microbatches, mean_square)
+
+
+def ours(pipe: zb.Pipeline) -> tuple[Step, Callable[[], None]]:
+    """zerobubble: (step, close)."""
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         pipe.step(inputs, targets)

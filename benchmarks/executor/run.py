@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import bare, delay_messages, messages, ours, pytorch, sleeping
+from peers import bare, delay_messages, messages, ours, pipeline, pytorch, sleeping
 from stages import SleepingStage, tiny_stage
 
 import zerobubble as zb
@@ -87,7 +87,7 @@ def measure(steps: dict[str, Any], microbatches: int, repeats: int) -> dict[str,
 def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
     """Simulated over measured time with sleeping passes, and messages that take `latency_ms`, which the simulation knows.
 
-    Beside it what a loop by hand has that does nothing but sleep and send.
+    Beside it what a loop by hand has that does nothing but sleep and send, and how the time simulated with profiled costs compares.
     """
     schedule = zb.Schedule.from_text(text)
     costs = zb.Costs.uniform(schedule.num_stages, (PASS_MS,) * 3, latency_ms)
@@ -96,16 +96,20 @@ def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
     def build() -> SleepingStage:
         return SleepingStage((PASS_MS / 1000,) * 3)
 
-    steps = {"ours": ours(build, schedule), "sleeping": sleeping(schedule, PASS_MS / 1000, latency_ms / 1000)}
+    pipe = pipeline(build, schedule)
+    steps = {"ours": ours(pipe), "sleeping": sleeping(schedule, PASS_MS / 1000, latency_ms / 1000)}
     if latency_ms:
         delay_messages(latency_ms / 1000)
     else:
         steps["pytorch"] = pytorch(build, schedule)
+    data = torch.zeros(schedule.num_microbatches, 16)
+    profiled = zb.simulate(schedule, pipe.profile(data, data, steps=1)).makespan / 1e9
     took = measure(steps, schedule.num_microbatches, repeats)
     row = {"schedule": schedule.name, "ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches, "pass_ms": PASS_MS}
     row |= {"latency_ms": latency_ms, "simulated_ms": round(ideal * 1000, 1)}
     row |= {who: round(ideal / value, 4) for who, value in took.items()}
-    return row | {"ours_over_sleeping": round(took["sleeping"] / took["ours"], 4)}
+    row |= {"ours_over_sleeping": round(took["sleeping"] / took["ours"], 4)}
+    return row | {"profiled_ms": round(profiled * 1000, 1), "ours_of_profiled": round(profiled / took["ours"], 4)}
 
 
 def overhead(name: str, microbatches: int, repeats: int) -> dict[str, Any]:
@@ -115,8 +119,8 @@ def overhead(name: str, microbatches: int, repeats: int) -> dict[str, Any]:
     unit = zb.Costs.from_ms(*[[1.0] * schedule.num_stages] * 2, [0.0 if not schedule.split_stages else 1.0] * schedule.num_stages)
     actions = zb.simulate(schedule, unit).makespan / 1e6
     steps = {
-        "ours": ours(tiny_stage, schedule),
-        "ours_on_gloo": ours(tiny_stage, schedule, shared=False),
+        "ours": ours(pipeline(tiny_stage, schedule)),
+        "ours_on_gloo": ours(pipeline(tiny_stage, schedule, shared=False)),
         "pytorch": pytorch(tiny_stage, schedule),
         "bare": bare(schedule),
         "messages": messages(schedule),
