@@ -44,18 +44,24 @@ def ours(pipe: zb.Pipeline) -> tuple[Step, Callable[[], None]]:
 
 def delay_messages(seconds: float) -> None:
     """From here on, what comes through shared memory is there so much later than it was sent; nobody else waits for it."""
-    put, take, room = SharedLane.put, SharedLane.take, rings.message_bytes
+    sender, receiver, room = SharedLane.sender, SharedLane.receiver, rings.message_bytes
     stamp = (TensorShape((1,), torch.float64, differentiable=False),)
 
-    def stamped(lane: SharedLane, tensors: Any, shapes: Any) -> None:
-        put(lane, (*tensors, torch.tensor([time.perf_counter()], dtype=torch.float64)), shapes + stamp)
+    def stamping(lane: SharedLane, shapes: Any) -> Any:
+        put = sender(lane, shapes + stamp)
+        return lambda tensors: put((*tensors, torch.tensor([time.perf_counter()], dtype=torch.float64)))
 
-    def later(lane: SharedLane, shapes: Any) -> Any:
-        *tensors, sent = take(lane, shapes + stamp)
-        sleep_until(sent.item() + seconds)
-        return tuple(tensors)
+    def waiting(lane: SharedLane, shapes: Any, *, differentiable: bool) -> Any:
+        take = receiver(lane, shapes + stamp, differentiable=differentiable)
 
-    SharedLane.put, SharedLane.take = stamped, later  # type: ignore[method-assign]
+        def later() -> Any:
+            *tensors, sent = take()
+            sleep_until(sent.item() + seconds)
+            return tuple(tensors)
+
+        return later
+
+    SharedLane.sender, SharedLane.receiver = stamping, waiting  # type: ignore[method-assign]
     rings.message_bytes = lambda shapes: room(shapes + stamp)  # type: ignore[assignment]
 
 

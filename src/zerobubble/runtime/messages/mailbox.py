@@ -17,7 +17,7 @@ from zerobubble.runtime.messages.gaps import GapsIn, GapsOut
 from zerobubble.runtime.messages.nest import Layout, Parcel, changes, layout_of
 from zerobubble.runtime.messages.packing import Form, packed, unpacked
 from zerobubble.runtime.messages.rings import Rings
-from zerobubble.runtime.messages.transport import Transport, lost_with, wait
+from zerobubble.runtime.messages.transport import Contact, Transport, wait
 from zerobubble.runtime.messages.wire import Known, Shapes, look_like, read_note, shapes_of, write_note
 from zerobubble.runtime.stage import Cotangents, Tensors
 
@@ -31,6 +31,7 @@ class Mailbox:
         self._num_stages = program.num_stages
         self._rings = Rings(program, transport) if transport.wires else None
         self._peer: dict[Value, int] = {}
+        self._contact: dict[Value, Contact] = {}
         self._send: dict[tuple[int, Stuff], Any] = {}
         self._receive: dict[tuple[int, Stuff], Any] = {}
         self._gaps_out: dict[int, GapsOut] = {}
@@ -38,9 +39,11 @@ class Mailbox:
         self._place: dict[Value, int] = {}
         for action in program.rows[transport.rank]:
             if isinstance(action, Send):
+                self._contact[action.value] = Contact(action.peer, f"sending {_describe(action.value)}")
                 self._send[action.peer, action.value.stuff] = transport.sender(action.value.stuff, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
+                self._contact[action.value] = Contact(action.peer, f"waiting for {_describe(action.value)}")
                 self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
         if self._rings is None and self._device.type == "cpu":
             self._watch_gaps(program, transport)
@@ -48,7 +51,7 @@ class Mailbox:
         self._announcing = False
         self._shared: Rings | None = None
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
-        self._arriving: dict[Value, tuple[Any, list[Any]]] = {}
+        self._arriving: dict[Value, tuple[Any, Sequence[Any]]] = {}
         self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
 
     def _watch_gaps(self, program: Program, transport: Transport) -> None:
@@ -89,6 +92,8 @@ class Mailbox:
         if value not in self._arriving:
             self._read_up_to(value)
         tensors, works = self._arriving.pop(value)
+        if self._shared is not None:
+            return self._laid_out(value, tensors) if self._known.layouts and value.stuff is Stuff.ACTIVATION else tensors
         for work in works:
             wait(work, self._peer[value], f"waiting for {_describe(value)}")
         if value.stuff is Stuff.ACTIVATION:
@@ -113,8 +118,8 @@ class Mailbox:
         if value.stuff is Stuff.ACTIVATION:
             self._check(value, tensors)
         if self._shared is not None:
-            with lost_with(peer, f"sending {_describe(value)}"):
-                self._shared.out(peer, value.stuff).put(tensors, self._shapes(value))
+            with self._contact[value]:
+                self._shared.put[value](tensors)
             return
         ahead: list[tuple[Tensor, Any]] = []
         outgoing: Sequence[Tensor]
@@ -157,8 +162,8 @@ class Mailbox:
         while value not in self._arriving:
             following = unread.popleft()
             if self._shared is not None:
-                with lost_with(peer, f"waiting for {_describe(following)}"):
-                    self._arriving[following] = (self._shared.into(peer, value.stuff).take(self._shapes(following)), [])
+                with self._contact[following]:
+                    self._arriving[following] = self._shared.take[following](), ()
                 continue
             if value.stuff is Stuff.ACTIVATION:
                 self._read_note(following, peer)
@@ -200,11 +205,11 @@ class Mailbox:
         return tensors if layout is None else Parcel.of(tensors, layout)
 
     def _may_lack(self, source: int, destination: int) -> bool:
-        """Whether gradients from `source` are led by a tensor that tells which are there; through shared memory, their slots tell."""
+        """Whether gradients from `source`, off shared memory, are led by a tensor that tells which are there."""
         if self._announcing:
             return True
         gaps = self._known.gaps
-        return bool(gaps) and self._shared is None and Channel(source, destination, Stuff.GRADIENT) in gaps
+        return bool(gaps) and Channel(source, destination, Stuff.GRADIENT) in gaps
 
     def _filled(self, value: Value, peer: int, gradients: Cotangents) -> Sequence[Tensor]:
         """What goes on the channel for these gradients: zeros in gaps, and where they are expected, first which are there."""

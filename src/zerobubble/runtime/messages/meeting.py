@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zerobubble.runtime.inquest import EVERYBODY
-from zerobubble.runtime.messages.transport import LostContactError, lost_with, reason_of
+from zerobubble.runtime.messages.transport import Contact, LostContactError, reason_of
 
 
 @contextmanager
 def meeting(what: str) -> Iterator[None]:
     """Turn the failure of an exchange among all ranks, such as `Transport.gather_objects`, into a `LostContactError` with everybody."""
     try:
-        with lost_with(EVERYBODY, what):
+        with Contact(EVERYBODY, what):
             yield
     except RuntimeError as error:
         raise LostContactError(EVERYBODY, what, reason_of(error)) from error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from zerobubble.program import Channel, Compute, Program, Recv, channel_of
 from zerobubble.rules import Stuff, Value, uses
-from zerobubble.runtime.messages.shared import SharedLane, message_bytes
-from zerobubble.runtime.messages.transport import Transport, lost_with
+from zerobubble.runtime.messages.shared import Put, SharedLane, Take, message_bytes
+from zerobubble.runtime.messages.transport import Contact, Transport
 from zerobubble.runtime.messages.wire import Known, Shapes
 
 ROOMY_BYTES = 32 << 20
@@ -19,7 +19,7 @@ MOST_KEPT = 8
 
 
 class Rings:
-    """This rank's ends of the rings, by peer and stuff. Call `begin` before each step that uses them."""
+    """This rank's ends of the rings. Call `begin` before each step that uses them: `put[value]` and `take[value]` are its messages."""
 
     def __init__(self, program: Program, transport: Transport) -> None:
         self._transport = transport
@@ -29,8 +29,9 @@ class Rings:
         for _, _, channel, action in program.channels():
             if isinstance(action, Recv) and transport.rank in channel[:2]:
                 self._messages[channel].append(action.value)
-        self._made: dict[int, tuple[Known, dict[Channel, SharedLane]]] = {}
-        self._now: dict[Channel, SharedLane] = {}
+        self._made: dict[int, tuple[Known, dict[Value, Put], dict[Value, Take]]] = {}
+        self.put: dict[Value, Put] = {}
+        self.take: dict[Value, Take] = {}
 
     def begin(self, known: Known, shapes: Callable[[Value], Shapes]) -> None:
         """Use the rings for the messages of `known`, making them the first time: senders first, then those who wait for them."""
@@ -39,25 +40,25 @@ class Rings:
             if len(self._made) == MOST_KEPT:
                 del self._made[next(iter(self._made))]
             rank = self._transport.rank
-            ordered = sorted(self._messages, key=lambda channel: (channel.source != rank, channel))
-            self._made[key] = known, {channel: self._make(channel, shapes) for channel in ordered}
-        self._now = self._made[key][1]
+            puts: dict[Value, Put] = {}
+            takes: dict[Value, Take] = {}
+            for channel in sorted(self._messages, key=lambda channel: (channel.source != rank, channel)):
+                forms = {value: shapes(value) for value in self._messages[channel]}
+                lane = self._make(channel, forms)
+                if channel.source == rank:
+                    puts |= {value: lane.sender(form) for value, form in forms.items()}
+                else:
+                    differentiable = channel.stuff is Stuff.ACTIVATION
+                    takes |= {value: lane.receiver(form, differentiable=differentiable) for value, form in forms.items()}
+            self._made[key] = known, puts, takes
+        _, self.put, self.take = self._made[key]
 
-    def _make(self, channel: Channel, shapes: Callable[[Value], Shapes]) -> SharedLane:
-        messages = self._messages[channel]
-        size = max(message_bytes(shapes(value)) for value in messages)
-        slots = min(len(messages), max(self._needed[channel.destination][channel], ROOMY_BYTES // size))
+    def _make(self, channel: Channel, forms: Mapping[Value, Shapes]) -> SharedLane:
+        size = max(message_bytes(shapes) for shapes in forms.values())
+        slots = min(len(forms), max(self._needed[channel.destination][channel], ROOMY_BYTES // size))
         sends = channel.source == self._transport.rank
-        with lost_with(channel.destination if sends else channel.source, "opening a ring"):
+        with Contact(channel.destination if sends else channel.source, "opening a ring"):
             return SharedLane(self._transport.wires[channel], slots, size, sends=sends, spins=self._spins)
-
-    def out(self, peer: int, stuff: Stuff) -> SharedLane:
-        """The ring towards `peer`."""
-        return self._now[Channel(self._transport.rank, peer, stuff)]
-
-    def into(self, peer: int, stuff: Stuff) -> SharedLane:
-        """The ring that comes from `peer`."""
-        return self._now[Channel(peer, self._transport.rank, stuff)]
 
 
 def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:

@@ -35,6 +35,10 @@ _SPIN_S = 100e-6
 _THERE, _MISSING = 0, 1
 
 
+Put = Callable[[Sequence[Tensor | None]], None]
+Take = Callable[[], tuple[Tensor | None, ...]]
+
+
 class PeerGoneError(RuntimeError):
     """The other end of a channel closed it or did not answer in time."""
 
@@ -173,7 +177,6 @@ class SharedLane:
         self._words = memoryview(self._map)[:_HEADER].cast("q")
         self._bytes = memoryview(self._map)[_HEADER:]
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() + _HEADER
-        self._places: dict[Shapes, list[tuple[int, int]]] = {}
 
     def _create(self, size: int) -> int:
         segment = os.memfd_create("zerobubble")
@@ -181,39 +184,59 @@ class SharedLane:
         self._wire.hand_over(segment)
         return segment
 
-    def put(self, tensors: Sequence[Tensor | None], shapes: Shapes) -> None:
-        """Copy a message of these `shapes`, where a tensor may be missing, into the ring; waits for a slot, raises `PeerGoneError`."""
-        words, count = self._words, self._count
-        if count - words[_TAKEN] >= self._slots:
-            self._wire.sleep_until(lambda: count - words[_TAKEN] < self._slots, longest_ms=1)
-        place = count % self._slots * self._slot_bytes
-        for tensor, (offset, room) in zip(tensors, self._layout(shapes), strict=True):
-            if tensor is None:
-                self._bytes[place + offset + room] = _MISSING
-                continue
-            whole = tensor.contiguous()
-            self._bytes[place + offset + room] = _THERE
-            ctypes.memmove(self._address + place + offset, whole.data_ptr(), room)
-        self._count = words[_PUT] = count + 1
-        if words[_ASLEEP]:
-            self._wire.ring()
+    def sender(self, shapes: Shapes) -> Put:
+        """A call that copies a message of these `shapes` into the ring, where a tensor may be missing.
 
-    def take(self, shapes: Shapes) -> tuple[Tensor | None, ...]:
-        """The next message, copied out of the ring, waiting for it; None for what is missing. Raises `PeerGoneError`."""
-        words, count = self._words, self._count
-        if words[_PUT] <= count:
-            self._wait(lambda: words[_PUT] > count)
-        place = count % self._slots * self._slot_bytes
-        tensors: list[Tensor | None] = []
-        for (size, dtype, _), (offset, room) in zip(shapes, self._layout(shapes), strict=True):
-            if self._bytes[place + offset + room] == _MISSING:
-                tensors.append(None)
-                continue
-            tensor = torch.empty(size, dtype=dtype)
-            ctypes.memmove(tensor.data_ptr(), self._address + place + offset, room)
-            tensors.append(tensor)
-        self._count = words[_TAKEN] = count + 1
-        return tuple(tensors)
+        It waits for a slot, and raises `PeerGoneError`.
+        """
+        words, places = self._words, _places(shapes)
+
+        def put(tensors: Sequence[Tensor | None]) -> None:
+            count = self._count
+            if count - words[_TAKEN] >= self._slots:
+                self._wire.sleep_until(lambda: count - words[_TAKEN] < self._slots, longest_ms=1)
+            start = count % self._slots * self._slot_bytes
+            for tensor, (offset, room) in zip(tensors, places, strict=True):
+                if tensor is None:
+                    self._bytes[start + offset + room] = _MISSING
+                    continue
+                whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+                self._bytes[start + offset + room] = _THERE
+                ctypes.memmove(self._address + start + offset, whole.data_ptr(), room)
+            self._count = words[_PUT] = count + 1
+            if words[_ASLEEP]:
+                self._wire.ring()
+
+        return put
+
+    def receiver(self, shapes: Shapes, *, differentiable: bool) -> Take:
+        """A call that gives the next message, which has these `shapes`, None for what is missing in it.
+
+        It waits for the message, and raises `PeerGoneError`. What it copies to is made before it waits, and with `differentiable` asks for
+        gradients where the shapes do.
+        """
+        words = self._words
+        parts = [
+            (size, dtype, differentiable and needs_gradient, *place)
+            for (size, dtype, needs_gradient), place in zip(shapes, _places(shapes), strict=True)
+        ]
+
+        def take() -> tuple[Tensor | None, ...]:
+            count = self._count
+            tensors: list[Tensor | None] = [torch.empty(size, dtype=dtype, requires_grad=needs) for size, dtype, needs, _, _ in parts]
+            if words[_PUT] <= count:
+                self._wait(lambda: words[_PUT] > count)
+            start = count % self._slots * self._slot_bytes
+            for number, (tensor, (*_, offset, room)) in enumerate(zip(tensors, parts, strict=True)):
+                assert tensor is not None
+                if self._bytes[start + offset + room] == _MISSING:
+                    tensors[number] = None
+                else:
+                    ctypes.memmove(tensor.data_ptr(), self._address + start + offset, room)
+            self._count = words[_TAKEN] = count + 1
+            return tuple(tensors)
+
+        return take
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         if self._spins:
@@ -227,19 +250,17 @@ class SharedLane:
         finally:
             self._words[_ASLEEP] = 0
 
-    def _layout(self, shapes: Shapes) -> list[tuple[int, int]]:
-        """Where in a slot each tensor of a message lies: (offset, bytes); the byte behind it tells whether it is there.
 
-        Copies go by address: a dispatched copy costs far more.
-        """
-        places = self._places.get(shapes)
-        if places is None:
-            places, offset = [], 0
-            for size, dtype, _ in shapes:
-                places.append((offset, _num_bytes(size, dtype)))
-                offset += _padded(places[-1][1] + 1)
-            self._places[shapes] = places
-        return places
+def _places(shapes: Shapes) -> list[tuple[int, int]]:
+    """Where in a slot each tensor of a message lies: (offset, bytes); the byte behind it tells whether it is there.
+
+    Copies go by address: a dispatched copy costs far more.
+    """
+    places, offset = [], 0
+    for size, dtype, _ in shapes:
+        places.append((offset, _num_bytes(size, dtype)))
+        offset += _padded(places[-1][1] + 1)
+    return places
 
 
 def message_bytes(shapes: Shapes) -> int:

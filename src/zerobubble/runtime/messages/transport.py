@@ -214,7 +214,9 @@ def wait(work: Any, peer: int, what: str) -> None:
     _waiting = None
 
 
-class _Contact:
+class Contact:
+    """Turns the failure of a shared-memory channel inside into `LostContactError`."""
+
     __slots__ = ("_peer", "_what")
 
     def __init__(self, peer: int, what: str) -> None:
@@ -231,11 +233,6 @@ class _Contact:
             _waiting = None
         elif isinstance(error, PeerGoneError):
             raise LostContactError(self._peer, self._what, reason_of(error)) from error
-
-
-def lost_with(peer: int, what: str) -> _Contact:
-    """Turn the failure of a shared-memory channel inside into `LostContactError`."""
-    return _Contact(peer, what)
 
 
 def _store_host(group: dist.ProcessGroup | None) -> int | None:
