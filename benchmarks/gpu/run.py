@@ -26,10 +26,13 @@ from torch import Tensor, nn
 import zerobubble as zb
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from allocator import peak_of
+from ranks import show
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WAYS, WHOLE = ("deferred", "graph", "compiled"), ("eager", "compiled")
+WAYS, WHOLE = ("deferred", "graph", "compiled", "replayed-graph", "replayed-compiled"), ("eager", "compiled")
+"""What is replayed is so by CUDA graphs."""
 
 
 class Block(nn.Module):
@@ -91,12 +94,12 @@ def passes(pipe: zb.Pipeline, x: Tensor, steps: int) -> dict[str, float]:
 
 def split_ratios(sizes: Sizes, device: torch.device, compiling: bool) -> list[dict[str, Any]]:
     """(T_B + T_W) / T_fused for each way and dtype, of the model as it is and, when `compiling`, of the compiled one."""
-    left_out = () if compiling else ("compiled",)
+    left_out = {way for way in WAYS if ("compiled" in way and not compiling) or ("replayed" in way and device.type != "cuda")}
     rows = []
     for name, dtype in DTYPES.items():
         x = torch.randn(sizes.batch * sizes.microbatches, sizes.length, sizes.width, device=device, dtype=dtype)
         fused = {}
-        for whole in (whole for whole in WHOLE if whole not in left_out):
+        for whole in WHOLE if compiling else WHOLE[:1]:
             torch._dynamo.reset()
             stack = model(sizes, device, dtype)
             if whole == "compiled":
@@ -105,7 +108,8 @@ def split_ratios(sizes: Sizes, device: torch.device, compiling: bool) -> list[di
                 fused[whole] = passes(pipe, x, sizes.steps)
         for way in (way for way in WAYS if way not in left_out):
             torch._dynamo.reset()
-            with pipeline(model(sizes, device, dtype), "zb-h1", sizes.microbatches, split=way) as pipe:
+            options = {"split": way.removeprefix("replayed-"), "cuda_graphs": way.startswith("replayed-")}
+            with pipeline(model(sizes, device, dtype), "zb-h1", sizes.microbatches, **options) as pipe:
                 took = passes(pipe, x, sizes.steps)
             row = {"dtype": name, "way": way, **{f"{kind}_ms": round(ms, 3) for kind, ms in took.items()}}
             row |= {f"over_{whole}_fused": round((took["B"] + took["W"]) / times["BW"], 3) for whole, times in fused.items()}
@@ -162,11 +166,6 @@ def memory(sizes: Sizes, device: torch.device, microbatches: int = 4) -> list[di
         row |= {"within_passes_mb": peak.within / 2**20, "predicted_over_allocated": predicted / peak.between}
         rows.append(show({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}))
     return rows
-
-
-def show(row: dict[str, Any]) -> dict[str, Any]:
-    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return row
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ class Pipeline:
 
     `split` says how backward passes come apart, for all stages or for some of this rank's by index (others are "deferred"): "deferred"
     (eager, layers leave their weight gradients to W), "graph" (the traced graph of the stage is cut), "compiled" (its parts are compiled,
-    too) or "whole" (B does all, W nothing).
+    too) or "whole" (B does all, W nothing). With `cuda_graphs`, the passes of stages split by their graph are captured once and replayed.
 
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
@@ -111,6 +111,7 @@ class Pipeline:
         tied: Tied = (),
         main_grad: torch.dtype | None = None,
         split: str | Mapping[int, str] = "deferred",
+        cuda_graphs: bool = False,
     ) -> None:
         self.on_step = on_step
         self.metering = False
@@ -138,7 +139,7 @@ class Pipeline:
                 raise InputError(f"memory_limit is for schedule='auto', which plans with it; {self.schedule.name!r} takes what it takes")
             self.modules = modules_of(build_or_modules, self.schedule, self.rank)
             self._gradients = Gradients(main_grad)
-            self._stages = Stages(self.modules, split, self._gradients)
+            self._stages = Stages(self.modules, split, self._gradients, cuda_graphs=cuda_graphs)
             self.device = self._stages.device
             if pace is not None and self.device.type != "cpu":
                 raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")

@@ -25,13 +25,22 @@ Build = Callable[[int, int], nn.Module]
 class Stages:
     """The modules of this rank, which are on one `device`, and how their backward passes come apart.
 
-    Raises `InputError` for modules on several devices, and for a way that there is not.
+    With `cuda_graphs`, those that are traced replay their passes as CUDA graphs. Raises `InputError` for modules on several devices, for a
+    way that there is not, and for CUDA graphs of what has none.
     """
 
-    def __init__(self, modules: dict[int, nn.Module], split: str | Mapping[int, str], gradients: Gradients) -> None:
+    def __init__(
+        self, modules: dict[int, nn.Module], split: str | Mapping[int, str], gradients: Gradients, *, cuda_graphs: bool = False
+    ) -> None:
         self.modules = modules
         self.device = _device(modules)
         self._ways = ways_of(split, modules)
+        if cuda_graphs and self.device.type != "cuda":
+            raise InputError(f"cuda_graphs is for stages on a CUDA device, these are on {self.device}; leave it out")
+        if cuda_graphs and not set(TRACED).intersection(self._ways.values()):
+            ways = ", ".join(f"stage {index} is {way!r}" for index, way in self._ways.items())
+            raise InputError(f"cuda_graphs is for stages that are traced, but {ways}: give split='graph' or 'compiled', or leave it out")
+        self._cuda_graphs = cuda_graphs
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}
 
@@ -40,7 +49,7 @@ class Stages:
         stages = {}
         for index, module in self.modules.items():
             way, splits = self._ways[index], index in schedule.split_stages
-            stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients)
+            stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
             if way in TRACED:
                 self._traced[index] = stage
             stages[index] = stage

@@ -27,8 +27,13 @@ def ways_of(split: str | Mapping[int, str], stages: Collection[int]) -> dict[int
     return {**dict.fromkeys(stages, "deferred"), **given}
 
 
-def make_stage(way: str, module: nn.Module, index: int, has_weight_passes: bool, gradients: Gradients) -> Stage:
-    """A stage that is split in the way named, in passes B and W or, without `has_weight_passes`, in BW."""
+def make_stage(
+    way: str, module: nn.Module, index: int, has_weight_passes: bool, gradients: Gradients, *, cuda_graphs: bool = False
+) -> Stage:
+    """A stage that is split in the way named, in passes B and W or, without `has_weight_passes`, in BW.
+
+    With `cuda_graphs`, one that is traced replays its passes as CUDA graphs.
+    """
     if way == "deferred":
         return Stage(module, index, split=has_weight_passes, gradients=gradients)
     if way == "whole":
@@ -37,4 +42,4 @@ def make_stage(way: str, module: nn.Module, index: int, has_weight_passes: bool,
         return WholeStage(module, index, gradients=gradients)
     from zerobubble.runtime.split.graph import GraphStage  # tracing loads much, and few need it
 
-    return GraphStage(module, index, compiled=way == "compiled", gradients=gradients)
+    return GraphStage(module, index, compiled=way == "compiled", cuda_graphs=cuda_graphs, gradients=gradients)

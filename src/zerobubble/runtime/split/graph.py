@@ -26,13 +26,12 @@ from zerobubble.runtime.measure.memory import Held, Meter
 from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
 from zerobubble.runtime.skips import refusing
 from zerobubble.runtime.split.again import noting_checkpoints
+from zerobubble.runtime.split.capture import Captured, Part, Slots
 from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.work import collect_into
 from zerobubble.runtime.stage import Cotangents, Stage, Tensors, _set_apart
-
-Part = Callable[[list[Any]], Sequence[Any]]
 
 
 class _TracedError(Exception):
@@ -58,7 +57,10 @@ class _Work(NamedTuple):
                 )
         is_fresh = any(gradients.of(parameter) is None for parameter in self.parameters)
         shared = {tensor.untyped_storage().data_ptr() for tensor in self.kept} if is_fresh else set()
-        for parameter, gradient in zip(self.parameters, self.weight(self.kept), strict=True):
+        found = self.weight(self.kept)
+        if is_fresh and isinstance(self.weight, Captured):
+            shared |= {gradient.untyped_storage().data_ptr() for gradient in found}
+        for parameter, gradient in zip(self.parameters, found, strict=True):
             is_first = gradients.of(parameter) is None
             gradients.add(parameter, _taken(parameter, gradient, shared) if is_first else gradient)
         self.counted.clear()
@@ -83,9 +85,12 @@ class GraphStage(Stage):
     themselves in a forward, and no compiler where one is needed. The message names the stage and the remedy.
     """
 
-    def __init__(self, module: nn.Module, index: int, *, compiled: bool = False, gradients: Gradients = IN_GRAD) -> None:
+    def __init__(
+        self, module: nn.Module, index: int, *, compiled: bool = False, cuda_graphs: bool = False, gradients: Gradients = IN_GRAD
+    ) -> None:
         super().__init__(module, index, split=False, gradients=gradients)
         self.split = True
+        self.slots = Slots() if cuda_graphs else None
         self.way = "compiled" if compiled else "graph"
         self.owned: tuple[Tensor, ...] = ()
         self._state: Any = None
@@ -105,9 +110,11 @@ class GraphStage(Stage):
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         if self._state is None:
             self._look()
+        self._enter(microbatch)
         return super().forward(microbatch, inputs, finish)
 
     def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
+        self._enter(microbatch)
         fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         outputs = super().backward(microbatch, gradients)
         work, self._left = self._left, None
@@ -118,10 +125,17 @@ class GraphStage(Stage):
 
     def weight(self, microbatch: int) -> None:
         del self._work[microbatch]  # which stays empty: a graph leaves its own
+        self._enter(microbatch)
         work = self._works.pop(microbatch, None)
         if work is not None:
             with torch.no_grad():
                 work.run(self._gradients)
+        if self.slots is not None:
+            self.slots.leave(microbatch)
+
+    def _enter(self, microbatch: int) -> None:
+        if self.slots is not None:
+            self.slots.enter(microbatch)
 
     def in_flight(self) -> tuple[int, int]:
         count, size = super().in_flight()
@@ -132,6 +146,8 @@ class GraphStage(Stage):
         super().clear()
         self._works.clear()
         self._left = None
+        if self.slots is not None:
+            self.slots.clear()
 
     def report(self) -> SplitReport:
         """The split of the last trace; the share is None before the first forward, and where no product gives a weight gradient."""
@@ -226,6 +242,7 @@ class _Trace:
         self._names: set[str] = set()
         self._checkpointed: Mapping[str, Any] = {}
         self._made_of_weights: set[str] = set()
+        self._num_outputs = 0
         self._spec: TreeSpec
         self._leaves: list[tuple[Any] | None] = []
         self.cut: Cut | None = None
@@ -286,6 +303,7 @@ class _Trace:
                 raise InputError("it uses a tensor with gradient that is neither a parameter nor an input")
         if joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
             raise InputError("its recurrent layer runs in oneDNN, which keeps nothing to go back from in a graph")
+        self._num_outputs = num_fwd_outputs
         forward, backward = halves(joint, num_fwd_outputs, self._names, self._checkpointed, draw=self._stage.way == "graph")
         primals = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         if num_results(backward) != len(primals):
@@ -295,7 +313,7 @@ class _Trace:
         return forward, backward
 
     def _compile_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-        part = self._compile(graph, examples)
+        part = self._compile(graph, examples, self._num_outputs)
 
         def forward(tensors: list[Any]) -> Sequence[Any]:
             if not self._is_ready:
@@ -336,11 +354,13 @@ class _Trace:
     def _halve(self, graph: fx.GraphModule, examples: Sequence[Any]) -> tuple[Cut, Part]:
         """A cut of a backward graph, and the call that runs B and leaves W to the stage."""
         parts = cut(graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._named))}, self._made_of_weights)
-        b = self._compile(parts.b, examples)
-        w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")])
         stage, count = self._stage, num_results(graph)
+        b = self._compile(parts.b, examples, count)
+        w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")], 0)
 
         def backward(tensors: list[Any]) -> Sequence[Any]:
+            if isinstance(b, Captured):
+                tensors[:] = b.settled(tensors)
             kept = [tensors[i].detach() for i in parts.from_inputs]  # an input of the stage would keep its gradient
             results = b(tensors)
             kept += results[count:]
@@ -352,12 +372,16 @@ class _Trace:
 
         return parts, backward
 
-    def _compile(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+    def _compile(self, graph: fx.GraphModule, examples: Sequence[Any], leaving: int) -> Part:
+        """What runs a part of the graph, the first `leaving` of whose results leave the stage."""
         if self._stage.way == "compiled":
-            return _inductor(graph, examples)
-        graph.graph.set_codegen(_Boxed())
-        graph.recompile()
-        return graph.forward
+            part = _inductor(graph, examples)
+        else:
+            graph.graph.set_codegen(_Boxed())
+            graph.recompile()
+            part = graph.forward
+        stage = self._stage
+        return part if stage.slots is None else Captured(part, stage.slots, leaving, lambda: stage.owned)
 
 
 def _inductor(graph: fx.GraphModule, examples: Sequence[Any]) -> Part:

@@ -1,0 +1,168 @@
+"""Passes of a traced stage replayed as CUDA graphs: the device gets a pass in one call, however many kernels it has.
+
+A graph reads and writes the same memory each time. A microbatch in flight therefore has a slot: what its F saves lies there until its W
+has read it, and then the slot serves another one. Only what leaves the stage is copied out, and what comes to it is copied in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+
+Part = Callable[[list[Any]], Sequence[Any]]
+_WARM_UP = 2
+"""Calls of a part before it is captured: libraries make their workspaces and compilers choose their kernels in them."""
+
+
+class Slot:
+    """The static memory of one microbatch in flight, and the graphs of its passes, which share a pool: they run one after another."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.recordings: dict[Captured, _Recording] = {}
+        self.is_captured = False
+
+    def storages(self) -> set[int]:
+        """The storages that lie in the slot."""
+        return {t.untyped_storage().data_ptr() for r in self.recordings.values() for t in (*r.inputs, *r.outputs) if isinstance(t, Tensor)}
+
+
+class Slots:
+    """The slots of a stage. `enter` before each pass of a microbatch, `leave` after its last."""
+
+    def __init__(self) -> None:
+        self.now = Slot()
+        self._taken: dict[int, Slot] = {}
+        self._free: list[Slot] = []
+
+    def enter(self, microbatch: int) -> None:
+        """Let the passes that run now be those of `microbatch`, whose first is F."""
+        if microbatch not in self._taken:
+            slot = self._taken[microbatch] = self._free.pop() if self._free else Slot()
+            slot.is_captured = True
+        self.now = self._taken[microbatch]
+
+    def leave(self, microbatch: int) -> None:
+        """`microbatch` has been through its last pass."""
+        self._free.append(self._taken.pop(microbatch))
+
+    def clear(self) -> None:
+        """No microbatch is in flight."""
+        self._free += self._taken.values()
+        self._taken.clear()
+
+
+class Captured:
+    """A part of a stage's graph that is captured in each slot it runs in. Of its results the first `leaving` leave the stage.
+
+    `stays` are tensors that stay where they are, such as parameters; where one is replaced, the part is captured anew. Raises `InputError`
+    for what no CUDA graph can hold.
+    """
+
+    def __init__(self, part: Part, slots: Slots, leaving: int, stays: Callable[[], Sequence[Tensor]]) -> None:
+        self._part = part
+        self._slots = slots
+        self._leaving = leaving
+        self._stays = stays
+        self._calls = 0
+
+    def settled(self, tensors: list[Any]) -> list[Any]:
+        """`tensors` where the part will read them, so that a later pass of the same microbatch finds them there."""
+        recording = self._recording(tensors)
+        return tensors if recording is None else recording.put(tensors)
+
+    def __call__(self, tensors: list[Any]) -> Sequence[Any]:
+        recording = self._recording(tensors)
+        if recording is None:
+            self._slots.now.is_captured = False  # its later passes find nothing in the slot
+            self._calls += 1
+            return self._part(tensors)
+        recording.put(tensors)
+        tensors.clear()
+        recording.replay()
+        copies = [t.clone() if isinstance(t, Tensor) else t for t in recording.outputs[: self._leaving]]
+        return [*copies, *recording.outputs[self._leaving :]]
+
+    def _recording(self, tensors: Sequence[Any]) -> _Recording | None:
+        slot = self._slots.now
+        if self._calls < _WARM_UP or not slot.is_captured:
+            return None
+        recording = slot.recordings.get(self)
+        if recording is None or not recording.fits(tensors):
+            slot.recordings.pop(self, None)
+            fixed = slot.storages() | {tensor.untyped_storage().data_ptr() for tensor in self._stays()}
+            inputs = [_static(tensor, fixed) for tensor in tensors]
+            try:
+                slot.pool, replay, outputs = record(self._part, inputs, slot.pool)
+            except RuntimeError as error:
+                raise _refusal(str(error).strip().splitlines()[0]) from error
+            if any(tensor.layout is not torch.strided for tensor in outputs if isinstance(tensor, Tensor)):
+                raise _refusal("it gives a sparse tensor")
+            recording = slot.recordings[self] = _Recording(inputs, replay, outputs, _moving(tensors, inputs))
+        return recording
+
+
+class _Recording(NamedTuple):
+    """A captured part: `replay` makes `outputs` of `inputs`, all of them static; those at the places `moving` are copied in."""
+
+    inputs: list[Any]
+    replay: Callable[[], object]
+    outputs: Sequence[Any]
+    moving: tuple[int, ...]
+
+    def fits(self, given: Sequence[Any]) -> bool:
+        """Whether it can be replayed with these inputs."""
+        for place, (new, own) in enumerate(zip(given, self.inputs, strict=True)):
+            if not isinstance(new, Tensor):
+                if new != own:
+                    return False
+            elif place in self.moving:
+                if (new.shape, new.stride()) != (own.shape, own.stride()):
+                    return False
+            elif new.data_ptr() != own.data_ptr():
+                return False
+        return True
+
+    def put(self, given: Sequence[Any]) -> list[Any]:
+        """Copy in what is not in its place yet; the inputs in their places."""
+        for place in self.moving:
+            if given[place].data_ptr() != self.inputs[place].data_ptr():
+                fill(self.inputs[place], given[place])
+        return [own if place in self.moving else new for place, (new, own) in enumerate(zip(given, self.inputs, strict=True))]
+
+
+def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[[], object], Sequence[Any]]:
+    """Capture `part` on static `inputs`: (the pool, what replays it, its static outputs, which have their values after a replay)."""
+    pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = part(list(inputs))
+    return pool, graph.replay, outputs
+
+
+def fill(static: Tensor, given: Tensor) -> None:
+    """Copy `given` into a tensor of its shape; where that one repeats itself, so must `given`."""
+    once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in static.stride()])
+    static[once].copy_(given[once])
+
+
+def _refusal(reason: str) -> InputError:
+    return InputError(f"a pass cannot be captured as a CUDA graph: {reason}; make the pipeline without cuda_graphs")
+
+
+def _static(tensor: Any, fixed: set[int]) -> Any:
+    """Where a graph reads an input: where it is, or from a copy of the same layout."""
+    if not isinstance(tensor, Tensor) or tensor.untyped_storage().data_ptr() in fixed:
+        return tensor
+    static = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    fill(static, tensor)
+    return static
+
+
+def _moving(given: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(place for place, (new, own) in enumerate(zip(given, inputs, strict=True)) if new is not own)

@@ -1,0 +1,142 @@
+"""Stages replayed as CUDA graphs: what does not need the device, with memory that is as static as theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from benchmarks.split_matrix.kinds import KINDS
+from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
+from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+from tests.procs.test_graph_split import REFUSED, ROUNDED
+from zerobubble.runtime import stages
+from zerobubble.runtime.gradients import IN_GRAD
+from zerobubble.runtime.split import capture
+from zerobubble.runtime.split.choice import make_stage
+from zerobubble.runtime.split.graph import GraphStage
+
+replays = 0
+
+
+def record(part: capture.Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[[], object], Sequence[Any]]:
+    """As a CUDA graph does it: inputs are read where they were, results come to where they were, and capturing leaves no values."""
+    state = torch.get_rng_state()
+    outputs = list(part(list(inputs)))
+    torch.set_rng_state(state)
+    lent = {tensor.untyped_storage().data_ptr() for tensor in inputs if isinstance(tensor, Tensor)}
+    own = {i: t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.layout is torch.strided}
+    own = {i: t for i, t in own.items() if t.untyped_storage().data_ptr() not in lent}
+    for tensor in own.values():
+        spoil(tensor)
+
+    def replay() -> None:
+        global replays
+        replays += 1
+        fresh = part(list(inputs))
+        for i, tensor in own.items():
+            with torch.autograd._unsafe_preserve_version_counter(tensor):
+                capture.fill(tensor, fresh[i])
+
+    return object(), replay, outputs
+
+
+def spoil(tensor: Tensor) -> None:
+    """No number that means anything stays in it, and autograd does not see it go."""
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        capture.fill(tensor, torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 1))
+
+
+def leave_nothing(slots: capture.Slots, microbatch: int) -> None:
+    """What lies in a slot after the last pass is nobody's."""
+    with torch.no_grad():
+        for recording in slots._taken[microbatch].recordings.values():
+            for place in recording.moving:
+                spoil(recording.inputs[place])
+    leave(slots, microbatch)
+
+
+leave = capture.Slots.leave
+
+
+@contextmanager
+def static_memory(warm_up: int) -> Iterator[None]:
+    """CUDA graphs on a CPU."""
+    with (
+        mock.patch.object(capture, "record", record),
+        mock.patch.object(capture, "_WARM_UP", warm_up),
+        mock.patch.object(capture.Slots, "leave", leave_nothing),
+    ):
+        yield
+
+
+class Replayed(Ours):
+    def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
+        super().__init__(module, inputs)
+        self.stage = GraphStage(module, 1, cuda_graphs=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:RNN module weights")
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in REFUSED])
+def test_slots_keep_what_a_microbatch_needs(name: str) -> None:
+    kind, before = KINDS[name], replays
+    with static_memory(warm_up=0):
+        if name == "sparse embedding":
+            with pytest.raises(
+                zb.InputError, match="cannot be captured as a CUDA graph: it gives a sparse tensor; make the pipeline without"
+            ):
+                train(kind.build, kind.takes, Replayed)
+            return
+        mine = train(kind.build, kind.takes, Replayed)
+    assert replays > before
+    assert difference(mine, train(kind.build, kind.takes, Plain)) <= ROUNDED.get(name, 0)
+
+
+def trained(group: Any, name: str, main_grad: torch.dtype | None) -> tuple[float, bool, int]:
+    """The largest error of a loss in four steps whose batches change shape, whether gradients are equal, how often a part was replayed."""
+    with static_memory(warm_up=2), mock.patch.object(stages, "make_stage", lambda *given, **_: make_stage(*given, cuda_graphs=True)):
+        pipe = zb.Pipeline(build, name, 6, loss_fn, group=group, split="graph", main_grad=main_grad)
+        oracle = [build(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
+        error, before = 0.0, replays
+        with pipe:
+            for step in range(4):
+                inputs, targets = batch(6, step, length=4 + step % 2)
+                loss = pipe.step(inputs, targets)
+                error = max(error, abs((loss - one_device(oracle, 6, inputs, targets)).item()))
+                pipe.eval_step(inputs, targets)
+        pairs = [(p, q) for s, module in pipe.modules.items() for p, q in zip(module.parameters(), oracle[s].parameters(), strict=True)]
+    same = all(q.grad is not None and torch.equal(p.grad if main_grad is None else p.main_grad, q.grad) for p, q in pairs)
+    return error, same, replays - before
+
+
+@pytest.mark.parametrize(("name", "main_grad"), [("1f1b", None), ("zb-h1", torch.float64), ("zb-h2", None), ("zb-v", None)])
+def test_a_pipeline_replays_its_passes(world: Ranks, name: str, main_grad: torch.dtype | None) -> None:
+    for error, same, count in world.run(trained, name, main_grad, ranks=2):
+        assert error <= 1e-12
+        assert same
+        assert count > 20
+
+
+def told(group: Any) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, split="graph", cuda_graphs=True)
+    return str(caught.value)
+
+
+def test_on_a_cpu_it_is_refused(world: Ranks) -> None:
+    for message in world.run(told, ranks=2):
+        assert "cuda_graphs is for stages on a CUDA device, these are on cpu; leave it out" in message
+
+
+def test_stages_that_are_not_traced_are_refused() -> None:
+    held = {0: nn.Linear(2, 2), 3: nn.Linear(2, 2)}
+    with mock.patch.object(stages, "_device", return_value=torch.device("cuda")), pytest.raises(zb.InputError) as caught:
+        stages.Stages(held, {3: "whole"}, IN_GRAD, cuda_graphs=True)
+    assert "but stage 0 is 'deferred', stage 3 is 'whole': give split='graph' or 'compiled'" in str(caught.value)
