@@ -27,6 +27,8 @@ from ranks import in_ranks, machine, show
 SLEEPING = [(8, name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "planned")] + [(4, "1f1b"), (4, "zb-h1"), (4, "zb-v")]
 """Ranks and schedule; every pass of a stage takes `PASS_MS`."""
 PASS_MS, LATENCY_MS = 10.0, 5.0
+QUIET = 0.93
+"""What the sleeping loop reaches where nothing else runs."""
 OVERHEAD = [(ranks, microbatches, name) for ranks in (2, 4) for microbatches in (32, 64) for name in ("1f1b", "zb-h1", "zb-v")]
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     for claim, latency in (("efficiency", 0.0), ("latency", LATENCY_MS)):
         if options.only in (None, claim):
             cases = [(ranks, made(name, ranks, latency).to_text(), latency) for ranks, name in SLEEPING if ranks == 8 or not latency]
-            results[claim] = [show(in_ranks(efficiency, ranks, text, late, options.repeats)) for ranks, text, late in cases]
+            results[claim] = [show(undisturbed(ranks, text, late, options.repeats)) for ranks, text, late in cases]
     if options.only in (None, "overhead"):
         results["overhead"] = [show(in_ranks(overhead, ranks, name, m, options.repeats)) for ranks, m, name in OVERHEAD]
     if options.only is None:
@@ -58,6 +60,16 @@ def made(name: str, ranks: int, latency_ms: float) -> zb.Schedule:
     limits = zb.Limits((3 * ranks // 2 * costs.held_after_f[0],) * ranks)
     plan = zb.plan(costs, 4 * ranks, limits, placements=placement, objective="makespan", evaluations=20_000)
     return dataclasses.replace(plan.schedule, name="planned")
+
+
+def undisturbed(ranks: int, text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
+    """A case of efficiency, measured again, twice at most, while the loop that only sleeps tells that the machine did something else."""
+    for _ in range(3):
+        row: dict[str, Any] = in_ranks(efficiency, ranks, text, latency_ms, repeats)
+        if row["sleeping"] >= QUIET:
+            break
+        print(f"again: the sleeping loop has {row['sleeping']}")
+    return row
 
 
 def seconds(step: Any, inputs: torch.Tensor, targets: torch.Tensor) -> float:

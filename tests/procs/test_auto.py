@@ -77,7 +77,7 @@ def _of(pipe: zb.Pipeline, stage: int) -> list[Any]:
     return list(pipe.modules[stage].parameters()) if stage in pipe.modules else [object(), object()]
 
 
-@pytest.mark.parametrize(("placement", "limit"), [("linear", None), ("vee", 20_000)])
+@pytest.mark.parametrize(("placement", "limit"), [("linear", None), pytest.param("vee", 20_000, marks=pytest.mark.long)])
 def test_it_trains_plans_and_plans_anew_when_stages_slow_down(world: Ranks, placement: str, limit: int | None) -> None:
     first, *others = world.run(train, placement, limit, ranks=4, seconds=280)
     assert all(other == first for other in others), "all ranks follow the same plans"

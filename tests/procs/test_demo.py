@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "train_gpt.py")
 MODEL = ["--layers", "4", "--width", "20", "--heads", "2", "--context", "16"]
 SMALL = [*MODEL, "--microbatches", "4", "--steps", "2", "--compare", "1f1b", "--compare-steps", "2"]
-STEPS = 50
+STEPS = 25
 
 
 def small_task() -> Any:
@@ -124,6 +124,7 @@ def test_memory_of_each_rank_is_as_predicted(report: tuple[Path, subprocess.Comp
         assert row["measured_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.05)
 
 
+@pytest.mark.long
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     finished = demo("--out", str(tmp_path), "--no-pace", "--no-one-device", *SMALL, launcher=launcher)
@@ -131,7 +132,7 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.json").read_text())["ranks"] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupting_it_ends_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     arguments = ["--ranks", "2", "--out", str(tmp_path), *SMALL, "--steps", "100000"]
     running = subprocess.Popen([sys.executable, SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

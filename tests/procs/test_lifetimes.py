@@ -82,7 +82,10 @@ def fail_and_rebuild_between_machines(group: Any, rounds: int) -> list[dict[str,
         return fail_and_rebuild(group, rounds)
 
 
-@pytest.mark.parametrize(("job", "rounds"), [(fail_and_rebuild, 10), (fail_and_rebuild_between_machines, 5)])
+@pytest.mark.parametrize(
+    ("job", "rounds"),
+    [(fail_and_rebuild, 6), (fail_and_rebuild_between_machines, 3), pytest.param(fail_and_rebuild, 24, marks=pytest.mark.long)],
+)
 def test_failures_in_a_row_leave_nothing_behind(world: Ranks, job: Any, rounds: int) -> None:
     for seen in world.run(job, rounds, ranks=4):
         assert all(held == seen[1] for held in seen[2:]), seen

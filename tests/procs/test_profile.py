@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -292,6 +296,29 @@ def profile_nothing(group: Any) -> str:
 
 def test_no_steps_are_refused(world: Ranks) -> None:
     assert set(world.run(profile_nothing, ranks=2)) == {"a profile takes at least 1 step, got 0"}
+
+
+PROFILING = """
+import torch, zerobubble as zb
+torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+with zb.Pipeline(torch.nn.Linear(4, 4), "zb-h1", 4, torch.nn.functional.mse_loss) as pipe:
+    pipe.profile(torch.ones(8, 4), torch.ones(8, 4))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_terminal_shows_a_bar_and_a_file_nothing(tmp_path: Path) -> None:
+    terminal, errors = pty.openpty()
+    seen = []
+    for number, where in enumerate((errors, subprocess.PIPE)):
+        command = [sys.executable, "-c", PROFILING.format(store=tmp_path / str(number))]
+        seen.append(subprocess.run(command, stderr=where, env=os.environ | {"TERM": "xterm"}, timeout=100, check=True).stderr)
+    os.close(errors)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert "profiling" in shown
+    assert "4/4" in shown
+    assert seen[1] == b""
 
 
 @pytest.mark.parametrize("name", sorted(set(zb.SCHEDULES) - {"forward-only"}))

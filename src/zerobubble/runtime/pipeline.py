@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,8 +38,6 @@ from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
     from zerobubble.runtime.optimizer.validation import PostValidation
-
-Progress = Callable[[int, int], object]
 
 
 class _Given(NamedTuple):
@@ -266,15 +264,15 @@ class Pipeline:
                 scale.unscale(scaler, optimizer, self._transport, self.parameters(), self._gradients)
 
     def profile(
-        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
+        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: profile.Progress | None = None
     ) -> Costs:
         """What the passes and messages of each stage take on these ranks and what they hold, the same `Costs` on every rank.
 
         Runs a step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so that
         passes and messages are measured undisturbed, B apart from W, in the memory of one microbatch. Times are medians over
         microbatches and steps. Gradients, buffers and torch's random state are put back after it, to the bit, `losses` stay what they
-        were, and `on_loss` hears of none. Every rank must call it; `progress(done, total)` hears of every step. Raises `InputError` for
-        less than 1 step, and `PipelineError` as `step` does.
+        were, and `on_loss` hears of none. Every rank must call it. `progress(done, total)` hears of every step; without one, a bar on
+        rank 0's terminal does. Raises `InputError` for less than 1 step, and `PipelineError` as `step` does.
         """
         if steps < 1:
             raise InputError(f"a profile takes at least 1 step, got {steps}")
@@ -282,13 +280,12 @@ class Pipeline:
         given = _Given(inputs, targets, kwargs)
         self._settle()
         timelines: list[Timeline] = []
-        with self._company.ending_all("while profiling"), self._untouched():
+        with self._company.ending_all("while profiling"), self._untouched(), profile.telling(progress, self.rank) as tell:
             executor, stages = self._repertoire.one_by_one()
             while len(timelines) <= steps:
                 self._train_with(executor, stages, given, None if timelines else self._stages.meter(inputs, targets, kwargs))
                 timelines.append(self._timeline(executor))
-                if progress is not None:
-                    progress(len(timelines), steps + 1)
+                tell(len(timelines), steps + 1)
             del self._openings[executor]
         return profile.costs_of(timelines[0], timelines[1:])
 

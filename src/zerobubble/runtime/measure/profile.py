@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median_low
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from torch import nn
 
 from zerobubble.costs import Costs
@@ -16,6 +19,8 @@ from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.runtime.gradients import Gradients
 from zerobubble.timeline import Timeline
 
+Progress = Callable[[int, int], object]
+"""Hears of every step as (done, total)."""
 _TIMES = ("forward", "backward", "weight", "comm")
 
 
@@ -63,6 +68,18 @@ def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradient
             with torch.no_grad():
                 for buffer, content in contents.items():
                     buffer.copy_(content)
+
+
+@contextmanager
+def telling(progress: Progress | None, rank: int) -> Iterator[Progress]:
+    """Whom to tell of every step: `progress`, or, without one, a bar on rank 0's terminal, where it has one."""
+    console = Console(stderr=True)
+    if progress is not None or rank or not console.is_terminal:
+        yield progress or (lambda done, total: None)
+        return
+    with Bars(TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True) as bars:
+        bar = bars.add_task("")
+        yield lambda done, total: bars.update(bar, completed=done, total=total)
 
 
 def costs_of(metered: Timeline, timed: Sequence[Timeline]) -> Costs:
