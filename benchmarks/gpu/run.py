@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,7 +26,7 @@ import zerobubble as zb
 sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from allocator import peak_of
-from ranks import show
+from ranks import machine, show
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WAYS, WHOLE = ("deferred", "graph", "compiled", "replayed-graph", "replayed-compiled"), ("eager", "compiled")
@@ -185,7 +183,7 @@ def main() -> None:
         store = f"file://{folder}/store"
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=store, rank=0, world_size=1)
         results = {
-            "machine": machine(device),
+            "machine": machine() | {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"},
             "split": split_ratios(sizes, device, not options.eager),
             "host": [host_overhead(s, device) for s in ("1f1b", "zb-h1")],
         }
@@ -193,12 +191,6 @@ def main() -> None:
         dist.destroy_process_group()
     if device.type == "cuda":
         Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    return {"device": name, "cores": os.cpu_count(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
 if __name__ == "__main__":

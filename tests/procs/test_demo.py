@@ -20,7 +20,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "train_gpt.py")
 MODEL = ["--layers", "4", "--width", "20", "--heads", "2", "--context", "16"]
 SMALL = [*MODEL, "--microbatches", "4", "--steps", "2", "--compare", "1f1b", "--compare-steps", "2"]
-STEPS = 25
 
 
 def small_task() -> Any:
@@ -36,34 +35,35 @@ def small_task() -> Any:
     return Task(chosen, GPTConfig(chosen.layers, chosen.width, chosen.heads, chosen.context), standard_library(), torch.device("cpu"))
 
 
-def pipeline_losses(group: Any, name: str) -> list[float]:
+def pipeline_losses(group: Any, name: str, steps: int) -> list[float]:
     task = small_task()
     from training import train
 
-    losses: list[float] = train(task, name, STEPS, None, lambda step, loss: None).losses
+    losses: list[float] = train(task, name, steps, None, lambda step, loss: None).losses
     return losses
 
 
-def one_device_losses(group: Any) -> list[float]:
+def one_device_losses(group: Any, steps: int) -> list[float]:
     task = small_task()
     from training import train_one_device
 
-    losses: list[float] = train_one_device(task, STEPS, lambda step, loss: None)
+    losses: list[float] = train_one_device(task, steps, lambda step, loss: None)
     return losses
 
 
 @cache
-def losses_of_one_device(world: Ranks) -> list[float]:
+def losses_of_one_device(world: Ranks, steps: int) -> list[float]:
     losses: list[float]
-    [losses] = world.run(one_device_losses, ranks=1)
+    [losses] = world.run(one_device_losses, steps, ranks=1)
     return losses
 
 
+@pytest.mark.parametrize("steps", [25, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["zb-v", "zb-h1"])
-def test_float32_losses_are_those_of_one_device(world: Ranks, name: str) -> None:
-    expected = losses_of_one_device(world)
+def test_float32_losses_are_those_of_one_device(world: Ranks, name: str, steps: int) -> None:
+    expected = losses_of_one_device(world, steps)
     assert expected[-1] < 0.8 * expected[0]
-    for losses in world.run(pipeline_losses, name, ranks=4):
+    for losses in world.run(pipeline_losses, name, steps, ranks=4):
         assert losses == expected
 
 

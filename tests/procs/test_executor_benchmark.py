@@ -21,11 +21,8 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "executor"
 
 def rows(group: Any, schedule: str, latency_ms: float) -> list[dict[str, Any]]:
     with ExitStack() as stack:
-        for owner, name in (
-            (SharedLane, "sender"),
-            (SharedLane, "receiver"),
-            (rings, "message_bytes"),
-        ):  # the benchmark changes them for good
+        # the benchmark changes these for good
+        for owner, name in ((SharedLane, "sender"), (SharedLane, "receiver"), (rings, "message_bytes")):
             stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
         stack.enter_context(mock.patch.object(sys, "path", [str(FOLDER), *sys.path]))
         bench = runpy.run_path(str(FOLDER / "run.py"))
