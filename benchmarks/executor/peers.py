@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from stages import sleep_until, tiny_stage
 from torch import Tensor, nn
+from zerobubble.runtime.messages import rings
 
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Op
-from zerobubble.runtime.messages import rings
-from zerobubble.runtime.messages.shared import SharedLane
-from zerobubble.runtime.messages.wire import TensorShape
+from zerobubble.runtime.transport.shared_memory import SharedLane
+from zerobubble.runtime.values.shapes import TensorShape
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -29,7 +29,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def pipeline(build: Callable[[], nn.Module], schedule: zb.Schedule, shared: bool = True) -> zb.Pipeline:
     """Ours. Without `shared`, messages go over gloo though the ranks share a machine."""
-    with nullcontext() if shared else mock.patch("zerobubble.runtime.messages.transport.is_supported", return_value=False):
+    with nullcontext() if shared else mock.patch("zerobubble.runtime.transport.transport.is_supported", return_value=False):
         return zb.Pipeline(lambda stage, num_stages: build(), schedule, schedule.num_microbatches, mean_square)
 
 
@@ -161,7 +161,7 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any], latency: float = 0.0)
     """
     from zerobubble.program import Compute, Recv, Send
     from zerobubble.rules import MOVES, makes, uses
-    from zerobubble.runtime.messages.transport import Transport
+    from zerobubble.runtime.transport.transport import Transport
 
     program = zb.lower(schedule)
     transport = Transport(None, 60.0)

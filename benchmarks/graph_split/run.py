@@ -26,7 +26,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 sys.path.insert(0, str(Path(__file__).parents[1] / "split"))
 from run import KEEP, Block
 
-from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.graph import GraphStage
 
 SHAPES = [(512, 2, 256)]

@@ -73,13 +73,13 @@ def _mark() -> None:
 
 
 def _peak(events: list[Any]) -> Peak:
-    level = between = within = 0
+    broadcast_initial_values = between = within = 0
     for event in events:
         if event.tag == _EventType.Allocation:
-            level += event.extra_fields.alloc_size
-            within = max(within, level)
+            broadcast_initial_values += event.extra_fields.alloc_size
+            within = max(within, broadcast_initial_values)
         elif event.name == _MARK:
-            between = max(between, level)
+            between = max(between, broadcast_initial_values)
     return Peak(between, within)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 
 import zerobubble as zb
-from zerobubble.plan.families import family
-from zerobubble.plan.problem import Objective
+from zerobubble.planning.families import family
+from zerobubble.planning.problem import Objective
 
 
 @dataclass(frozen=True)

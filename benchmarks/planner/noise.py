@@ -19,11 +19,11 @@ from cases import FLASH, TIMES, Reference, problem, references
 
 import zerobubble as zb
 from zerobubble.ir import Op
-from zerobubble.plan import solve, steadiest
-from zerobubble.plan.problem import Problem
-from zerobubble.plan.replay import Replay
-from zerobubble.plan.robust import Scope
-from zerobubble.plan.search import compile_kernels
+from zerobubble.planning import solve, steadiest
+from zerobubble.planning.problem import Problem
+from zerobubble.planning.replay import Replay
+from zerobubble.planning.robust import Scope
+from zerobubble.planning.search import compile_kernels
 
 Row = dict[str, Any]
 

@@ -20,10 +20,10 @@ from cases import FLASH, PROFILES, TIMES, Reference, headed, paper, random_probl
 
 import zerobubble as zb
 from zerobubble.bounds import shortage
-from zerobubble.plan import kernels, papers, solve
-from zerobubble.plan.problem import Problem, Solved, Status
-from zerobubble.plan.replay import Replay
-from zerobubble.plan.search import compile_kernels
+from zerobubble.planning import kernels, papers, solve
+from zerobubble.planning.problem import Problem, Solved, Status
+from zerobubble.planning.replay import Replay
+from zerobubble.planning.search import compile_kernels
 
 Row = dict[str, Any]
 Jobs = Iterator[tuple[str, Callable[[], Row]]]

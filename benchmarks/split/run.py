@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
 
 SHAPES = [(512, 2, 256), (512, 4, 256), (128, 1, 64)]
 

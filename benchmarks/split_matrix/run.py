@@ -30,7 +30,7 @@ def main() -> None:
     for name, kind in KINDS.items():
         oracle = train(kind.build, kind.takes, Plain)
         rounding = ROUNDING_UNDER_AUTOCAST if name.startswith("autocast") else ROUNDING
-        rows[name] = {who: verdict(kind, way, oracle, rounding) for who, way in WAYS.items()}
+        rows[name] = {who: diagnose(kind, way, oracle, rounding) for who, way in WAYS.items()}
         print(f"{name:45}", "  ".join(f"{who}: {told}" for who, told in rows[name].items()), flush=True)
     right = {who: sum(told[who].startswith("equal") for told in rows.values()) for who in WAYS}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
@@ -39,7 +39,7 @@ def main() -> None:
     print(f"right of {len(rows)}: {right}")
 
 
-def verdict(kind: Kind, way: type[Plain] | type[Ours], oracle: Outcome, rounding: float) -> str:
+def diagnose(kind: Kind, way: type[Plain] | type[Ours], oracle: Outcome, rounding: float) -> str:
     """`equal` to the last bit or within rounding, else what is wrong in a few words."""
     try:
         error = difference(train(kind.build, kind.takes, way), oracle)

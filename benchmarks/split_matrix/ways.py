@@ -13,7 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.work import stop_collecting
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
 
 ORDER = "F0 F1 F2 B0 B1 W0 F3 B2 W1 B3 W2 W3"
 """Other microbatches stand between the F, the B and the W of each."""

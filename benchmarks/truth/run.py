@@ -21,7 +21,7 @@ from torch import nn
 
 import zerobubble as zb
 from zerobubble.rules import Stuff, Value
-from zerobubble.runtime.executor import Executor
+from zerobubble.runtime.executor.executor import Executor
 from zerobubble.timeline import Doing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -13,41 +13,41 @@ from zerobubble.errors import Fault, InputError, ParseError, PipelineError, Prog
 from zerobubble.explain import Difference, attribute, critical_path, diff
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
-from zerobubble.lower import lower, prefetch_depth
+from zerobubble.lowering import lower, prefetch_depth
 from zerobubble.partition import Layer
-from zerobubble.picture import picture
-from zerobubble.plan import Problem, Solved, Workload, load_plan, plan, plan_layers, save_plan, sensitivity
+from zerobubble.planning import Problem, Solved, Workload, load_plan, plan, plan_layers, save_plan, sensitivity
 from zerobubble.program import Program
-from zerobubble.recognise import recognise
+from zerobubble.recognition import recognise
 from zerobubble.schedules import SCHEDULES, Recipe, known_schedules, make, schedule
-from zerobubble.simulate import memory_faults, peak_memory, simulate
+from zerobubble.simulation import memory_faults, peak_memory, simulate
+from zerobubble.text_picture import picture
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
 from zerobubble.verify_program import program_faults
 
 if TYPE_CHECKING:
-    from zerobubble.runtime.measure.live import StepReport as StepReport
-    from zerobubble.runtime.measure.live import log_steps as log_steps
-    from zerobubble.runtime.measure.live import write_scalars as write_scalars
-    from zerobubble.runtime.optimizer.validation import PostValidation as PostValidation
+    from zerobubble.runtime.hooks.post_validation import PostValidation as PostValidation
+    from zerobubble.runtime.hooks.telemetry import StepReport as StepReport
+    from zerobubble.runtime.hooks.telemetry import log_steps as log_steps
+    from zerobubble.runtime.hooks.telemetry import write_scalars as write_scalars
     from zerobubble.runtime.pipeline import Pipeline as Pipeline
-    from zerobubble.runtime.skips import pop as pop
-    from zerobubble.runtime.skips import stash as stash
-    from zerobubble.runtime.split.own import check_split as check_split
-    from zerobubble.runtime.split.own import deferral as deferral
+    from zerobubble.runtime.split.custom_layers import check_split as check_split
+    from zerobubble.runtime.split.custom_layers import deferral as deferral
     from zerobubble.runtime.split.report import SplitReport as SplitReport
+    from zerobubble.runtime.stage.skips import pop as pop
+    from zerobubble.runtime.stage.skips import stash as stash
 
 _NEEDS_TORCH = {
     "Pipeline": "zerobubble.runtime.pipeline",
-    "PostValidation": "zerobubble.runtime.optimizer.validation",
+    "PostValidation": "zerobubble.runtime.hooks.post_validation",
     "SplitReport": "zerobubble.runtime.split.report",
-    "StepReport": "zerobubble.runtime.measure.live",
-    "check_split": "zerobubble.runtime.split.own",
-    "deferral": "zerobubble.runtime.split.own",
-    "log_steps": "zerobubble.runtime.measure.live",
-    "pop": "zerobubble.runtime.skips",
-    "stash": "zerobubble.runtime.skips",
-    "write_scalars": "zerobubble.runtime.measure.live",
+    "StepReport": "zerobubble.runtime.hooks.telemetry",
+    "check_split": "zerobubble.runtime.split.custom_layers",
+    "deferral": "zerobubble.runtime.split.custom_layers",
+    "log_steps": "zerobubble.runtime.hooks.telemetry",
+    "pop": "zerobubble.runtime.stage.skips",
+    "stash": "zerobubble.runtime.stage.skips",
+    "write_scalars": "zerobubble.runtime.hooks.telemetry",
 }
 
 __all__ = [

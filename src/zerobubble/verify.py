@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from operator import itemgetter
 
-from zerobubble.bulk import in_bulk
 from zerobubble.errors import Fault, ScheduleError
+from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Needs, circles, joint_needs, resolve, walk
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.rules import RULES, Stuff
@@ -50,7 +50,7 @@ def _forget(_: object) -> None:
     _last = None
 
 
-@in_bulk()
+@garbage_collection_paused()
 def _examine(schedule: Schedule) -> Judgement:
     faults: list[Fault] = []
     if not _is_plain(schedule):

@@ -11,7 +11,7 @@ from zerobubble.costs import Costs
 from zerobubble.export.html import report_html
 from zerobubble.export.report import Report
 from zerobubble.schedules import make
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -7,13 +7,13 @@ import select
 import socket
 from itertools import count
 
-from zerobubble.runtime.messages.shared import Wire
+from zerobubble.runtime.transport.shared_memory import Connection
 
 
 def test_a_sender_that_waits_leaves_its_ring_to_the_receiver() -> None:
     ours, theirs = socket.socketpair()
     bell = os.eventfd(0)
-    sender, receiver = Wire(ours, bell, 5.0, hears=False), Wire(theirs, os.dup(bell), 5.0, hears=True)
+    sender, receiver = Connection(ours, bell, 5.0, hears=False), Connection(theirs, os.dup(bell), 5.0, hears=True)
     sender.ring()
     looks = count()
     sender.sleep_until(lambda: next(looks) == 3, longest_ms=1)

@@ -14,7 +14,7 @@ import zerobubble as zb
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import replaced
-from zerobubble.runtime.messages import transport
+from zerobubble.runtime.transport import transport
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 

@@ -18,10 +18,10 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_graph_split import REFUSED, ROUNDED
 from zerobubble.runtime import stages
-from zerobubble.runtime.gradients import IN_GRAD
 from zerobubble.runtime.split import capture
 from zerobubble.runtime.split.choice import make_stage
 from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.values.gradients import IN_GRAD
 
 replays = 0
 

@@ -14,9 +14,9 @@ import torch
 from zerobubble import Placement
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
+from zerobubble.runtime.executor.program_cache import every_channel
 from zerobubble.runtime.measure import clock
-from zerobubble.runtime.messages.transport import Transport
-from zerobubble.runtime.repertoire import every_channel
+from zerobubble.runtime.transport.transport import Transport
 from zerobubble.schedules import make
 
 LANES = 6
@@ -34,8 +34,8 @@ class Communicators:
 
     def meet(self, mine: int, other: int) -> None:
         with self.lock:
-            meeting = self.meetings[frozenset((mine, other))]
-        meeting.wait()
+            collective = self.meetings[frozenset((mine, other))]
+        collective.wait()
 
 
 class _Done:

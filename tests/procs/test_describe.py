@@ -13,7 +13,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.work import stop_collecting
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
 
 
 def describe(group: Any, name: str) -> tuple[list[zb.SplitReport], str, bool]:

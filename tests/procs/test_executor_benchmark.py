@@ -13,8 +13,8 @@ import pytest
 
 import zerobubble as zb
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.messages import rings
-from zerobubble.runtime.messages.shared import SharedLane
+from zerobubble.runtime.transport import rings
+from zerobubble.runtime.transport.shared_memory import SharedLane
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "executor"
 

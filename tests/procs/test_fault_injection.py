@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from zerobubble.runtime.optimizer import clip
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.loss import LossBook
+from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.measure import trace
-from zerobubble.runtime.messages import transport
-from zerobubble.runtime.optimizer import clip
-from zerobubble.runtime.repertoire import Repertoire
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.step.loss import LossBook
+from zerobubble.runtime.transport import transport
 
 RANKS, MICROBATCHES = 4, 8
 LONG_S, SHORT_S, SPARE_S = 60.0, 4.0, 15.0
@@ -86,7 +86,7 @@ MOMENTS = {
     "after": Moment(LossBook, "close", 0, "after its last pass"),
     "clip": Moment(clip, "norms_of", 0, "while clipping gradients"),
     "timeline": Moment(trace, "gather", 0, "while gathering a timeline"),
-    "profile": Moment(Repertoire, "one_by_one", 0, "while profiling"),
+    "profile": Moment(ProgramCache, "one_by_one", 0, "while profiling"),
     "eval": Moment(Stage, "infer", 1, "at 'run {rank}F1'"),
     "open": Moment(transport.Transport, "open", 0, "while connecting the ranks"),
 }

@@ -16,9 +16,9 @@ import zerobubble as zb
 from benchmarks.split.run import Block
 from benchmarks.split_matrix.kinds import Way, checkpointed, selective
 from tests.procs.test_graph_split import products
-from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.graph import GraphStage
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
 
 WIDTH = 64
 STATE = torch.get_rng_state().nbytes
@@ -105,7 +105,7 @@ def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
 
 
 def test_a_torch_that_cannot_tell_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerobubble.runtime.split.again.CAN_SEE_HOOKS", False)
+    monkeypatch.setattr("zerobubble.runtime.split.recompute.CAN_SEE_HOOKS", False)
     stage = GraphStage(checkpointed(nn.Linear(4, 4)), 1)
     with pytest.raises(zb.InputError, match=r"checkpoints have from torch 2\.8 on"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))

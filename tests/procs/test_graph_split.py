@@ -20,7 +20,7 @@ from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.measure.memory import Meter
+from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.cut import flops
 from zerobubble.runtime.split.graph import GraphStage
 from zerobubble.runtime.split.whole import WholeStage

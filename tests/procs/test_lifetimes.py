@@ -22,7 +22,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, replaced, struck
-from zerobubble.runtime.messages import transport
+from zerobubble.runtime.transport import transport
 
 M = 8
 

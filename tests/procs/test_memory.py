@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.gradients import IN_GRAD
 from zerobubble.runtime.split.choice import make_stage
 from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.values.gradients import IN_GRAD
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory" / "run.py"
 MESSAGE = 2 * 16 * 32 * 4

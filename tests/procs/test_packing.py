@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.messages import transport
-from zerobubble.runtime.messages.packing import packed, unpacked
+from zerobubble.runtime.mailbox.packing import packed, unpacked
+from zerobubble.runtime.transport import transport
 
 M = 4
 

@@ -20,10 +20,10 @@ import zerobubble as zb
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
 from tests.pure.shapes import TRAINING
-from zerobubble.runtime.messages import transport
-from zerobubble.runtime.optimizer import validation
-from zerobubble.runtime.optimizer.arithmetic import ByFormula, why_not
-from zerobubble.runtime.optimizer.copy import SavedCopy
+from zerobubble.runtime.hooks import post_validation
+from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
+from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
+from zerobubble.runtime.transport import transport
 
 LIMIT = 8.0
 """Above the norms that come up by themselves."""
@@ -141,7 +141,7 @@ def train(group: Any, case: Case, seed: int = 0) -> Run:
 
         torch.manual_seed(7 + group.rank())
         with zb.Pipeline(build, schedule, case.microbatches, loss, group=group) as pipe:
-            assert bool(pipe._transport.wires) != case.lanes or group.size() == 1
+            assert bool(pipe._transport.connections) != case.lanes or group.size() == 1
             return loop(pipe, case, scaler)
     finally:
         transport.is_supported = supported
@@ -356,9 +356,9 @@ def refusals(group: Any) -> list[str]:
         attempt(lambda: zb.PostValidation(inner, pipe, undo="log"))  # type: ignore[arg-type]
         attempt(lambda: zb.PostValidation(adagrad, pipe, undo="arithmetic"))
         attempt(lambda: zb.PostValidation("sgd", pipe))  # type: ignore[arg-type]
-        free, validation._free_bytes = validation._free_bytes, lambda _: 100
+        free, post_validation._free_bytes = post_validation._free_bytes, lambda _: 100
         attempt(lambda: zb.PostValidation(adagrad, pipe))
-        validation._free_bytes = free
+        post_validation._free_bytes = free
         optimizer = zb.PostValidation(inner, pipe)
         attempt(lambda: zb.PostValidation(inner, pipe))
         attempt(lambda: optimizer.zero_grad(set_to_none=False))

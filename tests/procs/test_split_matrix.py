@@ -16,7 +16,7 @@ from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from zerobubble import InputError
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.work import stop_collecting
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
 
 ROUNDED = {
     "weight used outside its linear",

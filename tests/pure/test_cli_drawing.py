@@ -12,7 +12,7 @@ from zerobubble.costs import Costs
 from zerobubble.export.palette import shade
 from zerobubble.ir import Kind
 from zerobubble.schedules import make
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 
 SCHEDULE = make("dualpipe-v", 2, 4)
 TIMELINE = simulate(SCHEDULE, Costs.uniform(SCHEDULE.num_stages))

@@ -20,8 +20,8 @@ from zerobubble.cli import plan as verb
 from zerobubble.cli.layers import equal_room, read_layers
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.partition import Layer, stage_costs
-from zerobubble.plan.attempt import News
-from zerobubble.plan.families import FAMILIES
+from zerobubble.planning.attempt import News
+from zerobubble.planning.families import FAMILIES
 
 SHAPE = ("--ranks", "8", "--microbatches", "24", "--times", "18.522,18.086,9.337", "--comm", "0.601", "--held", "0.941")
 WORK_8 = zb.Workload.uniform(8, (18.522, 18.086, 9.337), 0.601, 0.941)

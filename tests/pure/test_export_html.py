@@ -10,7 +10,7 @@ from zerobubble.errors import InputError
 from zerobubble.export.html import report_html
 from zerobubble.export.report import MemoryRow, Report, ThroughputRow
 from zerobubble.schedules import make
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 

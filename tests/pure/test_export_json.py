@@ -11,9 +11,9 @@ from zerobubble.export.json_form import dumps, loads
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.export.torch_comms import to_torch_comms_csv
 from zerobubble.export.torch_csv import to_torch_csv
-from zerobubble.lower import lower
+from zerobubble.lowering import lower
 from zerobubble.schedules import SCHEDULES, make
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

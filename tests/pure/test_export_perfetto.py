@@ -10,10 +10,10 @@ import pytest
 from tests.pure.shapes import shape
 from zerobubble.costs import Costs
 from zerobubble.export.perfetto import perfetto_json
-from zerobubble.lower import lower
+from zerobubble.lowering import lower
 from zerobubble.program import Send
 from zerobubble.schedules import SCHEDULES, make
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 
 
 def traced(name: str, copies: int = 1) -> tuple[Any, list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ from zerobubble.export.palette import COLOURS, ink, luminance, shade
 from zerobubble.export.svg import LEFT, ROW, timeline_svg
 from zerobubble.export.units import show_bytes, show_ms, ticks
 from zerobubble.schedules import SCHEDULES, make
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 NS = {"s": "http://www.w3.org/2000/svg"}

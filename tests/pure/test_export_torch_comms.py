@@ -13,7 +13,7 @@ from zerobubble.export.torch_cells import Care, Cell, End, Weights, parse_cell
 from zerobubble.export.torch_comms import to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.ir import Kind, Schedule
-from zerobubble.lower import lower
+from zerobubble.lowering import lower
 from zerobubble.program import Send
 from zerobubble.rules import Stuff
 from zerobubble.schedules import SCHEDULES, make

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import zerobubble as zb
 from tests.pure.golden import TABLE_5
 from zerobubble import SCHEDULES, Costs, InputError, Kind, Limits, ParseError, Placement, Problem, ScheduleError, Solved, Workload
-from zerobubble.plan import Status, attempt, choose, solve
-from zerobubble.plan import search as engine
-from zerobubble.plan.attempt import Budget
-from zerobubble.plan.families import FAMILIES, family, to_try
-from zerobubble.plan.pareto import pareto
-from zerobubble.plan.seeds import ENOUGH, STEADY, one_by_one, promising, published, split, stretched
+from zerobubble.planning import Status, attempt, choose, solve
+from zerobubble.planning import search as engine
+from zerobubble.planning.attempt import Budget
+from zerobubble.planning.families import FAMILIES, family, to_try
+from zerobubble.planning.pareto import pareto
+from zerobubble.planning.seeds import ENOUGH, STEADY, one_by_one, promising, published, split, stretched
 
 PROFILE = TABLE_5[0]
 WORK = Workload.uniform(8, PROFILE.times, PROFILE.comm, 0.941)

@@ -11,10 +11,10 @@ import pytest
 
 from zerobubble import InputError, Limits, Placement, memory_faults, schedule_faults, simulate
 from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
-from zerobubble.plan import search as engine
-from zerobubble.plan.choose import solve
-from zerobubble.plan.joint import LayersPlan, plan_layers
-from zerobubble.plan.problem import Objective, Problem, Solved
+from zerobubble.planning import search as engine
+from zerobubble.planning.choose import solve
+from zerobubble.planning.joint import LayersPlan, plan_layers
+from zerobubble.planning.problem import Objective, Problem, Solved
 
 MS = 1_000_000
 

@@ -15,8 +15,8 @@ from tests.pure.problems import needs
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, make, memory_faults, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
-from zerobubble.plan.papers import BASELINES, Baseline, adaptive, exact, zb_heuristic, zb_v_greedy
-from zerobubble.plan.problem import Objective, Problem, Status
+from zerobubble.planning.papers import BASELINES, Baseline, adaptive, exact, zb_heuristic, zb_v_greedy
+from zerobubble.planning.problem import Objective, Problem, Status
 
 LINE = Placement.linear
 

@@ -16,11 +16,11 @@ from tests.pure.problems import problems
 from zerobubble import Costs, InputError, Limits, Op, Schedule, ScheduleError, make, memory_faults, peak_memory, schedule_faults, simulate
 from zerobubble.bounds import Bound
 from zerobubble.cli import main
-from zerobubble.plan.problem import Objective, Problem, Solved, Status
-from zerobubble.plan.replay import Replay
-from zerobubble.plan.robust import Sensitivity, jittered, scaled, sensitivity
-from zerobubble.plan.steady import Steady, steadiest
-from zerobubble.plan.what_if import what_if, what_if_text
+from zerobubble.planning.problem import Objective, Problem, Solved, Status
+from zerobubble.planning.replay import Replay
+from zerobubble.planning.robust import Sensitivity, jittered, scaled, sensitivity
+from zerobubble.planning.steady import Steady, steadiest
+from zerobubble.planning.what_if import what_if, what_if_text
 
 TIMES = Costs.from_ms([20, 22, 18, 30], [21, 19, 18, 31], [9, 11, 10, 15], [0.6, 0.7, 0.8])
 
@@ -274,7 +274,7 @@ def test_ctrl_c_ends_the_annealing_with_the_best_so_far(monkeypatch: pytest.Monk
     schedule = make("zb-h1", 4, 8)
     problem = problem_of(schedule, PLAIN)
     whole = tried(problem, [schedule], 500)
-    from zerobubble.plan.kernels import noise
+    from zerobubble.planning.kernels import noise
 
     cool = noise.cool
 

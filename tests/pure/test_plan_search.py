@@ -26,8 +26,8 @@ from zerobubble import (
 )
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
-from zerobubble.plan.problem import Objective, Problem, Workload
-from zerobubble.plan.search import Found, Progress, play, search
+from zerobubble.planning.problem import Objective, Problem, Workload
+from zerobubble.planning.search import Found, Progress, play, search
 
 MODEL = (18.522, 18.086, 9.337)
 """Times of F, B and W in ms: the 1.5B model of the papers, 8 ranks."""
@@ -205,8 +205,8 @@ def test_without_numba_it_says_what_to_install() -> None:
     code = """
 import sys
 sys.modules["numba"] = None
-from zerobubble.plan.problem import Problem, Workload
-from zerobubble.plan.search import search
+from zerobubble.planning.problem import Problem, Workload
+from zerobubble.planning.search import search
 from zerobubble import InputError, Placement
 work, line = Workload.uniform(2, (1, 1, 1)), Placement.linear(2)
 try:

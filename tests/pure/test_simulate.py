@@ -10,7 +10,7 @@ from hypothesis import given
 import zerobubble as zb
 from tests.pure.problems import delay, needs, problems, slow_ends, step_time
 from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, peak_memory, simulate
-from zerobubble.simulate import lengths
+from zerobubble.simulation import lengths
 from zerobubble.timeline import Cause, Span, Why
 
 Problem = tuple[Schedule, Costs]

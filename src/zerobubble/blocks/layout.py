@@ -8,13 +8,13 @@ from functools import cached_property
 from itertools import pairwise
 
 from zerobubble.blocks.block import UNIT, Block, Start, Times, lengths
-from zerobubble.bulk import in_bulk
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, ScheduleError
+from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import resolve, walk
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.rules import makers, uses
-from zerobubble.simulate import memory_steps, peak_memory
+from zerobubble.simulation import memory_steps, peak_memory
 from zerobubble.timeline import Span, Timeline
 from zerobubble.verify import checked
 
@@ -68,7 +68,7 @@ def _slot(start: Start) -> int:
     return start.slot
 
 
-@in_bulk()
+@garbage_collection_paused()
 def repeat(block: Block, num_microbatches: int) -> Layout:
     """Copies of `block`, each `interval` slots after the one before, for `num_microbatches` microbatches.
 
@@ -129,7 +129,7 @@ def _refuse_early(block: Block) -> None:
                         )
 
 
-@in_bulk()
+@garbage_collection_paused()
 def squeeze(layout: Layout) -> Layout:
     """The same order on every rank, with every pass as early as it can be: this drops idle time and nothing else.
 

@@ -10,8 +10,8 @@ from itertools import accumulate, chain
 
 from zerobubble.blocks.block import Start, Times, lengths
 from zerobubble.blocks.layout import Layout
-from zerobubble.bulk import in_bulk
 from zerobubble.errors import InputError
+from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import resolve
 from zerobubble.ir import Kind, Op
 from zerobubble.rules import BACKWARD
@@ -20,7 +20,7 @@ _TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 """What a pass adds to the activations its rank holds, in stage activations: B keeps what W needs."""
 
 
-@in_bulk()
+@garbage_collection_paused()
 def reorder(layout: Layout, limit: int | None = None, *, steady: bool = True) -> Layout:
     """`layout`, repeated or squeezed, with passes moved up into idle slots.
 

@@ -15,7 +15,7 @@ from zerobubble.blocks.walks import Walks
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 
 
 class Found(NamedTuple):

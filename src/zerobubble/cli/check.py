@@ -15,8 +15,8 @@ from zerobubble.cli.options import json_option
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Schedule
-from zerobubble.recognise import Recognition, recognise
-from zerobubble.simulate import peak_memory
+from zerobubble.recognition import Recognition, recognise
+from zerobubble.simulation import peak_memory
 from zerobubble.verify import schedule_faults
 
 FAULTY = 1

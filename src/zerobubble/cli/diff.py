@@ -21,8 +21,8 @@ from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.report import Report
 from zerobubble.export.units import ms
 from zerobubble.ir import Schedule
-from zerobubble.plan.problem import Solved
-from zerobubble.simulate import simulate
+from zerobubble.planning.problem import Solved
+from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 TABLE_WIDTH = 130

@@ -10,8 +10,8 @@ from zerobubble.explain import Idle, attribute
 from zerobubble.export.units import ms, show_bytes, show_ms, show_percent
 from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
-from zerobubble.lower.messages import message_users
-from zerobubble.simulate import peak_memory, simulate
+from zerobubble.lowering.messages import message_users
+from zerobubble.simulation import peak_memory, simulate
 from zerobubble.timeline import Timeline
 
 

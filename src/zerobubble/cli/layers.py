@@ -12,9 +12,9 @@ from zerobubble.cli.files import read_json
 from zerobubble.costs import NS_PER_MS, Limits
 from zerobubble.errors import ParseError
 from zerobubble.partition import Cuts, Layer
-from zerobubble.plan import LayersPlan
-from zerobubble.plan.problem import RANK_BYTES
-from zerobubble.plan.reasons import percent
+from zerobubble.planning import LayersPlan
+from zerobubble.planning.problem import RANK_BYTES
+from zerobubble.planning.reasons import percent
 
 _TIMES = ("forward", "backward", "weight")
 _KEYS = tuple(column.name for column in fields(Layer))

@@ -19,8 +19,8 @@ from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Schedule
-from zerobubble.lower import lower
-from zerobubble.simulate import simulate
+from zerobubble.lowering import lower
+from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 

@@ -12,7 +12,7 @@ from zerobubble.cli.plan import figures, progress_bar
 from zerobubble.cli.workload import Times, asked_placements, asked_work, planning_options
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_html, front_svg
-from zerobubble.plan.pareto import Point, pareto
+from zerobubble.planning.pareto import Point, pareto
 
 MOST_POINTS = 100
 

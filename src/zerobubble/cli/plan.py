@@ -19,12 +19,12 @@ from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.export.units import ms
-from zerobubble.plan import Plan, Solved, plan, plan_layers
-from zerobubble.plan.attempt import News, Watch
-from zerobubble.plan.plan_file import plan_text
-from zerobubble.plan.reasons import percent
-from zerobubble.plan.steady import steadied, steady_dict, steady_text
-from zerobubble.plan.what_if import what_if, what_if_text
+from zerobubble.planning import Plan, Solved, plan, plan_layers
+from zerobubble.planning.attempt import News, Watch
+from zerobubble.planning.plan_file import plan_text
+from zerobubble.planning.reasons import percent
+from zerobubble.planning.steady import steadied, steady_dict, steady_text
+from zerobubble.planning.what_if import what_if, what_if_text
 
 Told = tuple[dict[str, object], str]
 """What is told beside the plan: keys for the JSON form, and text."""

@@ -30,7 +30,7 @@ from zerobubble.errors import InputError
 from zerobubble.export.svg import timeline_svg
 from zerobubble.export.units import ms, show_ms, show_percent
 from zerobubble.ir import Schedule
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 from zerobubble.timeline import RankFigures, Timeline
 
 TABLE_WIDTH = 72

@@ -19,7 +19,7 @@ from zerobubble.export.units import ms, show_percent
 from zerobubble.formulas import FORMULAS, Form, setting
 from zerobubble.ir import Schedule
 from zerobubble.schedules import Recipe, known_schedules
-from zerobubble.simulate import peak_memory, simulate
+from zerobubble.simulation import peak_memory, simulate
 
 WIDEST_TABLE = 100
 

@@ -12,8 +12,8 @@ from zerobubble.cli.options import comm_option, held_option, json_option, microb
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Placement
-from zerobubble.plan import Objective, Workload
-from zerobubble.plan.families import ANY, FAMILIES, family, to_try
+from zerobubble.planning import Objective, Workload
+from zerobubble.planning.families import ANY, FAMILIES, family, to_try
 
 Times = tuple[float, float, float]
 Verb = TypeVar("Verb", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.graph import Graph, resolve
 from zerobubble.ir import Kind, Placement, Schedule
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 from zerobubble.timeline import Span, Timeline
 
 Metric = Literal["makespan", "span"]

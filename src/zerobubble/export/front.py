@@ -10,10 +10,10 @@ from typing import NamedTuple
 from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.export.units import ticks
-from zerobubble.plan.choose import Choice
-from zerobubble.plan.pareto import TITLES, Front, Point, cells
-from zerobubble.plan.problem import Objective, Status
-from zerobubble.plan.reasons import percent
+from zerobubble.planning.choose import Choice
+from zerobubble.planning.pareto import TITLES, Front, Point, cells
+from zerobubble.planning.problem import Objective, Status
+from zerobubble.planning.reasons import percent
 
 COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
 """One for each placement in the order in which they come; they tell apart for colour-blind readers on white and on black."""

@@ -9,7 +9,7 @@ from typing import Any
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Schedule
-from zerobubble.plan.problem import Solved
+from zerobubble.planning.problem import Solved
 from zerobubble.program import Program
 from zerobubble.timeline import Timeline
 

@@ -6,7 +6,7 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.json_form import loads
 from zerobubble.export.torch_csv import from_torch_csv, looks_like_torch_csv
 from zerobubble.ir import Schedule
-from zerobubble.plan.problem import Solved
+from zerobubble.planning.problem import Solved
 
 
 def load_schedule(text: str, name: str = "unnamed") -> Schedule:

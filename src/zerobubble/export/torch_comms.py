@@ -16,7 +16,7 @@ from zerobubble.errors import InputError
 from zerobubble.export.messages import messages
 from zerobubble.export.torch_cells import Care, End, Weights, require_expressible, step_cell
 from zerobubble.ir import Kind, Op, Schedule, Step
-from zerobubble.simulate import simulate
+from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 MOST_UNSHARDED = 3

@@ -14,30 +14,30 @@ from torch import Tensor, nn
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.plan import Solved
-from zerobubble.runtime.auto import Auto
-from zerobubble.runtime.batch import UNCUT, Cut, arguments, join_outputs, split_batch, spread_kwargs
-from zerobubble.runtime.company import Company, seal
-from zerobubble.runtime.copies import Copies
-from zerobubble.runtime.executor import Batch, Executor, Overlap
-from zerobubble.runtime.gradients import Gradients
-from zerobubble.runtime.loss import LossBook, LossFunction, LossWeight, OnLoss
+from zerobubble.planning import Solved
+from zerobubble.runtime.executor.executor import Batch, Executor, Overlap
+from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.program_cache import CompiledProgram, MakeSchedule, ProgramCache, compose, every_channel, proved
+from zerobubble.runtime.hooks import clip, gradient_scaling
+from zerobubble.runtime.hooks.auto import Auto
+from zerobubble.runtime.hooks.shared_gradients import Copies
+from zerobubble.runtime.hooks.shared_parameters import Place, Tied, read_tied
+from zerobubble.runtime.hooks.telemetry import FlopBook, OnStep, StepReport, busy_seconds
 from zerobubble.runtime.measure import profile, trace
-from zerobubble.runtime.measure.live import FlopBook, OnStep, StepReport, busy_seconds
-from zerobubble.runtime.measure.memory import Meter
-from zerobubble.runtime.messages.meeting import meeting
-from zerobubble.runtime.messages.opening import Opening
-from zerobubble.runtime.optimizer import clip, scale
-from zerobubble.runtime.pace import Pace
-from zerobubble.runtime.repertoire import MakeSchedule, Piece, Repertoire, compose, every_channel, proved
+from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.session import Session, seal
 from zerobubble.runtime.split.report import SplitReports
-from zerobubble.runtime.stage import Cotangents, Stage
-from zerobubble.runtime.stages import Build, Stages, modules_of
-from zerobubble.runtime.ties import Place, Tied, read_tied
+from zerobubble.runtime.stage.rank_stages import Build, Stages, modules_of
+from zerobubble.runtime.stage.stage import Cotangents, Stage
+from zerobubble.runtime.step.batch import UNCUT, Cut, arguments, join_outputs, split_batch, spread_kwargs
+from zerobubble.runtime.step.handshake import StepHandshake
+from zerobubble.runtime.step.loss import LossBook, LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.transport.collective import collective
+from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
-    from zerobubble.runtime.optimizer.validation import PostValidation
+    from zerobubble.runtime.hooks.post_validation import PostValidation
 
 
 class _Given(NamedTuple):
@@ -117,20 +117,20 @@ class Pipeline:
         self._steps = 0
         self._auto: Auto | None = None
         self._validation: PostValidation | None = None
-        self._openings: dict[Executor, Opening] = {}
-        self._company = Company(group, timeout, self._part)
-        self._transport = self._company.transport
+        self._handshakes: dict[Executor, StepHandshake] = {}
+        self._session = Session(group, timeout, self._part)
+        self._transport = self._session.transport
         self.rank, ranks = self._transport.rank, self._transport.size
         self._copies = Copies.none(self._transport)
         self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
-        self._company.meet()
-        self._company.inside = "while building its stages"
+        self._session.meet()
+        self._session.inside = "while building its stages"
         terms = {"timeout": f"{timeout:g} s", "pace": seal(pace), "overlap function": "one" if overlap else "none"}
         terms["type of main_grad"] = str(main_grad)
         fault = ""
         try:
             if schedule == "auto":
-                self._auto = Auto.asked(placement, ranks, num_microbatches, memory_limit)
+                self._auto = Auto.from_options(placement, ranks, num_microbatches, memory_limit)
                 schedule = self._auto.schedule
             self.schedule = compose(schedule, ranks, num_microbatches)
             if memory_limit is not None and self._auto is None:
@@ -152,17 +152,19 @@ class Pipeline:
         except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
             fault = f"{type(error).__name__}: {error}"
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit stop the others, too
-            self._company.fail(error, "while building its stages")
-        self._company.agree(fault, terms)
-        with self._company.ending_all("while connecting the ranks"), meeting("connecting the ranks"):
+            self._session.fail(error, "while building its stages")
+        self._session.agree(fault, terms)
+        with self._session.ending_all("while connecting the ranks"), collective("connecting the ranks"):
             self._transport.open(self.device, every_channel(self.schedule.placement))
         self._copies = self._level(ties)
         self.pace = Pace(pace) if pace is not None else None
-        self._repertoire = Repertoire(schedule, self._stages, self._transport, self._openings, self.pace, overlap, self._copies.closing)
-        self._repertoire.play(self.schedule)
+        self._programs = ProgramCache(
+            schedule, self._stages, self._transport, self._handshakes, self.pace, overlap, self._copies.on_last_backward
+        )
+        self._programs.play(self.schedule)
         self._measured = self._now.train or self._now.infer
         self._seed = torch.ones((), device=self.device)
-        self._company.inside = None
+        self._session.inside = None
 
     def step(
         self,
@@ -194,7 +196,7 @@ class Pipeline:
         metering = self.metering or (self._auto is not None and self._auto.is_counting_bytes)
         loss = self._train_with(executor, stages, given, self._stages.meter(inputs, targets, kwargs) if metering else None)
         if self.on_step is not None:
-            with self._company.ending_all("in on_step"):
+            with self._session.ending_all("in on_step"):
                 executor.settle()
                 self.on_step(self._report(perf_counter() - begin, loss))
         self._steps += 1
@@ -243,7 +245,7 @@ class Pipeline:
         when any rank fails.
         """
         self._settle()
-        with self._company.ending_all("while clipping gradients"):
+        with self._session.ending_all("while clipping gradients"):
             parts = clip.counted(self.modules, self._copies.elsewhere)
             mine = clip.norms_of(parts, norm_type, self._gradients)
             norms, spoilt = clip.gather_norms(mine, clip.spoilt_in(self.modules, parts, mine, self._gradients), self._transport)
@@ -260,8 +262,8 @@ class Pipeline:
         rank leave out the step, as on one device. Raises `PipelineError` on every rank when any rank fails or their scales differ.
         """
         if scaler.is_enabled():
-            with self._company.ending_all("while unscaling gradients"):
-                scale.unscale(scaler, optimizer, self._transport, self.parameters(), self._gradients)
+            with self._session.ending_all("while unscaling gradients"):
+                gradient_scaling.unscale(scaler, optimizer, self._transport, self.parameters(), self._gradients)
 
     def profile(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: profile.Progress | None = None
@@ -280,13 +282,13 @@ class Pipeline:
         given = _Given(inputs, targets, kwargs)
         self._settle()
         timelines: list[Timeline] = []
-        with self._company.ending_all("while profiling"), self._untouched(), profile.telling(progress, self.rank) as tell:
-            executor, stages = self._repertoire.one_by_one()
+        with self._session.ending_all("while profiling"), self._untouched(), profile.telling(progress, self.rank) as tell:
+            executor, stages = self._programs.one_by_one()
             while len(timelines) <= steps:
                 self._train_with(executor, stages, given, None if timelines else self._stages.meter(inputs, targets, kwargs))
                 timelines.append(self._timeline(executor))
                 tell(len(timelines), steps + 1)
-            del self._openings[executor]
+            del self._handshakes[executor]
         return profile.costs_of(timelines[0], timelines[1:])
 
     @contextmanager
@@ -301,7 +303,7 @@ class Pipeline:
         Its marks tell of messages, if the step was `recording`, and of the optimizer's step if it ran in `recording_optimizer` or is a
         `PostValidation`'s. Of a schedule without backward passes it is the last `eval_step`.
         """
-        with self._company.ending_all("while gathering a timeline"):
+        with self._session.ending_all("while gathering a timeline"):
             return self._timeline(self._measured)
 
     def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:
@@ -314,12 +316,12 @@ class Pipeline:
         self._settle()
         piece = self._choose(None)
         assert piece.train is not None
-        with self._company.ending_all("while describing the split"):
+        with self._session.ending_all("while describing the split"):
             with self._untouched():
                 for stage in piece.stages.values():
                     stage.count()
                 self._train_with(piece.train, piece.stages, _Given(inputs, targets, kwargs), None)
-            with meeting("describing the split"):
+            with collective("describing the split"):
                 told = self._transport.gather_objects([stage.report() for stage in piece.stages.values()])
         found = {report.stage: report for reports in reversed(told) for report in reports}
         return SplitReports(found[stage] for stage in sorted(found))
@@ -329,9 +331,9 @@ class Pipeline:
 
         An optimizer's step still to be validated is made final first.
         """
-        if self._company.closed is None:
+        if self._session.closed is None:
             self._settle()
-            self._company.part("the pipeline is closed")
+            self._session.part("the pipeline is closed")
 
     def __enter__(self) -> Pipeline:
         return self
@@ -339,20 +341,20 @@ class Pipeline:
     def __exit__(self, failed: object, *_: object) -> None:
         if failed is None:
             self.close()
-        elif self._company.closed is None:
-            self._company.part("the pipeline is closed")
+        elif self._session.closed is None:
+            self._session.part("the pipeline is closed")
 
     @property
-    def _now(self) -> Piece:
-        return self._repertoire.now
+    def _now(self) -> CompiledProgram:
+        return self._programs.now
 
-    def _choose(self, num_microbatches: int | None) -> Piece:
+    def _choose(self, num_microbatches: int | None) -> CompiledProgram:
         """What is played for this number of microbatches."""
-        self._company.refuse_if_closed()
+        self._session.refuse_if_closed()
         count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
-        with self._company.ending_all(f"while making the schedule of {count} microbatches"):
-            piece = self._repertoire.choose(count)
-        self._company.stages = piece.stages
+        with self._session.ending_all(f"while making the schedule of {count} microbatches"):
+            piece = self._programs.choose(count)
+        self._session.stages = piece.stages
         return piece
 
     def _refuse_to_train(self) -> None:
@@ -363,22 +365,22 @@ class Pipeline:
         """The parameters that are held elsewhere, too, all made equal."""
         copies = Copies(self.schedule.placement, self.modules, self._transport, tied, self._gradients)
         try:
-            copies.level()
+            copies.broadcast_initial_values()
         except InputError:
-            self._company.part("the pipeline was never opened")
+            self._session.part("the pipeline was never opened")
             raise
         except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
-            self._company.fail(error, "while making the copies of stages equal")
+            self._session.fail(error, "while making the copies of stages equal")
         return copies
 
     def _follow(self, auto: Auto) -> None:
         """After a step: change to the schedule that `auto` finds better, if any."""
-        with self._company.ending_all("while choosing a schedule"):
+        with self._session.ending_all("while choosing a schedule"):
             better = auto.after_step(lambda: self._timeline(self._measured), self._transport)
             if better is not None:
                 assert auto.solved is not None
                 self.schedule = better
-                self._repertoire.play(better, auto.solved.problem.costs)
+                self._programs.play(better, auto.solved.problem.costs)
 
     def _train_with(self, executor: Executor, stages: dict[int, Stage], given: _Given, meter: Meter | None) -> Tensor:
         """One step of forward and backward passes; the mean loss."""
@@ -395,7 +397,7 @@ class Pipeline:
             yield
 
     def _timeline(self, executor: Executor) -> Timeline:
-        with meeting("gathering a timeline"):
+        with collective("gathering a timeline"):
             return trace.gather(executor.program.name, executor.records, self._transport)
 
     def _report(self, seconds: float, loss: Tensor) -> StepReport:
@@ -404,7 +406,7 @@ class Pipeline:
 
     def _run(self, executor: Executor, given: _Given, outputs: list[Any] | None) -> Tensor | None:
         sums = executor is self._now.train
-        with self._company.playing(executor):
+        with self._session.playing(executor):
             executor.recording = self.recording
             batch = self._open(executor, given, outputs)
             stands = self._validation.question() if self._validation is not None and sums else None
@@ -419,9 +421,9 @@ class Pipeline:
             return self._losses.close()
 
     def _validate_with(self, validation: PostValidation) -> None:
-        """Let `validation` ask at the turning point of a step whether its forwards stand; every rank must be given one."""
+        """Let `validation` ask at the rollback point of a step whether its forwards stand; every rank must be given one."""
         self._validation = validation
-        self._repertoire.with_turning_points()
+        self._programs.with_rollback_points()
 
     def _settle(self) -> None:
         """Make the optimizer's last step final before anything but a step looks at weights or gradients."""
@@ -439,7 +441,7 @@ class Pipeline:
         cut = split_batch(given.inputs, count, "inputs") if is_first else Cut([], [], UNCUT)
         aims = split_batch(given.targets, count, "targets") if is_last and given.targets is not None else Cut([], [], UNCUT)
         inputs = [arguments(part) for part in cut.parts]
-        known, announcing, size = self._openings[executor].open(inputs, cut.whole)
+        known, announcing, size = self._handshakes[executor].open(inputs, cut.whole)
         extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size)
         self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
         return Batch(inputs, self._losses.finish, self._seed_by(given.scaler), known, announcing, extras)
@@ -451,10 +453,10 @@ class Pipeline:
     def _part(self, failed: bool) -> None:
         """Let go of what keeps connections open: messages that were sent; after a failure, of everything in flight."""
         if failed:
-            for executor in self._openings:
+            for executor in self._handshakes:
                 executor.clear()
             self._copies.clear()
-        self._openings.clear()
+        self._handshakes.clear()
         if self._auto is not None:
             self._auto.close()
         if self._validation is not None:

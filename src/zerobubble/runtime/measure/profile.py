@@ -16,7 +16,7 @@ from torch import nn
 from zerobubble.costs import Costs
 from zerobubble.fit import fit_comm, fit_costs
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.runtime.gradients import Gradients
+from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
 Progress = Callable[[int, int], object]

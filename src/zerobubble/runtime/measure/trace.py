@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zerobubble.ir import Op
 from zerobubble.rules import Value
-from zerobubble.runtime.messages.transport import Transport
+from zerobubble.runtime.transport.transport import Transport
 from zerobubble.timeline import Doing, Mark, Span, Timeline
 
 PINGS = 8

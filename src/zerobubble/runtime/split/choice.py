@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.gradients import Gradients
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.values.gradients import Gradients
 
 TRACED = ("graph", "compiled")
 WAYS = ("deferred", *TRACED, "whole")

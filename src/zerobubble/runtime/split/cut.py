@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.again import compute_again, is_random
+from zerobubble.runtime.split.recompute import compute_again, is_random
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}

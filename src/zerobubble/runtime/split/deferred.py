@@ -16,7 +16,7 @@ from torch import nn
 
 from zerobubble.runtime.split import conv, embedding, linear
 from zerobubble.runtime.split.gate import can_train, watching
-from zerobubble.runtime.split.raw import Catching, owns_matrices
+from zerobubble.runtime.split.matrix_products import Catching, owns_matrices
 
 WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
     nn.Linear.forward: linear.forward,

@@ -20,18 +20,18 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.measure.held import held_bytes
-from zerobubble.runtime.measure.memory import Held, Meter
-from zerobubble.runtime.messages.nest import Layout, Parcel, opaque_in, put_together, take_apart
-from zerobubble.runtime.skips import refusing
-from zerobubble.runtime.split.again import noting_checkpoints
+from zerobubble.runtime.measure.held_bytes import held_bytes
+from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.split.capture import Captured, Part, Slots
 from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
+from zerobubble.runtime.split.recompute import noting_checkpoints
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.work import collect_into
-from zerobubble.runtime.stage import Cotangents, Stage, Tensors, _set_apart
+from zerobubble.runtime.stage.skips import refusing
+from zerobubble.runtime.stage.stage import Cotangents, Stage, Tensors, _set_apart
+from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
+from zerobubble.runtime.values.payload import Layout, Payload, opaque_in, put_together, take_apart
 
 
 class _TracedError(Exception):
@@ -178,7 +178,7 @@ class GraphStage(Stage):
 
     def _find_trace(self, inputs: Tensors) -> None:
         tensors: list[Tensor] = []
-        nest = take_apart(inputs.arguments() if isinstance(inputs, Parcel) else (inputs, {}), tensors, opaque=True)
+        nest = take_apart(inputs.arguments() if isinstance(inputs, Payload) else (inputs, {}), tensors, opaque=True)
         device = tensors[0].device.type if tensors else "cpu"
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         key = (nest, tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]), autocast, self._state)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from zerobubble.runtime.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.split.report import SplitReport
-from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 
 
 class WholeStage(Stage):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.measure.memory import Held, Meter
+from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.split.autocast import leave_region
+from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 
 
 class WeightWork:

@@ -1,0 +1,42 @@
+"""Schedule to program, on pass numbers: who uses each message, where its receive is posted, where it is freed; then written out."""
+
+from __future__ import annotations
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.ir import Schedule
+from zerobubble.lowering.buffers import release_points
+from zerobubble.lowering.messages import depth_needed, hoist_receives, message_users, post_points
+from zerobubble.lowering.write import write
+from zerobubble.program import Program
+from zerobubble.simulation import simulate
+from zerobubble.verify import checked
+
+PREFETCH = 2
+"""Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
+
+
+@garbage_collection_paused()
+def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
+    """The program that runs `schedule`: messages in one order at both ends, receives posted `prefetch` messages ahead.
+
+    The result has no `program_faults`. Raises `ScheduleError` with every fault when the schedule is not legal, `InputError` for a
+    negative `prefetch`.
+    """
+    if prefetch < 0:
+        raise InputError(f"prefetch counts the receives posted ahead and must be >= 0, got {prefetch}")
+    graph, _ = checked(schedule)
+    users = message_users(graph)
+    posts = hoist_receives(graph, users, post_points(graph, users, prefetch))
+    return write(schedule, graph, users, posts, release_points(graph, users))
+
+
+def prefetch_depth(schedule: Schedule, costs: Costs) -> int:
+    """A `prefetch` for `lower` with which no message finds its receive missing, where passes and messages take `costs`.
+
+    It is the least, but where `lower` posts receives earlier lest the pipeline stops. Raises as `simulate` does.
+    """
+    ends = [span.end for row in simulate(schedule, costs).rows for span in row]
+    graph, _ = checked(schedule)
+    return depth_needed(graph, message_users(graph), ends)

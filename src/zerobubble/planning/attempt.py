@@ -1,0 +1,184 @@
+"""One placement's turn: the published schedules first, then the search, every answer checked and played anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import isfinite
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from zerobubble.errors import InputError, near
+from zerobubble.ir import Schedule
+from zerobubble.planning.papers import BASELINES
+from zerobubble.planning.papers.zb_heuristic import zb_heuristic
+from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
+from zerobubble.planning.problem import Problem, Solved, Status
+from zerobubble.planning.reasons import split_shortage
+from zerobubble.planning.seeds import MAKING, fitting, one_by_one, promising
+
+if TYPE_CHECKING:
+    from zerobubble.planning.search import Progress
+
+
+class News(NamedTuple):
+    """What the search on a placement has found so far: the bubble, how far the time is above its bound, and what found it."""
+
+    placement: str
+    bubble: float
+    gap: float
+    how: str
+
+
+Watch = Callable[[News], None]
+"""Called with news of a search."""
+
+
+class Budget(NamedTuple):
+    """How long to search: `seconds`, or a number of `evaluations` (schedules played), with which the answer is always the same."""
+
+    seconds: float
+    evaluations: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.seconds <= 0 if self.evaluations is None else self.evaluations <= 0
+
+    def share(self, parts: int, done: int = 0, spent: float = 0.0) -> Budget:
+        """One of so many equal parts, where those `done` have taken `spent` seconds."""
+        return Budget(max(0.0, self.seconds - spent) / (parts - done), None if self.evaluations is None else self.evaluations // parts)
+
+    @property
+    def for_seeds(self) -> float:
+        """Seconds that may go into making seeds; without end where the clock must not decide."""
+        return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
+
+
+AT_ONCE, QUICK_PASSES, QUICK_PACE = 3_500, 60_000, 30_000
+"""Passes that the papers' planners order in a tenth of a second, in the few seconds they get without a clock, and in one second."""
+
+CHECKING = 4e-6
+"""Seconds a pass to check and play an answer."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is known of one placement: its best answer so far, and where a search may start."""
+
+    name: str
+    solved: Solved
+    seeds: tuple[Schedule, ...] = ()
+    searched: bool = False
+    interrupted: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a search could still find something."""
+        return self.solved.status is Status.FEASIBLE
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is an answer, but none has been made."""
+        return self.is_open and self.solved.schedule is None
+
+
+def quick(problem: Problem, seconds: float) -> Iterator[Schedule]:
+    """What the papers' quick planners find, as far as they have an answer; nothing where it would take more than `seconds`."""
+    if problem.num_passes > (max(AT_ONCE, seconds * QUICK_PACE) if isfinite(seconds) else QUICK_PASSES):
+        return
+    for planner in (zb_v_greedy, zb_heuristic):
+        with suppress(InputError):
+            yield planner(problem)
+
+
+def begin(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None) -> Attempt:
+    """The best of what quick planners find and of `seeds` (if not given, the published schedules), until one meets the bound.
+
+    The first is always made, more while they take up to half of the budget. Where none fits, the attempt is blank.
+    """
+    started, bound = perf_counter(), problem.bound()
+    if problem.lack:
+        return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.lack))
+    best, kept = Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, ""), []
+    given = chain(quick(problem, budget.for_seeds), promising(problem, budget.for_seeds) if seeds is None else seeds)
+    for seed in fitting(_until(given, started + budget.for_seeds - MAKING * problem.num_passes), problem):
+        kept.append(seed)
+        solved = Solved.of(problem, bound, seed, perf_counter() - started, seed.name)
+        best = shorter(best, solved)
+        if best.status is Status.OPTIMAL:
+            break
+    return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept))
+
+
+def _until(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
+    """The first of `seeds`, and those that are made while the clock is not past `end`."""
+    for seed in seeds:
+        yield seed
+        if perf_counter() > end:
+            return
+
+
+def sketch(attempt: Attempt) -> Attempt:
+    """The attempt after a few passes of the list scheduler, if it is blank."""
+    return _search(attempt, (), Budget(0.0), 0, None) if attempt.is_blank else attempt
+
+
+def settled(attempt: Attempt) -> Attempt:
+    """The attempt with each microbatch by itself, which fits wherever anything does, if it is still blank."""
+    if not attempt.is_blank:
+        return attempt
+    started, problem = perf_counter(), attempt.solved.problem
+    alone = one_by_one(problem.placement, problem.num_microbatches)
+    solved = Solved.of(problem, attempt.solved.bound, alone, 0.0, alone.name)
+    return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + perf_counter() - started))
+
+
+def improve(attempt: Attempt, budget: Budget, seed: int = 0, watch: Watch | None = None) -> Attempt:
+    """The attempt after a search, never worse; checking the answer counts, and so does compiling the search unless it is done before."""
+    if budget.is_empty or not attempt.is_open:
+        return attempt
+    best = attempt.solved.schedule
+    seeds = attempt.seeds if best is None else (best, *attempt.seeds)
+    return replace(_search(attempt, seeds, budget, seed, watch), searched=True)
+
+
+def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed: int, watch: Watch | None) -> Attempt:
+    from zerobubble.planning.search import search
+
+    started, solved = perf_counter(), attempt.solved
+    if split_shortage(solved.problem):
+        return attempt
+    found = search(
+        solved.problem,
+        solved.bound.time,
+        seeds,
+        seconds=max(0.0, budget.seconds - CHECKING * solved.problem.num_passes),
+        seed=seed,
+        evaluations=budget.evaluations,
+        progress=None if watch is None else lambda progress: watch(_news(attempt, progress)),
+    )
+    name, before = f"planned by {found.how}", solved.seconds
+    if solved.schedule is None or found.schedule.rows != solved.schedule.rows:
+        solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(found.schedule, name=name), before, name))
+    return replace(attempt, solved=replace(solved, seconds=before + perf_counter() - started), interrupted=found.interrupted)
+
+
+def _news(attempt: Attempt, progress: Progress) -> News:
+    gap = progress.time_ns / progress.bound - 1 if progress.bound else 0.0
+    return News(attempt.name, attempt.solved.problem.bubble(progress.time_ns), gap, progress.how)
+
+
+def shorter(one: Solved, other: Solved) -> Solved:
+    """The one with the shorter schedule, the first of equals."""
+    return other if one.time is None or (other.time is not None and other.time < one.time) else one
+
+
+def by_baseline(name: str, baseline: str, problem: Problem) -> Attempt:
+    """What a planner of the papers finds. Raises `InputError` for an unknown one, and where it has no answer, with its reason."""
+    if baseline not in BASELINES:
+        raise InputError(f"there is no baseline {baseline!r}: {near(baseline, BASELINES)}known are {', '.join(BASELINES)}")
+    started, bound = perf_counter(), problem.bound()
+    schedule = BASELINES[baseline](problem)
+    return Attempt(name, Solved.of(problem, bound, schedule, perf_counter() - started, baseline), searched=True)

@@ -1,0 +1,250 @@
+"""The choice: a problem solved on one placement, and the best of many placements with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from math import ceil, isfinite
+from time import perf_counter
+
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.ir import Placement, Schedule
+from zerobubble.planning.attempt import Attempt, Budget, Watch, begin, by_baseline, improve, settled, sketch
+from zerobubble.planning.families import ANY, to_try
+from zerobubble.planning.problem import Objective, Problem, Solved, Workload
+from zerobubble.planning.reasons import can_beat, notes, show
+from zerobubble.planning.seeds import promising
+
+SECONDS = 5.0
+"""How long to search where nobody says."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One placement in the competition: its best answer, and a sentence that says why it is the best, or what stopped it."""
+
+    name: str
+    solved: Solved
+    note: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The placements tried, the best first, those on which nothing can run last. `str` of it is a table with the reasons.
+
+    `seconds` is the time of all together, without the seconds it took to compile the search.
+    """
+
+    choices: tuple[Choice, ...]
+    seconds: float
+    compiling: float = 0.0
+
+    @property
+    def best(self) -> Solved:
+        """The winner; infeasible when no placement fits."""
+        return self.choices[0].solved
+
+    @property
+    def schedule(self) -> Schedule:
+        """The winner's schedule; raises `InputError` with the reason when there is none."""
+        if self.best.schedule is None:
+            raise InputError(f"no schedule fits: {self.best.reason}")
+        return self.best.schedule
+
+    @property
+    def lower_bound(self) -> float:
+        """No schedule on any placement tried has a smaller bubble."""
+        able = [choice.solved for choice in self.choices if choice.solved.time is not None] or [self.best]
+        return min(solved.least_bubble for solved in able)
+
+    def __str__(self) -> str:
+        return show([(choice.name, choice.solved, choice.note) for choice in self.choices])
+
+
+@garbage_collection_paused()
+def solve(
+    problem: Problem,
+    *,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    evaluations: int | None = None,
+    baseline: str | None = None,
+    seeds: Sequence[Schedule] = (),
+    progress: Watch | None = None,
+) -> Solved:
+    """The best schedule for `problem` found in `seconds`, or by `evaluations` schedules played, which is always the same one.
+
+    The seconds are for seeds, search and the last check together, compiling the search apart. With 0 of either it is the best of
+    `seeds` and the published schedules. `baseline` names a planner of the papers to ask instead.
+    Ctrl-C gives the best so far. The answer is checked and played anew in plain Python. Raises `InputError` for a negative budget.
+    """
+    name, budget = problem.placement.name, as_budget(seconds, evaluations)
+    if baseline is not None:
+        return by_baseline(name, baseline, problem).solved
+    started = perf_counter()
+    attempt = begin(name, problem, budget, chain(seeds, promising(problem, budget.for_seeds)))
+    with suppress(KeyboardInterrupt):
+        spent = perf_counter() - started
+        _compile([attempt], budget)
+        if not budget.is_empty:
+            attempt = sketch(improve(attempt, budget.share(1, spent=spent), seed, progress))
+    return settled(attempt).solved
+
+
+def plan(
+    work: Workload | Costs,
+    num_microbatches: int,
+    memory: float | Limits | None = None,
+    *,
+    placements: str | Placement | Iterable[str | Placement] = ANY,
+    objective: str = Objective.SPAN,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    evaluations: int | None = None,
+    baseline: str | None = None,
+    progress: Watch | None = None,
+) -> Plan:
+    """The best schedule over `placements`: names of families, `any` for all, or placements; each answer with a bound and a reason.
+
+    `work` is a `Workload`, or the `Costs` of the stages of one given placement. `memory` is the room on each rank in microbatches of
+    all its stages, or in bytes as `Limits`; without it there is room for everything. The budget is for all placements together, and
+    the rest is as in `solve`. Raises `InputError` for a part that cannot be used.
+    """
+    if isinstance(work, Costs) and not isinstance(placements, Placement):
+        raise InputError("costs of stages belong to one placement: give it as placements, or give the work of each rank as a Workload")
+    tried = to_try(placements, work.num_ranks if isinstance(work, Workload) else 0)
+    problems = problems_of(work, num_microbatches, memory, tried, objective)
+    if baseline is not None:
+        started = perf_counter()
+        return _ranked(_all_by(baseline, problems), started)
+    return decide(problems, as_budget(seconds, evaluations), seed, progress)
+
+
+@garbage_collection_paused()
+def decide(
+    problems: Mapping[str, Problem],
+    budget: Budget,
+    seed: int = 0,
+    watch: Watch | None = None,
+    seeds: Mapping[str, Iterable[Schedule]] | None = None,
+) -> Plan:
+    """The plan over `problems`, by the name of their placement, started from `seeds` or else from the published schedules."""
+    started, given = perf_counter(), seeds or {}
+    attempts = [begin(name, problem, budget.share(len(problems)), given.get(name)) for name, problem in problems.items()]
+    compiling = 0.0
+    with suppress(KeyboardInterrupt):
+        spent = perf_counter() - started
+        compiling = _compile(_open(attempts), budget)
+        attempts = attempts if budget.is_empty else compete(attempts, budget.share(1, spent=spent), seed, watch)
+    return _ranked(list(map(settled, attempts)), started, compiling)
+
+
+def _ranked(attempts: Sequence[Attempt], started: float, compiling: float = 0.0) -> Plan:
+    ranked = sorted(attempts, key=_merit)
+    told = zip(ranked, notes([(attempt.solved, attempt.searched) for attempt in ranked]), strict=True)
+    return Plan(tuple(Choice(a.name, a.solved, note) for a, note in told), perf_counter() - started - compiling, compiling)
+
+
+def compete(attempts: Sequence[Attempt], budget: Budget, seed: int = 0, watch: Watch | None = None) -> list[Attempt]:
+    """The attempts after rounds of search, in each of which the better half of those that can still win goes on.
+
+    An attempt whose bound is not below the best bubble found cannot win; it stays as it is. Ctrl-C ends the competition.
+    """
+    known = {attempt.name: attempt for attempt in attempts}
+    with suppress(KeyboardInterrupt):
+        for attempt in _turns(known, budget, seed, watch):
+            known[attempt.name] = attempt
+            if attempt.interrupted:
+                break
+    return list(known.values())
+
+
+def _turns(known: Mapping[str, Attempt], budget: Budget, seed: int, watch: Watch | None) -> Iterator[Attempt]:
+    """Each attempt as it is after its turn, which the caller makes known before the next."""
+    started, keep = perf_counter(), len(known)
+    if keep > 1:
+        yield from map(sketch, list(known.values()))
+    rounds = max(1, len(_open(known.values()))).bit_length()
+    for turn in range(rounds):
+        left = _open(known.values())[:keep]
+        for done, attempt in enumerate(left, turn * len(left)):
+            yield improve(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, watch)
+        keep = ceil(len(left) / 2)
+
+
+def _open(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Those whose search may still give the winner, the best so far first."""
+    ranked = sorted(attempts, key=_merit)
+    best = ranked[0].solved
+    return [attempt for attempt in ranked if attempt.is_open and (best.time is None or can_beat(attempt.solved, best))]
+
+
+def _merit(attempt: Attempt) -> tuple[float, int, float]:
+    """Less is better: the bubble to nine digits, then messages, then memory."""
+    solved = attempt.solved
+    if solved.bubble is None or solved.peak_microbatches is None:
+        return float("inf"), 0, 0.0
+    return round(solved.bubble, 9), solved.problem.messages, solved.peak_microbatches
+
+
+def _compile(attempts: Sequence[Attempt], budget: Budget) -> float:
+    """Seconds to compile the search, 0 where none will run."""
+    if budget.is_empty or not any(attempt.is_open for attempt in attempts):
+        return 0.0
+    from zerobubble.planning.search import compile_kernels
+
+    return compile_kernels()
+
+
+def _all_by(baseline: str, problems: Mapping[str, Problem]) -> list[Attempt]:
+    """The answers of a paper's planner, on the placements it has one for. Raises its reason when it has none for any."""
+    attempts, refusals = [], []
+    for name, problem in problems.items():
+        try:
+            attempts.append(by_baseline(name, baseline, problem))
+        except InputError as error:
+            refusals.append(error)
+    if not attempts:
+        raise refusals[0]
+    return attempts
+
+
+def problems_of(
+    work: Workload | Costs, num_microbatches: int, memory: float | Limits | None, placements: Mapping[str, Placement], objective: str
+) -> dict[str, Problem]:
+    """The problem on each placement, by its name. Raises `InputError` for a part that cannot be used."""
+    aim, problems = Objective.named(objective), {}
+    for name, placement in placements.items():
+        costs = work.costs(placement) if isinstance(work, Workload) else work
+        limits = _limits(work, memory) or _room_for_all(placement, costs, num_microbatches)
+        problems[name] = Problem(placement, num_microbatches, costs, limits, aim)
+    return problems
+
+
+def _limits(work: Workload | Costs, memory: float | Limits | None) -> Limits | None:
+    """The limits that `memory` says, None where it says nothing."""
+    if memory is None or isinstance(memory, Limits):
+        return memory
+    if isinstance(work, Costs):
+        raise InputError(f"with costs of stages, memory is in bytes: give Limits, one number for each rank, instead of {memory}")
+    return work.limits(memory)
+
+
+def _room_for_all(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:
+    """Limits that no order of the passes reaches beyond."""
+    held = [1] * placement.num_ranks
+    for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):
+        held[rank] += num_microbatches * max(after_f, after_b)
+    return Limits(tuple(held))
+
+
+def as_budget(seconds: float, evaluations: int | None) -> Budget:
+    """The budget these give; raises `InputError` for one that is negative or not finite."""
+    for name, value in (("seconds", seconds), ("evaluations", evaluations)):
+        if value is not None and (not isfinite(value) or value < 0):
+            raise InputError(f"{name} to search must be a finite number >= 0, got {value}")
+    return Budget(seconds, evaluations)

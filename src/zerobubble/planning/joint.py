@@ -1,0 +1,214 @@
+"""Boundaries and schedule chosen together: from the balanced cuts on, layers move wherever a quick plan comes out shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import inf
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from zerobubble.costs import Limits
+from zerobubble.errors import InputError, ScheduleError
+from zerobubble.ir import Placement, Schedule
+from zerobubble.partition import Cuts, Layer, activation_limits, balance_placement, stage_costs
+from zerobubble.partition.descent import moves
+from zerobubble.planning.attempt import Attempt, Budget, Watch, improve
+from zerobubble.planning.choose import SECONDS, Choice, Plan, as_budget, decide
+from zerobubble.planning.problem import Objective, Problem, Solved
+from zerobubble.planning.reasons import notes
+from zerobubble.planning.replay import Replay
+
+WIDTH = 4
+"""How many cuts are kept, and how many new ones get a quick plan in a round."""
+
+ROUNDS = 6
+"""How often layers move, at most."""
+
+
+@dataclass(frozen=True)
+class LayersPlan:
+    """The cuts and the plan found together, and what balanced cuts give: `cuts_planned` is how many cuts of the winner had a plan made.
+
+    In `plan` the winner stands on `cuts`, the other placements on balanced cuts. `left_out` says of each placement that cannot be cut why.
+    """
+
+    cuts: Cuts
+    plan: Plan
+    balanced_cuts: Cuts
+    balanced: Solved
+    cuts_planned: int
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def solved(self) -> Solved:
+        """The winner."""
+        return self.plan.best
+
+    @property
+    def gain(self) -> float:
+        """The share of the balanced plan's time that is saved, by other cuts and by searching on."""
+        return 1 - self.solved.time / self.balanced.time if self.solved.time and self.balanced.time else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: both cuts, both times in ns, the gain as a share, and the plan."""
+        return {
+            "format": "zerobubble layers plan 1",
+            "cuts": list(self.cuts),
+            "balanced_cuts": list(self.balanced_cuts),
+            "time": self.solved.time,
+            "balanced_time": self.balanced.time,
+            "gain": self.gain,
+            "plan": self.solved.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers to be placed: with any cuts they are a `Problem`. `limits` bound parameters and activations together."""
+
+    layers: Sequence[Layer]
+    placement: Placement
+    num_microbatches: int
+    limits: Limits | None
+    objective: Objective
+
+    def problem(self, cuts: Cuts) -> Problem:
+        """The problem for `cuts`; raises `InputError` where parameters alone fill a rank."""
+        costs = stage_costs(self.layers, cuts)
+        if self.limits is not None:
+            limits = activation_limits(self.layers, cuts, self.placement, self.limits)
+        else:
+            all_layers = sum(max(layer.held_after_f, layer.held_after_b) for layer in self.layers)
+            limits = Limits((self.num_microbatches * all_layers + 1,) * self.placement.num_ranks)
+        return Problem(self.placement, self.num_microbatches, costs, limits, self.objective)
+
+
+def plan_layers(
+    layers: Sequence[Layer],
+    placements: Placement | Mapping[str, Placement],
+    num_microbatches: int,
+    limits: Limits | None = None,
+    *,
+    objective: str = Objective.SPAN,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    evaluations: int | None = None,
+    progress: Watch | None = None,
+) -> LayersPlan:
+    """Cuts of `layers` and a schedule, together at most as long as the best plan over `placements` on balanced cuts with the same budget.
+
+    That plan is made first and in full; what follows moves the winner's cuts and may take as long again: half for quick plans of other
+    cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. `limits` are bytes for
+    parameters and activations. Raises `InputError` as `balance_placement` does, where no placement can be cut.
+    """
+    named = {placements.name: placements} if isinstance(placements, Placement) else placements
+    aim, budget = Objective.named(objective), as_budget(seconds, evaluations)
+    models = {name: Model(layers, placement, num_microbatches, limits, aim) for name, placement in named.items()}
+    starts, left_out = _balanced(models)
+    balanced = decide({name: problem for name, (_, problem) in starts.items()}, budget, seed, progress)
+    winner, *others = balanced.choices
+    if winner.solved.schedule is None:
+        raise InputError(f"nothing can run with balanced cuts: {winner.solved.reason}")
+    began, cuts = perf_counter(), starts[winner.name][0]
+    tried = [Sketch(cuts, Attempt(winner.name, winner.solved))]
+    with suppress(KeyboardInterrupt):
+        for sketch in _turns(models[winner.name], tried[0], budget.share(2), seed, progress):
+            tried.append(sketch)
+            if sketch.attempt.interrupted:
+                break
+    best = min(tried, key=lambda sketch: sketch.time)
+    (note,) = notes([(best.attempt.solved, not budget.is_empty)])
+    choices = (Choice(winner.name, best.attempt.solved, note), *others)
+    plan = replace(balanced, choices=choices, seconds=balanced.seconds + perf_counter() - began)
+    return LayersPlan(best.cuts, plan, cuts, winner.solved, len({sketch.cuts for sketch in tried}), left_out)
+
+
+def _balanced(models: Mapping[str, Model]) -> tuple[dict[str, tuple[Cuts, Problem]], tuple[str, ...]]:
+    """The balanced cuts and their problem for each model that has them, and of the others why not; raises that where none has them."""
+    starts: dict[str, tuple[Cuts, Problem]] = {}
+    left_out: list[str] = []
+    for name, model in models.items():
+        try:
+            cuts = balance_placement(model.layers, model.placement, model.limits)
+            starts[name] = cuts, model.problem(cuts)
+        except InputError as error:
+            left_out.append(f"{name}: {error}")
+    if not starts:
+        raise InputError("; ".join(left_out) or "a plan needs at least one placement to try")
+    return starts, tuple(left_out)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Cuts with what is known of them, a schedule at least."""
+
+    cuts: Cuts
+    attempt: Attempt
+
+    @property
+    def time(self) -> int:
+        return self.attempt.solved.time or 0
+
+    def searched(self, budget: Budget, seed: int, watch: Watch | None) -> Sketch:
+        """The same cuts after a search, the plan no longer than before."""
+        return Sketch(self.cuts, improve(self.attempt, budget, seed, watch))
+
+
+class Idea(NamedTuple):
+    """Cuts one move away from planned ones, the order made there, and the objective in ns that this order has here."""
+
+    time: int
+    cuts: Cuts
+    schedule: Schedule
+
+
+def _turns(model: Model, start: Sketch, budget: Budget, seed: int, watch: Watch | None) -> Iterator[Sketch]:
+    """Other cuts, each after a quick search: in each round the most promising neighbours of the best so far. Last the best in full."""
+    quick = budget.share(WIDTH * ROUNDS)
+    ends = inf if budget.evaluations is not None else perf_counter() + budget.seconds
+    beam, known, ideas = [start], {start.cuts: start}, list[Idea]()
+    for turn in range(ROUNDS):
+        best = min(sketch.time for sketch in known.values())
+        ideas += [idea for sketch in beam for idea in _neighbours(model, sketch, ends)]
+        ideas = sorted((idea for idea in ideas if idea.cuts not in known), key=lambda idea: idea[:2])
+        beam = []
+        for sketch in islice(_promising(model, start.attempt.name, ideas, best), WIDTH):
+            beam.append(sketch.searched(quick, seed + turn, watch))
+            yield beam[-1]
+        known |= {sketch.cuts: sketch for sketch in beam}
+        if perf_counter() > ends or min((sketch.time for sketch in beam), default=best) >= best:
+            break
+    yield min(known.values(), key=lambda sketch: sketch.time).searched(budget, seed + 1, watch)
+
+
+def _neighbours(model: Model, sketch: Sketch, ends: float) -> Iterator[Idea]:
+    """Every move of layers from the cuts of `sketch`, as far as the clock allows."""
+    schedule = sketch.attempt.solved.schedule
+    assert schedule is not None
+    replay = Replay.of(schedule)
+    for cuts in moves(sketch.cuts, len(model.layers)):
+        if perf_counter() > ends:
+            return
+        yield Idea(replay.time(model.objective, stage_costs(model.layers, cuts)), cuts, schedule)
+
+
+def _promising(model: Model, name: str, ideas: Iterable[Idea], best: int) -> Iterator[Sketch]:
+    """The ideas that can be shorter than `best` and whose order fits the memory, each of different cuts."""
+    taken: set[Cuts] = set()
+    for idea in ideas:
+        solved = None if idea.cuts in taken else _solved(model, idea)
+        if solved is not None and solved.bound.time < best:
+            taken.add(idea.cuts)
+            yield Sketch(idea.cuts, Attempt(name, solved))
+
+
+def _solved(model: Model, idea: Idea) -> Solved | None:
+    """The idea as a plan; None where the order does not fit the memory."""
+    try:
+        problem = model.problem(idea.cuts)
+        return Solved.of(problem, problem.bound(), idea.schedule, 0.0, "the order of other cuts")
+    except (InputError, ScheduleError):
+        return None

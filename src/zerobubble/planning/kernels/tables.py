@@ -1,0 +1,134 @@
+"""A problem as arrays: what every kind of pass takes, holds and waits for, and schedules as words over those kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zerobubble.errors import InputError
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.problem import Objective, Problem
+from zerobubble.rules import MOVES, RULES, used_stages
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+KINDS = (Kind.F, Kind.B, Kind.W)
+"""The kinds a plan is made of: a backward in one piece is never better than B and W side by side."""
+
+_MAKER = {stuff: kind for kind in KINDS for stuff in RULES[kind].makes}
+
+
+CODE = np.dtype([(name, "i8") for name in ("rank", "time", "held", "maker", "lag", "user", "after", "then")])
+"""What is known of a code. `held` is by how many bytes a pass changes what its rank holds; `maker` the code whose message it waits for,
+which takes `lag` ns; `user` the code that waits for its own message; `after` the code of the same stage that must have run before, `then`
+the one that comes next. -1 stands for none."""
+
+RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "lane", "lane_stop")])
+"""What is known of a rank: where its row starts and ends among all rows, its limit in bytes, the ns it is busy, its part of the lanes."""
+
+Records = NDArray[np.void]
+
+
+class Tables(NamedTuple):
+    """A problem as arrays over codes, where code `k * stages + s` stands for the passes of `KINDS[k]` and stage s.
+
+    Microbatches are alike, so a row is a word of codes and the j-th time a code stands in it is microbatch j.
+    """
+
+    microbatches: int
+    from_start: bool
+    """Whether the time before a rank's first pass counts (makespan) or not (span)."""
+    codes: Records
+    """A `CODE` per code."""
+    ranks: Records
+    """A `RANK` per rank."""
+    lanes: Ints
+    """Rank after rank, the codes that begin its stages, in the order a microbatch comes by."""
+    life: Ints
+    """The codes one microbatch passes from the first message to the last."""
+
+    @property
+    def size(self) -> int:
+        """The number of passes."""
+        return self.microbatches * len(self.codes)
+
+
+def tables_of(problem: Problem) -> Tables:
+    """The arrays of `problem`."""
+    home, costs, m = problem.placement.routes[0], problem.costs, problem.num_microbatches
+    stages = len(home)
+    codes = [(kind, stage) for kind in KINDS for stage in range(stages)]
+    maker, after, lag = ([-1] * len(codes) for _ in range(3))
+    for code, (kind, stage) in enumerate(codes):
+        for stuff, at in used_stages(kind, stage, stages):
+            before = KINDS.index(_MAKER[stuff]) * stages + at
+            if stuff in MOVES:
+                maker[code] = before
+                lag[code] = 0 if home[at] == home[stage] else costs.comm[min(at, stage)]
+            else:
+                after[code] = before
+    user, then = ([column.index(code) if code in column else -1 for code in range(len(codes))] for column in (maker, after))
+    held = [costs.memory_change(kind, stage) for kind, stage in codes]
+    rank = [home[stage] for _, stage in codes]
+    time = [costs.time(kind, stage) for kind, stage in codes]
+    life = _life(maker, after, user, then)
+    begins = [code for code in life if after[code] < 0]
+    ranks, row, lane = [], 0, 0
+    for r, limit in enumerate(problem.limits.memory):
+        mine = [code for code in range(len(codes)) if rank[code] == r]
+        work, visits = m * sum(time[code] for code in mine), home.count(r)
+        ranks.append((row, row + m * len(mine), limit, work, lane, lane + visits))
+        row, lane = row + m * len(mine), lane + visits
+    return Tables(
+        m,
+        problem.objective is Objective.MAKESPAN,
+        np.array(list(zip(rank, time, held, maker, lag, user, after, then, strict=True)), CODE),
+        np.array(ranks, RANK),
+        _ints(sorted(begins, key=rank.__getitem__)),
+        _ints(life),
+    )
+
+
+def _life(maker: list[int], after: list[int], user: list[int], then: list[int]) -> list[int]:
+    """Follow the messages from the code that needs nothing, turning where the last reader's result stays."""
+    code = next(code for code in range(len(maker)) if maker[code] < 0 and after[code] < 0)
+    life = []
+    while user[code] >= 0 or then[code] >= 0:
+        life.append(code)
+        code = user[code] if user[code] >= 0 else then[code]
+    return life
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int64)
+
+
+def word_of(schedule: Schedule) -> Ints:
+    """The rows of `schedule` one after another as codes; a backward in one piece becomes B and W.
+
+    Raises `InputError` for a schedule that does not train every microbatch on every stage.
+    """
+    stages = schedule.num_stages
+    first = {kind: k * stages for k, kind in enumerate(KINDS)}
+    pieces = {kind: (first[kind],) for kind in KINDS} | {Kind.BW: (first[Kind.B], first[Kind.W])}
+    word = _ints([start + stage for row in schedule.rows for kind, stage, _ in row for start in pieces[kind]])
+    if (np.bincount(word, minlength=len(KINDS) * stages) != schedule.num_microbatches).any():
+        raise InputError(f"the schedule {schedule.name!r} lacks passes: see schedule_faults")
+    return word
+
+
+def schedule_of(name: str, problem: Problem, tables: Tables, word: Ints) -> Schedule:
+    """The schedule whose rows are `word`."""
+    stages, count = problem.placement.num_stages, [0] * len(tables.codes)
+    rows, letters = [], word.tolist()
+    for start, end in tables.ranks[["first", "stop"]].tolist():
+        row = []
+        for code in letters[start:end]:
+            row.append(Op(KINDS[code // stages], code % stages, count[code]))
+            count[code] += 1
+        rows.append(tuple(row))
+    return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))

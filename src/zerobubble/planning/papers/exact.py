@@ -1,0 +1,194 @@
+"""The exact solver: the start of every pass as a variable of a constraint program, solved and proved by OR-Tools' CP-SAT."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from math import floor, gcd
+from typing import Any, NamedTuple
+
+from zerobubble.bounds import Bound
+from zerobubble.errors import InputError
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.papers.board import Pass, one_by_one, pass_needs, refuse_shortage
+from zerobubble.planning.papers.zb_heuristic import zb_heuristic
+from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
+from zerobubble.planning.problem import Objective, Problem, Status
+from zerobubble.planning.seeds import split
+from zerobubble.simulation import memory_faults, simulate
+
+
+class Exact(NamedTuple):
+    """The shortest schedule found, a proven lower bound on the problem's objective, and whether the two meet."""
+
+    schedule: Schedule
+    bound: Bound
+    status: Status
+
+
+def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Schedule | None = None) -> Exact:
+    """The shortest schedule that CP-SAT finds in `seconds` of wall time on `workers` threads, never longer than `hint`, and its proof.
+
+    For small problems: up to about 4 ranks and 8 microbatches a proof takes seconds. Raises `InputError` where the limits hold no
+    microbatch, where `hint` is for another problem, and where OR-Tools is missing.
+
+    Source: the integer program of Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 3.1, with starts
+    in place of order bits.
+    """
+    refuse_shortage(problem)
+    cp_model = _cp_model()
+    best, bound = _start(problem, hint), problem.bound()
+    if _time(problem, best) > bound.time:
+        program = _Program(cp_model, problem, best, bound.time)
+        found, proved = program.solve(seconds, workers)
+        best = min([best, *found], key=lambda schedule: _time(problem, schedule))
+        if proved > bound.time:
+            bound = Bound(proved, "no order of the passes takes less: all others are ruled out by exhaustive search")
+    return Exact(best, bound, Status.OPTIMAL if _time(problem, best) == bound.time else Status.FEASIBLE)
+
+
+def _cp_model() -> Any:
+    try:
+        return import_module("ortools.sat.python.cp_model")
+    except ModuleNotFoundError as error:
+        raise InputError("the exact planner needs OR-Tools: pip install 'zerobubble[exact]'") from error
+
+
+def _time(problem: Problem, schedule: Schedule) -> int:
+    return problem.objective.of(simulate(schedule, problem.costs))
+
+
+def _start(problem: Problem, hint: Schedule | None) -> Schedule:
+    """The schedule to begin with: `hint`, or the shortest that a heuristic finds, if only one microbatch after the other."""
+    if hint is None:
+        return min(_quick(problem), key=lambda schedule: _time(problem, schedule))
+    if (hint.placement.routes, hint.num_microbatches) != (problem.placement.routes, problem.num_microbatches):
+        raise InputError(f"the hint {hint.name!r} is for another placement or number of microbatches: make one for the problem")
+    start = _in_order(hint)
+    for fault in memory_faults(start, problem.costs, problem.limits):
+        raise InputError(f"the hint {hint.name!r}, its backward passes split, does not fit: {fault}")
+    return start
+
+
+def _quick(problem: Problem) -> Iterator[Schedule]:
+    for planner in (zb_heuristic, zb_v_greedy):
+        with suppress(InputError):
+            yield planner(problem)
+    yield one_by_one(problem)
+
+
+def _in_order(schedule: Schedule) -> Schedule:
+    """Backward passes split and microbatches numbered in the order in which they come to each pass: no pass has to wait longer."""
+    count: Counter[Pass] = Counter()
+    rows = tuple(tuple(_next(count, op.kind, op.stage) for op in row) for row in split(schedule).rows)
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
+
+
+def _next(count: Counter[Pass], kind: Kind, stage: int) -> Op:
+    count[kind, stage] += 1
+    return Op(kind, stage, count[kind, stage] - 1)
+
+
+class _Program:
+    """The constraint program of a problem whose objective lies between `least` ns and that of the schedule `known`.
+
+    Microbatches pass each stage in order, which loses nothing, since they are alike; the first pass of a rank starts as soon as it
+    can, as it will when played. Times count ticks, `grain` of them for every `unit` of ns. Passes of no time take one tick, so that
+    passes of a rank have an order; `grain` is so large that all of these together cannot hide a unit.
+    """
+
+    def __init__(self, cp_model: Any, problem: Problem, known: Schedule, least: int) -> None:
+        costs, stages = problem.costs, problem.placement.num_stages
+        self.cp_model, self.model, self.problem = cp_model, cp_model.CpModel(), problem
+        self.needs = pass_needs(stages)
+        times = {one: costs.time(*one) for one in self.needs}
+        self.unit = gcd(*times.values(), *costs.comm) or 1
+        self.points = problem.num_microbatches * list(times.values()).count(0)
+        self.grain = 2 * self.points + 1
+        self.length = {one: max(1, self.ticks(time)) for one, time in times.items()}
+        self.horizon = problem.num_microbatches * (sum(self.length.values()) + 2 * sum(map(self.ticks, costs.comm)))
+        self.start = {Op(*one, j): self.variable() for one in self.needs for j in range(problem.num_microbatches)}
+        self.end = {op: start + self.length[op.kind, op.stage] for op, start in self.start.items()}
+        self._order()
+        for rank in range(problem.placement.num_ranks):
+            self._alone(rank)
+            self._remember(rank)
+        self._aim(self.ticks(least) - self.points, self.ticks(_time(problem, known)) + self.points)
+        for span in (span for row in simulate(known, costs).rows for span in row):
+            self.model.add_hint(self.start[span.op], self.ticks(span.start))
+
+    def variable(self) -> Any:
+        return self.model.new_int_var(0, self.horizon, "")
+
+    def ticks(self, time: int) -> int:
+        """A time in ns, rounded up to whole units: every time of a schedule is one."""
+        return -(-time // self.unit) * self.grain
+
+    def _order(self) -> None:
+        """Passes wait for what they use, and for the microbatch before."""
+        microbatches, home = self.problem.num_microbatches, self.problem.placement.routes[0]
+        firsts = {Op(Kind.F, home.index(rank), 0) for rank in set(home)}
+        self.model.add(self.start[Op(Kind.F, 0, 0)] == 0)
+        for op, start in self.start.items():
+            if op.microbatch + 1 < microbatches:
+                self.model.add(self.end[op] <= self.start[op._replace(microbatch=op.microbatch + 1)])
+            for kind, stage in self.needs[op.kind, op.stage]:
+                link = self.ticks(self.problem.costs.comm[min(stage, op.stage)]) if home[stage] != home[op.stage] else 0
+                arrival = self.end[Op(kind, stage, op.microbatch)] + link
+                self.model.add(start == arrival if op in firsts else start >= arrival)
+
+    def _alone(self, rank: int) -> None:
+        """A rank runs one pass at a time."""
+        here = [op for op in self.start if self.problem.placement.routes[0][op.stage] == rank]
+        intervals = [self.model.new_fixed_size_interval_var(self.start[op], self.length[op.kind, op.stage], "") for op in here]
+        self.model.add_no_overlap(intervals)
+
+    def _remember(self, rank: int) -> None:
+        """What F saved is held until B ends, what B leaves until W ends; the part that is both is one stretch, which proves more."""
+        held = [stretch for _, stage in self.problem.placement.stages(rank) for stretch in self._stretches(stage)]
+        parts = [(bytes_, self.model.new_interval_var(begin, self.variable(), end, "")) for bytes_, begin, end in held]
+        if parts:
+            scale = gcd(*(bytes_ for bytes_, _ in parts))
+            demands = [bytes_ // scale for bytes_, _ in parts]
+            self.model.add_cumulative([interval for _, interval in parts], demands, self.problem.limits.memory[rank] // scale)
+
+    def _stretches(self, stage: int) -> list[tuple[int, Any, Any]]:
+        """Bytes held by the microbatches of a stage, from when to when."""
+        saved, work = self.problem.costs.held_after_f[stage], self.problem.costs.held_after_b[stage]
+        both, stretches = min(saved, work), []
+        for j in range(self.problem.num_microbatches):
+            taken, turned, freed = self.start[Op(Kind.F, stage, j)], self.end[Op(Kind.B, stage, j)], self.end[Op(Kind.W, stage, j)]
+            stretches += [(both, taken, freed), (saved - both, taken, turned), (work - both, turned, freed)]
+        return [stretch for stretch in stretches if stretch[0]]
+
+    def _aim(self, least: int, most: int) -> None:
+        """Make the objective small."""
+        objective = self.model.new_int_var(max(0, least), most, "")
+        last = self.problem.num_microbatches - 1
+        for rank in range(self.problem.placement.num_ranks):
+            stages = [stage for _, stage in self.problem.placement.stages(rank)]
+            begin = 0 if self.problem.objective is Objective.MAKESPAN else self.start[Op(Kind.F, stages[0], 0)]
+            for stage in stages:
+                self.model.add(objective >= self.end[Op(Kind.W, stage, last)] - begin)
+        self.model.minimize(objective)
+
+    def solve(self, seconds: float, workers: int) -> tuple[list[Schedule], int]:
+        """The schedule found, if any, and the ns that are proved to be the least."""
+        solver = self.cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.num_workers = workers
+        solver.parameters.use_objective_lb_search = True
+        status = solver.solve(self.model)
+        least = self.unit * -((self.points - floor(solver.best_objective_bound)) // self.grain)
+        if status not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
+            return [], least
+        return [self._read(solver)], least
+
+    def _read(self, solver: Any) -> Schedule:
+        home, order = self.problem.placement.routes[0], sorted(self.start, key=lambda op: solver.value(self.start[op]))
+        rows = tuple(tuple(op for op in order if home[op.stage] == rank) for rank in range(self.problem.placement.num_ranks))
+        schedule = Schedule("exact", self.problem.placement, self.problem.num_microbatches, rows)
+        assert not memory_faults(schedule, self.problem.costs, self.problem.limits)
+        return schedule

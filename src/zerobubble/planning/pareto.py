@@ -1,0 +1,79 @@
+"""The front of memory against bubble: a plan for each limit, each one starting from those for less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement
+from zerobubble.planning.attempt import Watch
+from zerobubble.planning.choose import SECONDS, Plan, as_budget, decide, problems_of
+from zerobubble.planning.families import ANY, to_try
+from zerobubble.planning.problem import Objective, Workload
+from zerobubble.planning.reasons import aligned, percent
+from zerobubble.planning.seeds import published
+
+
+@dataclass(frozen=True)
+class Point:
+    """The plan for one limit: `memory` in microbatches of all stages of a rank."""
+
+    memory: float
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Front:
+    """Points by ascending memory; with more memory the bubble never grows. `str` of it is a table."""
+
+    points: tuple[Point, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(aligned([TITLES, *map(cells, self.points)], left=(1, 7)))
+
+
+TITLES = ("memory", "placement", "span bubble", "makespan bubble", "bound", "peak", "messages", "schedule")
+
+
+def cells(point: Point) -> tuple[str, ...]:
+    """The figures of one point, under `TITLES`."""
+    solved, memory = point.plan.best, f"{point.memory:g}"
+    bound = percent(point.plan.lower_bound)
+    if solved.timeline is None:
+        return memory, "nothing fits", "–", "–", "–", "–", "–", "–"
+    rates = percent(solved.timeline.bubble_span), percent(solved.timeline.bubble_makespan)
+    name, peak = point.plan.choices[0].name, f"{solved.peak_microbatches:.4g}"
+    return memory, name, *rates, bound, peak, f"{solved.problem.messages:,}", solved.how
+
+
+def pareto(
+    work: Workload,
+    num_microbatches: int,
+    memories: Iterable[float],
+    *,
+    placements: str | Placement | Iterable[str | Placement] = ANY,
+    objective: str = Objective.SPAN,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    evaluations: int | None = None,
+    progress: Watch | None = None,
+) -> Front:
+    """The best plan for each of `memories`, with the budget for each of them; the rest is as in `plan`.
+
+    What runs in less memory runs in more, so each plan starts from those before it. Raises `InputError` for a part that cannot be
+    used.
+    """
+    limits = sorted(set(memories))
+    if not limits:
+        raise InputError("a front needs at least one memory limit")
+    tried = to_try(placements, work.num_ranks)
+    seeds = {name: list(published(placement, num_microbatches)) for name, placement in tried.items()}
+    points: list[Point] = []
+    for memory in limits:
+        problems = problems_of(work, num_microbatches, memory, tried, objective)
+        made = decide(problems, as_budget(seconds, evaluations), seed, progress, seeds)
+        points.append(Point(memory, made))
+        for choice in made.choices:
+            seeds[choice.name] += [choice.solved.schedule] if choice.solved.schedule else []
+    return Front(tuple(points))

@@ -1,0 +1,313 @@
+"""What is to be planned and what comes out: a problem on one placement, a workload for any, a solved problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+from zerobubble.bounds import Bound, Bounds, lower_bounds, shortage
+from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs, Limits
+from zerobubble.errors import InputError, ParseError, ScheduleError, reading, whole
+from zerobubble.ir import Placement, Schedule
+from zerobubble.simulation import Lengths, lengths, memory_faults, peak_memory, simulate
+from zerobubble.timeline import Timeline
+
+RANK_BYTES = 12 * UNIT_BYTES
+"""Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
+
+
+class Objective(StrEnum):
+    """What to make short: the longest span of a rank (no barrier at the optimizer step), or the makespan."""
+
+    SPAN = "span"
+    MAKESPAN = "makespan"
+
+    def of(self, played: Timeline | Lengths) -> int:
+        """The time that counts of a schedule that was played, in ns."""
+        return played.span if self is Objective.SPAN else played.makespan
+
+    @classmethod
+    def named(cls, name: str) -> Objective:
+        """The objective by its name; raises `InputError` for any other."""
+        if name not in list(cls):
+            raise InputError(f"there is no objective {name!r}: give {' or '.join(cls)}")
+        return cls(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, stages as in `costs`.
+
+    Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    costs: Costs
+    limits: Limits
+    objective: Objective = Objective.SPAN
+
+    def __post_init__(self) -> None:
+        ranks, stages = self.placement.num_ranks, self.placement.num_stages
+        if len(self.placement.routes) > 1:
+            raise InputError(f"plans are made for one route, the placement {self.placement.name!r} has {len(self.placement.routes)}")
+        if self.num_microbatches < 1:
+            raise InputError(f"a plan needs at least 1 microbatch, got {self.num_microbatches}")
+        if self.costs.num_stages != stages:
+            raise InputError(f"the placement has {stages} stages, the costs describe {self.costs.num_stages}")
+        if len(self.limits.memory) != ranks:
+            raise InputError(f"the placement has {ranks} ranks, the limits describe {len(self.limits.memory)}")
+
+    @property
+    def num_passes(self) -> int:
+        """Passes of a schedule with B and W apart."""
+        return 3 * self.placement.num_stages * self.num_microbatches
+
+    @property
+    def work(self) -> int:
+        """The time of all passes of all ranks, in ns."""
+        return self.num_microbatches * sum(sum(times) for times in (self.costs.forward, self.costs.backward, self.costs.weight))
+
+    def bubble(self, time: float) -> float:
+        """The share of rank time that is idle when the objective is `time`."""
+        return 1 - self.work / (self.placement.num_ranks * time) if time else 0.0
+
+    @property
+    def lack(self) -> str:
+        """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits."""
+        return shortage(self.placement, self.costs, self.limits)
+
+    def bounds(self) -> Bounds:
+        """Proven lower bounds on span and makespan; where nothing can run, those for unlimited memory."""
+        limits = None if self.lack else self.limits
+        return lower_bounds(self.placement, self.num_microbatches, self.costs, limits)
+
+    def bound(self) -> Bound:
+        """The proven lower bound on the objective."""
+        bounds = self.bounds()
+        return bounds.span if self.objective is Objective.SPAN else bounds.makespan
+
+    @property
+    def messages(self) -> int:
+        """Messages between ranks in one step: an activation and a gradient per microbatch and border between ranks."""
+        borders = sum(here != there for here, there in pairwise(self.placement.routes[0]))
+        return 2 * self.num_microbatches * borders
+
+
+class Status(StrEnum):
+    """How much is known: nothing can be shorter, this can be run, nothing can be run."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The best schedule found, and how far from perfect it can be at most.
+
+    `time` is the problem's objective in ns and `bound` a proven lower bound on it. `how` names what found the schedule in `seconds`,
+    `reason` says why there is none.
+    """
+
+    problem: Problem
+    status: Status
+    bound: Bound
+    schedule: Schedule | None
+    time: int | None
+    seconds: float
+    how: str
+    reason: str = ""
+
+    @classmethod
+    def of(cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str) -> Solved:
+        """`schedule` as an answer to `problem`, checked and played anew; raises `ScheduleError` when it breaks the rules or the limits."""
+        time = problem.objective.of(lengths(schedule, problem.costs))
+        faults = memory_faults(schedule, problem.costs, problem.limits)
+        if faults:
+            raise ScheduleError(faults, schedule.name)
+        status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
+        return cls(problem, status, bound, schedule, time, seconds, how)
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """What runs when; None without a schedule."""
+        return None if self.schedule is None else simulate(self.schedule, self.problem.costs)
+
+    @property
+    def gap(self) -> float | None:
+        """How much longer than the bound the schedule is, as a share of the bound; None without a schedule."""
+        return None if self.time is None else self.time / self.bound.time - 1 if self.bound.time else 0.0
+
+    @property
+    def bubble(self) -> float | None:
+        """The bubble rate of the objective; None without a schedule."""
+        return None if self.time is None else self.problem.bubble(self.time)
+
+    @property
+    def least_bubble(self) -> float:
+        """No schedule has a smaller bubble rate of the objective."""
+        return self.problem.bubble(self.bound.time)
+
+    @property
+    def peak_microbatches(self) -> float | None:
+        """The most activations a rank holds, counted in microbatches of all its stages; None without a schedule."""
+        if self.schedule is None:
+            return None
+        return max(peak / whole_rank for peak, whole_rank in zip(self._peaks, microbatch_bytes(self.problem), strict=True))
+
+    @cached_property
+    def _peaks(self) -> tuple[int, ...]:
+        return () if self.schedule is None else peak_memory(self.schedule, self.problem.costs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form of a plan; `from_dict` reads it back. Raises `InputError` when there is no schedule."""
+        if self.schedule is None or self.timeline is None:
+            raise InputError(f"there is no plan to write: {self.reason}")
+        return {
+            "format": "zerobubble plan 1",
+            "status": self.status.value,
+            "objective": self.problem.objective.value,
+            "bound": {"time": self.bound.time, "reason": self.bound.reason},
+            "figures": {
+                "span": self.timeline.span,
+                "makespan": self.timeline.makespan,
+                "bubble_span": self.timeline.bubble_span,
+                "bubble_makespan": self.timeline.bubble_makespan,
+                "peak_bytes": list(self._peaks),
+                "messages": self.problem.messages,
+            },
+            "how": self.how,
+            "seconds": self.seconds,
+            "costs": self.problem.costs.to_dict(),
+            "limits": list(self.problem.limits.memory),
+            "schedule": self.schedule.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Solved:
+        """Read the JSON form; status and figures are found anew from schedule, costs and bound.
+
+        Raises `ParseError` for a part that is missing or malformed, a schedule that cannot run, and a bound that it beats.
+        """
+        with reading("plan", data):
+            schedule, costs = Schedule.from_dict(data["schedule"]), Costs.from_dict(data["costs"])
+            limits, objective = Limits(tuple(map(whole, data["limits"]))), Objective(data["objective"])
+            problem = Problem(schedule.placement, schedule.num_microbatches, costs, limits, objective)
+            bound, seconds = Bound(whole(data["bound"]["time"]), str(data["bound"]["reason"])), float(data["seconds"])
+            if not isfinite(seconds):
+                raise ParseError(f"it took {seconds} seconds, which is not a finite number")
+            try:
+                solved = cls.of(problem, bound, schedule, seconds, str(data["how"]))
+            except ScheduleError as error:
+                raise ParseError(str(error)) from error
+            if solved.time is not None and solved.time < bound.time:
+                raise ParseError(f"its schedule takes {solved.time} ns, less than the bound of {bound.time} ns: no bound of this problem")
+        return solved
+
+
+def microbatch_bytes(problem: Problem) -> tuple[int, ...]:
+    """Per rank, the bytes that one microbatch saves in all its stages together, at least 1."""
+    held = [0] * problem.placement.num_ranks
+    for rank, after_f in zip(problem.placement.routes[0], problem.costs.held_after_f, strict=True):
+        held[rank] += after_f
+    return tuple(max(1, count) for count in held)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What each rank does whatever the placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
+
+    `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    comm: tuple[int, ...]
+    held_after_f: tuple[int, ...]
+    held_after_b: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        ranks = len(self.forward)
+        if ranks == 0:
+            raise InputError("a workload needs at least one rank")
+        for column in fields(self):
+            values = getattr(self, column.name)
+            if len(values) != ranks:
+                raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
+            for rank, value in enumerate(values):
+                if not isinstance(value, int) or value < 0:
+                    raise InputError(f"{column.name} of rank {rank} must be a whole number >= 0 of ns or bytes, got {value}")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.forward)
+
+    @classmethod
+    def uniform(cls, num_ranks: int, times: tuple[float, float, float], comm: float = 0.0, held: float = 1.0) -> Workload:
+        """Equal ranks: `times` of F, B, W and `comm` in ms, `held` what B leaves of what F saved. Raises `InputError` as `Costs` does."""
+        costs = Costs.uniform(1, times, held=held)
+        link = Costs.uniform(2, times, comm).comm[0]
+        columns = (costs.forward[0], costs.backward[0], costs.weight[0], link, RANK_BYTES, round(held * RANK_BYTES))
+        return cls(*((value,) * num_ranks for value in columns))
+
+    @classmethod
+    def from_ms(
+        cls, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float], comm: Sequence[float], held: float = 1.0
+    ) -> Workload:
+        """Times in ms per rank; `comm` between neighbours and, last, between the last rank and the first.
+
+        Raises `InputError` for a time that is missing, negative or not finite, naming its rank.
+        """
+        ranks = len(forward)
+        named = {"forward": forward, "backward": backward, "weight": weight, "comm": comm, "held": [held] * ranks}
+        for name, values in named.items():
+            if len(values) < ranks:
+                raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
+            for rank, value in enumerate(values):
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
+                    raise InputError(f"{name} of rank {rank} must be a finite number >= 0, got {value}")
+        f, b, w, c = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm))
+        return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks)
+
+    def costs(self, placement: Placement) -> Costs:
+        """The costs of each stage on `placement`, of one route. Raises `InputError` for a placement over other ranks."""
+        if placement.num_ranks != self.num_ranks:
+            raise InputError(f"the workload is for {self.num_ranks} ranks, the placement for {placement.num_ranks}")
+        home = placement.routes[0]
+        count = [home.count(rank) for rank in range(self.num_ranks)]
+        parts = (self.forward, self.backward, self.weight, self.held_after_f, self.held_after_b)
+        forward, backward, weight, after_f, after_b = (tuple(part[r] // count[r] for r in home) for part in parts)
+        comm = tuple(self.comm[_link(here, there, self.num_ranks)] for here, there in pairwise(home))
+        return Costs(forward, backward, weight, comm, after_f, after_b)
+
+    def limits(self, microbatches: float) -> Limits:
+        """Room for so many microbatches of a whole rank's activations, on every rank.
+
+        Raises `InputError` for a number that is not finite and above 0.
+        """
+        if not isfinite(microbatches) or microbatches <= 0:
+            raise InputError(f"the memory must be a number of microbatches above 0, got {microbatches}")
+        return Limits(tuple(max(1, round(microbatches * held)) for held in self.held_after_f))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, in ns and bytes; `from_dict` reads it back."""
+        return {"format": "zerobubble workload 1", **{column.name: list(getattr(self, column.name)) for column in fields(self)}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Workload:
+        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        with reading("workload", data):
+            return cls(*(tuple(map(whole, data[column.name])) for column in fields(cls)))
+
+
+def _link(here: int, there: int, ranks: int) -> int:
+    """The link between two neighbours: the one after the lower rank, or the last one, which closes the ring."""
+    low, high = sorted((here, there))
+    return ranks - 1 if high - low == ranks - 1 and ranks > 2 else low

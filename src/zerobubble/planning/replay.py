@@ -1,0 +1,94 @@
+"""One order played many times with other times: resolved once, then two additions and a comparison a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from zerobubble.costs import Costs
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.graph import Graph
+from zerobubble.ir import Schedule, Step
+from zerobubble.planning.problem import Objective
+from zerobubble.verify import checked
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The steps of a schedule, in an order in which they can run, counted from 1 so that 0 stands for nothing.
+
+    A step comes after step `before` of its row and uses the message that step `maker` sends over link `link`, also counted from 1.
+    A step that uses two messages, as an overlapped one may, is led by an empty step that waits for the other. `samples` are one step
+    of each duration, and step i lasts as long as the one numbered `alike[i]`. `ends` are the first and the last step of each row.
+    """
+
+    steps: tuple[Step, ...]
+    before: tuple[int, ...]
+    maker: tuple[int, ...]
+    link: tuple[int, ...]
+    samples: tuple[Step, ...]
+    alike: tuple[int, ...]
+    ends: tuple[tuple[int, int], ...]
+
+    @classmethod
+    @garbage_collection_paused()
+    def of(cls, schedule: Schedule) -> Replay:
+        """Raises `ScheduleError` with every fault when the schedule cannot run."""
+        graph, order = checked(schedule)
+        lines, place = _lines(graph, order)
+        steps, before, makers, links = (tuple(column) for column in zip(*lines, strict=True))
+        kinds = [tuple([op[:2] for op in step]) for step in steps]
+        samples = dict(zip(kinds, steps, strict=True))
+        number = {kind: number for number, kind in enumerate(samples)}
+        ends = tuple((place[first], place[end - 1]) for first, end in pairwise(graph.first) if end > first)
+        return cls(steps, before, makers, links, tuple(samples.values()), tuple([number[kind] for kind in kinds]), ends)
+
+    def durations(self, costs: Costs) -> list[int]:
+        """ns of each step under `costs`."""
+        times = [costs.step_time(sample) if sample else 0 for sample in self.samples]
+        return [times[alike] for alike in self.alike]
+
+    def time(self, objective: Objective, costs: Costs) -> int:
+        """The objective under `costs`, in ns, as `simulate` gives it."""
+        return self.play(objective, self.durations(costs), costs.comm)
+
+    def play(self, objective: Objective, durations: Sequence[int], comm: Sequence[int]) -> int:
+        """The objective in ns where the steps take `durations` and messages `comm`, link by link."""
+        over, delay = [0], (0, *comm)
+        for before, maker, link, duration in zip(self.before, self.maker, self.link, durations, strict=True):
+            begin, arrival = over[before], over[maker] + delay[link]
+            over.append((arrival if arrival > begin else begin) + duration)
+        begins = [over[first] - durations[first - 1] for first, _ in self.ends]
+        if objective is Objective.MAKESPAN:
+            return max(over) - min(begins)
+        return max(over[last] - begin for begin, (_, last) in zip(begins, self.ends, strict=True))
+
+
+Line = tuple[Step, int, int, int]
+"""A step, the step before it, and the maker and link of the message it uses."""
+
+
+def _lines(graph: Graph, order: Sequence[int]) -> tuple[list[Line], list[int]]:
+    """The steps in `order`, and the step of each pass."""
+    lines: list[Line] = []
+    place = [0] * len(order)
+    for number in order:
+        if number - 1 in graph.pairs:
+            continue
+        together = (number, number + 1) if number in graph.pairs else (number,)
+        before = place[number - 1] if graph.position(number) else 0
+        last, *others = _messages(graph, place, together) or [(0, 0)]
+        for message in others:
+            lines.append(((), before, *message))
+            before = len(lines)
+        lines.append((tuple([graph.ops[each] for each in together]), before, *last))
+        for each in together:
+            place[each] = len(lines)
+    return lines, place
+
+
+def _messages(graph: Graph, place: Sequence[int], together: Sequence[int]) -> list[tuple[int, int]]:
+    """The steps whose messages the passes of a step use, each with its link; `place[n]` is the step of pass n."""
+    used = ((user, need) for user in together for need in graph.needs[user] if graph.rank[need] != graph.rank[user])
+    return [(place[need], min(graph.ops[user].stage, graph.ops[need].stage) + 1) for user, need in used]

@@ -1,0 +1,169 @@
+"""What becomes of a plan when the measured times are off: each one alone, all of them at random, every pass on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import inf
+from random import Random
+from typing import Any, NamedTuple
+
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.planning.problem import Objective
+from zerobubble.planning.replay import Replay
+from zerobubble.simulation import peak_memory
+
+PASSES = {"forward": "F", "backward": "B", "weight": "W"}
+"""The columns of `Costs` that hold the times of passes, and the letter of each."""
+
+Entry = tuple[str, int]
+"""One measured time: a column of `Costs` and the stage (or link)."""
+
+
+class Scope(StrEnum):
+    """What is off: every pass of a kind (or every message), every pass of a rank, or one measured time alone."""
+
+    KIND = "kind"
+    RANK = "rank"
+    ALONE = "alone"
+
+
+class Effect(NamedTuple):
+    """The objective in ns when `what` takes so much longer (`slower`) or shorter (`faster`) than measured, all else as measured."""
+
+    scope: Scope
+    what: str
+    slower: int
+    faster: int
+
+
+class Spread(NamedTuple):
+    """How much longer than planned the objective comes out, on average and in the worst sample, as shares of the plan's."""
+
+    mean: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How the objective of a plan, `time` ns, moves when measured times are off by up to `error` (0.1 is 10 %).
+
+    `effects` are exact: every F, B, W and message at once, each rank's passes, then each single measured time. `worst` is the
+    objective when everything takes longer by `error`, which no other mistake of that size exceeds. `profile` is for measured times
+    that are all off, each by its own amount anywhere up to `error`; `jitter` for passes that each take their own time,
+    normally distributed with `error` as the standard deviation. `spare[r]` is the share by which the peak of rank r could grow
+    before it fills the memory; None without limits.
+    """
+
+    objective: Objective
+    time: int
+    error: float
+    effects: tuple[Effect, ...]
+    worst: int
+    profile: Spread
+    jitter: Spread
+    spare: tuple[float, ...] | None
+
+    @property
+    def crowded(self) -> tuple[int, ...]:
+        """The ranks whose memory would not do if activations were larger than measured by `error`."""
+        return tuple(rank for rank, spare in enumerate(self.spare or ()) if spare < self.error)
+
+    def weight(self, effect: Effect) -> float:
+        """By how many percent the objective moves when what `effect` names moves by one, in the middle of both directions."""
+        return (effect.slower - effect.faster) / (2 * self.error * self.time) if self.time else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: times in ns, shares as fractions."""
+        return {
+            "format": "zerobubble sensitivity 1",
+            **{name: getattr(self, name) for name in ("time", "error", "worst")},
+            "objective": self.objective.value,
+            "effects": [effect._asdict() | {"weight": self.weight(effect)} for effect in self.effects],
+            "profile": self.profile._asdict(),
+            "jitter": self.jitter._asdict(),
+            "spare": None if self.spare is None else [None if spare == inf else spare for spare in self.spare],
+        }
+
+
+def sensitivity(
+    schedule: Schedule,
+    costs: Costs,
+    error: float = 0.1,
+    *,
+    objective: Objective = Objective.SPAN,
+    limits: Limits | None = None,
+    samples: int = 100,
+    seed: int = 0,
+) -> Sensitivity:
+    """How the order of `schedule` stands measured times that are off; `samples` are drawn from `seed`.
+
+    Raises `ScheduleError` when the schedule cannot run, `InputError` for an error outside 0 to 1 or without samples.
+    """
+    refuse_no_share(error)
+    if samples < 1:
+        raise InputError(f"a spread needs at least 1 sample, got {samples}")
+    replay, dice = Replay.of(schedule), Random(seed)
+    time, entries = replay.time(objective, costs), list(_entries(costs))
+
+    def off(names: Iterable[Entry], by: float) -> int:
+        return replay.time(objective, scaled(costs, dict.fromkeys(names, 1 + by)))
+
+    effects = tuple(Effect(scope, what, off(names, error), off(names, -error)) for scope, what, names in _groups(schedule, costs))
+    profiles = (scaled(costs, {entry: dice.uniform(1 - error, 1 + error) for entry in entries}) for _ in range(samples))
+    profile = _spread(time, [replay.time(objective, each) for each in profiles])
+    durations = replay.durations(costs)
+    noisy = [replay.play(objective, jittered(durations, error, dice), costs.comm) for _ in range(samples)]
+    spare = None if limits is None else _spare(schedule, costs, limits)
+    return Sensitivity(objective, time, error, effects, off(entries, error), profile, _spread(time, noisy), spare)
+
+
+def refuse_no_share(error: float) -> None:
+    """Raise `InputError` unless the error of measured times is a share."""
+    if not 0 < error < 1:
+        raise InputError(f"the error of measured times is a share between 0 and 1, such as 0.1 for 10 %, got {error}")
+
+
+def scaled(costs: Costs, factors: dict[Entry, float]) -> Costs:
+    """`costs` with each time named in `factors` multiplied by its factor."""
+    columns = {name: list(getattr(costs, name)) for name, _ in factors}
+    for (name, index), factor in factors.items():
+        columns[name][index] = round(columns[name][index] * factor)
+    return replace(costs, **{name: tuple(values) for name, values in columns.items()})
+
+
+def jittered(durations: Iterable[int], error: float, dice: Random) -> list[int]:
+    """Each duration times its own normal factor of standard deviation `error`, never below 0."""
+    return [max(0, round(duration * dice.gauss(1, error))) for duration in durations]
+
+
+def _groups(schedule: Schedule, costs: Costs) -> Iterator[tuple[Scope, str, list[Entry]]]:
+    """The measured times that are off together."""
+    for name, letter in PASSES.items():
+        yield Scope.KIND, f"every {letter}", [(name, stage) for stage in range(costs.num_stages)]
+    yield Scope.KIND, "every message", [entry for entry in _entries(costs) if entry[0] == "comm"]
+    for rank in range(schedule.num_ranks):
+        held = sorted({stage for _, stage in schedule.placement.stages(rank)})
+        yield Scope.RANK, f"rank {rank}", [(name, stage) for stage in held for name in PASSES]
+    for name, index in _entries(costs):
+        what = f"{PASSES[name]} of stage {index}" if name in PASSES else f"messages after stage {index}"
+        yield Scope.ALONE, what, [(name, index)]
+
+
+def _entries(costs: Costs) -> Iterator[Entry]:
+    for name in (*PASSES, "comm"):
+        for index, _ in enumerate(getattr(costs, name)):
+            yield name, index
+
+
+def _spread(time: int, sampled: list[int]) -> Spread:
+    shares = [each / time - 1 if time else 0.0 for each in sampled]
+    return Spread(sum(shares) / len(shares), max(shares))
+
+
+def _spare(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[float, ...]:
+    peaks = peak_memory(schedule, costs)
+    return tuple(limit / peak - 1 if peak else inf for peak, limit in zip(peaks, limits.memory, strict=True))

@@ -1,0 +1,110 @@
+"""Our planner: seeds, policies and order annealing, until the bound is met or the budget is spent.
+
+What is compiled lies in `kernels` and is imported when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from types import ModuleType
+from typing import NamedTuple
+
+from zerobubble.costs import UNIT_BYTES, Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement, Schedule
+from zerobubble.planning.problem import Objective, Problem
+
+
+class Progress(NamedTuple):
+    """The best objective so far and its proven bound in ns, what found it, and the seconds since the start."""
+
+    time_ns: int
+    bound: int
+    how: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best schedule of a search, what found it, the schedules played and seconds it took, and whether Ctrl-C ended it."""
+
+    schedule: Schedule
+    how: str
+    evaluations: int
+    seconds: float
+    interrupted: bool = False
+
+
+def search(
+    problem: Problem,
+    bound: int,
+    seeds: Sequence[Schedule] = (),
+    *,
+    seconds: float,
+    seed: int = 0,
+    evaluations: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Found:
+    """The best schedule found in `seconds`, or sooner where its objective meets `bound` (ns); never worse than a seed that fits.
+
+    With `evaluations`, the number of schedules to play, the clock is not looked at and the result depends on `seed` alone. Without
+    budget it is the best seed, or one pass of the list scheduler. `progress` hears of every new best; on an interrupt the best so far
+    is given. Seeds over the limits are left out. Raises `InputError` when numba is missing, when a seed has another placement or number of
+    microbatches, or when memory does not hold one microbatch.
+    """
+    kernels = load_kernels()
+    for other in seeds:
+        if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
+            raise InputError(f"the seed {other.name!r} is for another placement or number of microbatches: leave it out")
+    budget = kernels.Budget(seconds, evaluations)
+
+    def report(time: int, how: str) -> None:
+        if progress is not None:
+            progress(Progress(time, bound, how, budget.elapsed))
+
+    desk = kernels.Desk(kernels.tables_of(problem), bound, budget, report)
+    interrupted = False
+    try:
+        kernels.run(desk, problem, [kernels.word_of(other) for other in seeds], seed)
+    except KeyboardInterrupt:
+        if desk.word is None:
+            raise
+        interrupted = True
+    if desk.word is None:
+        raise InputError("no schedule fits the memory limits: they must hold one microbatch of every rank's stages")
+    schedule = kernels.schedule_of("planned", problem, desk.tables, desk.word)
+    return Found(schedule, desk.how, budget.used, budget.elapsed, interrupted)
+
+
+def play(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
+    """Span and makespan of `schedule` in ns by the compiled simulator, and whether it fits the limits.
+
+    A backward in one piece is played as B and W. Raises `InputError` for a schedule that cannot run.
+    """
+    kernels = load_kernels()
+    word = kernels.word_of(schedule)
+    both = [kernels.tables_of(replace(problem, objective=objective)) for objective in (Objective.SPAN, Objective.MAKESPAN)]
+    span, makespan = (kernels.time_of(tables, kernels.rows_of(tables, word)) for tables in both)
+    if span < 0:
+        raise InputError(f"the schedule {schedule.name!r} cannot run: see schedule_faults")
+    return span, makespan, kernels.all_fit(both[0], kernels.rows_of(both[0], word))
+
+
+def compile_kernels() -> float:
+    """The seconds it took to compile what `search` uses, or to load it where it was compiled before."""
+    start = perf_counter()
+    load_kernels().rehearse(Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2)))
+    return perf_counter() - start
+
+
+def load_kernels() -> ModuleType:
+    """What is compiled; raises `InputError` with what to install when numba is missing."""
+    try:
+        from zerobubble.planning import kernels
+    except ModuleNotFoundError as error:
+        if error.name not in ("numba", "numpy"):
+            raise
+        raise InputError("the planner's search needs numba: pip install 'zerobubble[plan]'") from error
+    return kernels

@@ -1,0 +1,1 @@
+"""Plays a rank's row of a program."""

@@ -1,0 +1,362 @@
+"""Runs one rank's row of a program: the only loop in the package that computes.
+
+Every action becomes a call when the executor is built, so that a step is one walk over a list. A pass waits for its own inputs and
+for nothing else; what was sent is the mailbox's, which keeps it no longer than until the program frees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zerobubble.errors import InputError
+from zerobubble.ir import Kind, Op, Step
+from zerobubble.lowering.rollback import RollbackPoint
+from zerobubble.program import Action, Compute, Program, Recv, Send
+from zerobubble.rules import MOVES, Value, makes, uses
+from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.mailbox.mailbox import Mailbox
+from zerobubble.runtime.measure.clock import Mark, clock_for
+from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.measure.trace import Records
+from zerobubble.runtime.stage.stage import Cotangents, Stage, Tensors
+from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.values.payload import Payload, with_extra
+from zerobubble.runtime.values.shapes import Known
+from zerobubble.timeline import Doing
+
+Call = Callable[[], object]
+
+
+class Batch(NamedTuple):
+    """What one step works on.
+
+    `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
+    rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
+    when `announcing`. `extras[stage][j]` are more keyword arguments for a stage.
+    """
+
+    inputs: list[Tensors]
+    finish: Callable[[int, Any], Tensor]
+    seed: Cotangents
+    known: Known
+    announcing: bool
+    extras: dict[int, list[dict[str, Any]]]
+
+
+class Overlapped:
+    """One pass of an overlapped step, its inputs at hand: call `run` once, on any thread or stream that this rank's next pass waits for."""
+
+    def __init__(self, op: Op, module: nn.Module, work: Call) -> None:
+        self.op = op
+        self.module = module
+        self.is_done = False
+        self._work = work
+
+    def run(self) -> None:
+        """Compute the pass."""
+        self._work()
+        self.is_done = True
+
+
+Overlap = Callable[[Overlapped, Overlapped], object]
+
+
+class _Pass(NamedTuple):
+    """A pass made ready to run: `take` waits for what it uses, `work` computes it."""
+
+    op: Op
+    take: Callable[[], Any]
+    work: Callable[[Any], object]
+
+
+class Executor:
+    """Plays `program.rows[transport.rank]` on `stages`, this rank's by index.
+
+    The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
+    `records` tells what ran when; while `recording`, when messages were sent and waited for; with a `meter` set, what was held.
+    While it runs, `at` is the action in hand, for whoever has to explain a failure. A row with a `rollback` point can be asked to start
+    over there. `on_last_backward` has calls to be made when the last backward pass of a stage is over.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: dict[int, Stage],
+        transport: Transport,
+        pace: Pace | None,
+        overlap: Overlap | None = None,
+        rollback: RollbackPoint | None = None,
+        on_last_backward: Mapping[int, Call] = MappingProxyType({}),
+    ) -> None:
+        self.program = program
+        self.overlap = overlap
+        self.row = program.rows[transport.rank]
+        self.at = 0
+        self.rollback = rollback
+        self.meter: Meter | None = None
+        self._marks: list[tuple[Op, Mark, Mark]] = []
+        self._held: list[tuple[Mark, int]] = []
+        self._clock = clock_for(transport.device)
+        self._stages = stages
+        self._num_stages = program.num_stages
+        self._training = not program.is_forward_only
+        self._pace = pace
+        self._mailbox = Mailbox(program, transport)
+        self._received = {action.value for action in self.row if isinstance(action, Recv)}
+        self._values: dict[Value, Any] = {}
+        self._batch: Batch | None = None
+        self._on_last_backward = on_last_backward
+        self._messages: list[tuple[Doing, Value, Mark, Mark]] = []
+        self._optimizer: list[tuple[Mark, Mark]] = []
+        self._recording = False
+        self.recording = True
+
+    @property
+    def recording(self) -> bool:
+        """Whether messages are timed."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        if value is not self._recording:
+            self._recording = value
+            self._calls = [self._compile(action) for action in self.row]
+            for stage, position in self._last_passes().items():
+                if stage in self._on_last_backward:
+                    self._calls[position] = partial(_both, self._calls[position], self._on_last_backward[stage])
+
+    def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
+        """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.
+
+        `goes_on`, which needs a rollback point, is asked there: when it says no, as it must on all ranks alike, what ran before is
+        forgotten and the row starts over.
+        """
+        self._optimizer = []
+        self._clock.start()
+        self._begin(batch)
+        if goes_on is None:
+            self._play(0, len(self.row))
+        else:
+            assert self.rollback is not None
+            self._play(0, self.rollback.position)
+            if not goes_on():
+                self._mailbox.drain(self.rollback.coming)
+                self._forget()
+                self._begin(batch)
+                self._play(0, self.rollback.position)
+            self._play(self.rollback.position, len(self.row))
+        self.at = len(self.row)
+        self._batch = None
+
+    def _begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._marks = []
+        self._held = []
+        self._messages = []
+        self._mailbox.begin(batch.known, batch.announcing)
+
+    def _play(self, start: int, end: int) -> None:
+        for position, call in enumerate(self._calls[start:end], start):
+            self.at = position
+            call()
+
+    @property
+    def records(self) -> Records:
+        """What the last step noted, read off the clock of the device."""
+        read = self._clock.read
+        return Records(
+            [(op, read(begin), read(end)) for op, begin, end in self._marks],
+            [(read(when), held) for when, held in self._held],
+            [(doing, value, read(begin), read(end)) for doing, value, begin, end in self._messages],
+            [(read(begin), read(end)) for begin, end in self._optimizer],
+        )
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was given."""
+        self._clock.settle()
+
+    @contextmanager
+    def recording_optimizer(self) -> Iterator[None]:
+        """Note when what runs inside began and ended."""
+        begin = self._clock.mark()
+        yield
+        self._optimizer.append((begin, self._clock.mark()))
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where in its row the executor is, in words, and the action in hand."""
+        if not 0 <= self.at < len(self.row):
+            return "before its first pass" if self.at < 0 else "after its last pass", ""
+        action = str(self.row[self.at])
+        return f"at '{action}'", action
+
+    @property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """For each microbatch, the rank where it enters the model and the rank where its loss is."""
+        routes = self.program.placement.routes
+        taken = [routes[k] for k in self.program.microbatch_routes or (0,) * self.program.num_microbatches]
+        return [route[0] for route in taken], [route[-1] for route in taken]
+
+    def clear(self) -> None:
+        """Forget everything in flight."""
+        self._mailbox.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what passes have left."""
+        self._values.clear()
+        self._batch = None
+        for stage in self._stages.values():
+            stage.clear()
+
+    def _compile(self, action: Action) -> Call:
+        if isinstance(action, Compute):
+            passes = [self._compile_pass(op) for op in action.step]
+            return self._one(passes[0]) if len(passes) == 1 else self._together(passes)
+        if isinstance(action, Recv):
+            return partial(self._mailbox.post, action.value, action.peer)
+        if isinstance(action, Send):
+            return self._timed(Doing.SEND, action.value, partial(self._post_out, action.value, action.peer))
+        return partial(self._mailbox.release, action.value)
+
+    def _last_passes(self) -> dict[int, int]:
+        """For each stage, where in the row the last pass is that adds to its gradients."""
+        passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
+        return {op.stage: position for position, op in passes if op.kind is not Kind.F}
+
+    def _one(self, single: _Pass) -> Call:
+        op, take, work = single
+
+        def run() -> None:
+            taken = take()
+            begin = self._clock.mark()
+            work(taken)
+            self._done((op,), begin)
+
+        return run
+
+    def _together(self, passes: list[_Pass]) -> Call:
+        step = tuple(single.op for single in passes)
+
+        def run() -> None:
+            taken = [single.take() for single in passes]
+            begin = self._clock.mark()
+            if self.overlap is None:
+                for single, inputs in zip(passes, taken, strict=True):
+                    single.work(inputs)
+            else:
+                overlapped = [
+                    Overlapped(s.op, self._stages[s.op.stage].module, partial(s.work, i)) for s, i in zip(passes, taken, strict=True)
+                ]
+                self.overlap(*overlapped)
+                left = [str(half.op) for half in overlapped if not half.is_done]
+                if left:
+                    raise InputError(f"the overlap function must run both passes of a step; it left {' and '.join(left)}")
+            self._done(step, begin)
+
+        return run
+
+    def _compile_pass(self, op: Op) -> _Pass:
+        if op.kind is Kind.F:
+            return self._compile_forward(op)
+        return self._compile_weight(op) if op.kind is Kind.W else self._compile_backward(op)
+
+    def _timed(self, doing: Doing, value: Value, call: Callable[[], Any]) -> Callable[[], Any]:
+        """`call` as it is, or while recording, with its beginning and end noted."""
+        if not self._recording:
+            return call
+        mark = self._clock.mark
+
+        def timed() -> Any:
+            begin = mark()
+            result = call()
+            self._messages.append((doing, value, begin, mark()))
+            return result
+
+        return timed
+
+    def _taking(self, source: Value, take: Callable[[Value], Any]) -> Callable[[], Any]:
+        """The call that takes `source`, timed where it is a message."""
+        taking = partial(take, source)
+        return self._timed(Doing.WAIT, source, taking) if source in self._received else taking
+
+    def _compile_forward(self, op: Op) -> _Pass:
+        stage, microbatch = self._stages[op.stage], op.microbatch
+        source, target = self._ends(op)
+
+        received = None if source is None else self._taking(source, self._inputs)
+
+        def take() -> Tensors:
+            assert self._batch is not None
+            inputs = self._batch.inputs[microbatch] if received is None else received()
+            extras = self._batch.extras
+            return with_extra(inputs, extras[op.stage][microbatch]) if extras and op.stage in extras else inputs
+
+        def work(inputs: Tensors) -> None:
+            assert self._batch is not None
+            finish = partial(self._batch.finish, microbatch) if target is None else None
+            outputs = stage.forward(microbatch, inputs, finish) if self._training else stage.infer(inputs, finish)
+            if target is not None:
+                self._values[target] = outputs
+
+        return _Pass(op, take, work)
+
+    def _compile_backward(self, op: Op) -> _Pass:
+        stage, microbatch = self._stages[op.stage], op.microbatch
+        source, target = self._ends(op)
+        at_once = op.kind is Kind.BW and stage.split
+
+        def seed() -> Cotangents:
+            assert self._batch is not None
+            return self._batch.seed
+
+        def work(gradients: Cotangents) -> None:
+            outputs = stage.backward(microbatch, gradients)
+            if at_once:
+                stage.weight(microbatch)
+            if target is not None:
+                self._values[target] = outputs
+
+        return _Pass(op, seed if source is None else self._taking(source, self._take), work)
+
+    def _compile_weight(self, op: Op) -> _Pass:
+        stage = self._stages[op.stage]
+        return _Pass(op, tuple, lambda _: stage.weight(op.microbatch))
+
+    def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
+        """What a pass takes from its neighbour and what it leaves for the other one; None at the model's ends."""
+        taken, left = uses(op, self._num_stages), makes(op, self._num_stages, not self._training)
+        return next((v for v in taken if v.stuff in MOVES), None), next((v for v in left if v.stuff in MOVES), None)
+
+    def _take(self, source: Value) -> Any:
+        return self._mailbox.take(source) if source in self._received else self._values.pop(source)
+
+    def _inputs(self, source: Value) -> Tensors:
+        tensors: Tensors = self._take(source)
+        if source in self._received:
+            return tensors
+        apart = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        return tensors.holding(apart) if isinstance(tensors, Payload) else apart
+
+    def _done(self, step: Step, begin: Mark) -> None:
+        if self._pace is not None:
+            self._pace.hold(step, begin)
+        end = self._clock.mark()
+        for op in step:
+            self._marks.append((op, begin, end))
+            if self.meter is not None:
+                self._held.append((end, self.meter.bytes))
+
+    def _post_out(self, value: Value, peer: int) -> None:
+        self._mailbox.send(value, peer, self._values.pop(value))
+
+
+def _both(first: Call, second: Call) -> None:
+    first()
+    second()

@@ -1,0 +1,1 @@
+"""Finding out that a rank failed, and telling every rank the same: watch, report, blame."""

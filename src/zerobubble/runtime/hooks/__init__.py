@@ -1,0 +1,1 @@
+"""What plugs into a step: shared parameters, clipping, post-validation, measuring, planning."""

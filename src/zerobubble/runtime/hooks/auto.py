@@ -1,0 +1,181 @@
+"""`schedule="auto"`: the first steps are measured, a plan is made beside the training, and all ranks change to it between two steps.
+
+It trains from the first step on: microbatches go through one by one, which needs the least memory and measures passes undisturbed, then in
+the best published schedule until the plan is there. Later steps are held against the plan's costs, and where passes have come to
+take another time, there is a new plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.fit import fit_costs
+from zerobubble.ir import Placement, Schedule
+from zerobubble.planning import Objective, Problem, Solved, seeds, solve
+from zerobubble.planning.beside import Planner
+from zerobubble.planning.families import family
+from zerobubble.runtime.measure.profile import costs_of, one_by_one
+from zerobubble.runtime.transport.collective import collective
+from zerobubble.runtime.transport.transport import Transport
+from zerobubble.timeline import Timeline
+
+TIMED = 2
+"""Steps that are timed, after one in which bytes are counted."""
+SECONDS = 5.0
+"""How long a plan is searched for."""
+REVIEW = 50
+"""Steps between two looks at whether the plan's costs still hold."""
+DRIFT = 0.2
+"""By how much of itself the time of a stage's passes must be off in two steps running before it is planned anew."""
+
+_log = logging.getLogger("zerobubble")
+
+
+class Auto:
+    """Chooses the schedule of each step; every rank asks alike, after every step, and gets the same answer.
+
+    `schedule` is the one to run, `solved` the plan it comes from once there is one. `limits` bounds the bytes of activations, None
+    leaves them free. Raises `InputError` where the planner's search is not installed.
+    """
+
+    def __init__(self, placement: Placement, num_microbatches: int, limits: Limits | None) -> None:
+        if find_spec("numba") is None:
+            raise InputError("schedule='auto' searches for plans with numba: pip install 'zerobubble[plan]', or name a schedule")
+        self.schedule = replace(one_by_one(seeds.one_by_one(placement, num_microbatches)), name="one by one")
+        self.solved: Solved | None = None
+        self._limits = limits
+        self._measured: list[Timeline] = []
+        self._problem: Problem | None = None
+        self._planner: Planner | None = None
+        self._is_waiting = False
+        self._steps = 0
+        self._drifted = False
+
+    @classmethod
+    def from_options(cls, placement: str | Placement, ranks: int, num_microbatches: int, memory: int | Sequence[int] | None) -> Auto:
+        """For `ranks` ranks, `placement` by its name or itself, and `memory` in bytes, of each rank or one number for all.
+
+        Raises `InputError` for a placement that does not fit or has several routes, and for another number of limits.
+        """
+        laid = family(placement, ranks) if isinstance(placement, str) else placement
+        if laid.num_ranks != ranks:
+            raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the process group has {ranks}")
+        if len(laid.routes) > 1:
+            raise InputError(f"plans are made for one route, the placement {laid.name!r} has {len(laid.routes)}: give its schedule by name")
+        if memory is None:
+            return cls(laid, num_microbatches, None)
+        each = (memory,) * ranks if isinstance(memory, int) else tuple(memory)
+        if len(each) != ranks:
+            raise InputError(f"memory_limit names the bytes of each of {ranks} ranks, or one number for all, got {len(each)}")
+        return cls(laid, num_microbatches, Limits(each))
+
+    @property
+    def is_counting_bytes(self) -> bool:
+        """Whether the bytes held in the next step have to be known."""
+        return self._problem is None and not self._measured
+
+    def after_step(self, timeline: Callable[[], Timeline], transport: Transport) -> Schedule | None:
+        """The schedule to change to before the next step, None to stay. `timeline` gathers what all ranks did in the last one.
+
+        Raises `InputError` when no schedule fits into the memory, naming what is missing.
+        """
+        if self._problem is None:
+            return self._measure(timeline())
+        if self._is_waiting:
+            return self._wait(transport)
+        self._steps += 1
+        if self._steps < REVIEW:
+            return None
+        return self._review(timeline(), transport)
+
+    def close(self) -> None:
+        """End a plan in the making."""
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
+
+    def _measure(self, timeline: Timeline) -> Schedule | None:
+        self._measured.append(timeline)
+        if len(self._measured) <= TIMED:
+            return None
+        costs = costs_of(self._measured[0], self._measured[1:])
+        placement = self.schedule.placement
+        limits = self._limits or Limits((_plenty(costs, self.schedule.num_microbatches),) * placement.num_ranks)
+        self._problem = Problem(placement, self.schedule.num_microbatches, costs, limits, Objective.MAKESPAN)
+        if self._problem.lack:
+            raise InputError(f"no schedule fits into the memory limit: {self._problem.lack}")
+        self._measured.clear()
+        self._is_waiting = True
+        return self._change(solve(self._problem, evaluations=0))
+
+    def _wait(self, transport: Transport) -> Schedule | None:
+        """Ask for the plan, on rank 0, which makes it; the others hear of it."""
+        assert self._problem is not None
+        if transport.rank == 0 and self._planner is None:
+            self._planner = Planner(self._problem, SECONDS)
+        found = self._planner.answer() if self._planner is not None else None
+        with collective("waiting for a plan"):
+            told = transport.gather_objects(None if found is None else found.to_dict())[0]
+        if told is None:
+            return None
+        self.close()
+        self._is_waiting, self._steps = False, 0
+        return self._change(Solved.from_dict(told))
+
+    def _review(self, timeline: Timeline, transport: Transport) -> Schedule | None:
+        """Hold a step against the plan's costs; the second in a row that is off starts a new plan."""
+        assert self._problem is not None
+        now = corrected(self._problem.costs, timeline)
+        off = how_far(self._problem.costs, now)
+        if off <= DRIFT:
+            self._steps, self._drifted = 0, False
+            return None
+        if not self._drifted:
+            self._drifted = True
+            return None
+        _log.info("passes take up to %.0f %% more or less than planned: planning anew", 100 * off)
+        self._problem = replace(self._problem, costs=now)
+        self._is_waiting, self._drifted = True, False
+        return self._wait(transport)
+
+    def _change(self, solved: Solved) -> Schedule | None:
+        """Take over a plan unless the schedule at hand is as short."""
+        assert solved.schedule is not None
+        self.solved = solved
+        if solved.schedule.rows == self.schedule.rows:
+            return None
+        self.schedule = solved.schedule
+        _log.info("%s: a bubble of %.2f %%, at least %.2f %%", solved.schedule.name, 100 * (solved.bubble or 0), 100 * solved.least_bubble)
+        return self.schedule
+
+
+def corrected(planned: Costs, timeline: Timeline) -> Costs:
+    """`planned` with the times of passes measured in `timeline`; B and W of a stage that ran them in one are scaled alike."""
+    found = fit_costs(replace(timeline, memory=()))
+    backward, weight = list(found.backward), list(found.weight)
+    for stage, alone in enumerate(found.weight):
+        whole = planned.backward[stage] + planned.weight[stage]
+        if not alone and whole:
+            weight[stage] = found.backward[stage] * planned.weight[stage] // whole
+            backward[stage] = found.backward[stage] - weight[stage]
+    return replace(planned, forward=found.forward, backward=tuple(backward), weight=tuple(weight))
+
+
+def how_far(planned: Costs, found: Costs) -> float:
+    """The most by which F, or B and W together, of any stage are off, as a share of what was planned."""
+    pairs = [*zip(planned.forward, found.forward, strict=True), *zip(_back(planned), _back(found), strict=True)]
+    return max((abs(now - was) / was for was, now in pairs if was), default=0.0)
+
+
+def _back(costs: Costs) -> list[int]:
+    return [backward + weight for backward, weight in zip(costs.backward, costs.weight, strict=True)]
+
+
+def _plenty(costs: Costs, num_microbatches: int) -> int:
+    """Bytes in which every microbatch fits at once."""
+    return max(1, num_microbatches * (sum(costs.held_after_f) + sum(costs.held_after_b)))

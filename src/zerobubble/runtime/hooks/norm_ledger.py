@@ -1,0 +1,90 @@
+"""The ledger that goes from rank to rank: each writes the norms of its gradients in their places, and what is there can be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.runtime.hooks.clip import Norms
+
+_WAITS, _OVERFLOWN, _HEAD = 0, 1, 2
+_ABSENT = -1.0
+
+Dtypes = dict[int, list[torch.dtype]]
+Parts = Mapping[int, list[nn.Parameter]]
+"""The parameters of each stage of a rank that a norm of the whole model counts."""
+
+
+def dtypes_of(parts: Parts) -> Dtypes:
+    """What a rank tells of itself before sheets are made: by stage, the dtype of each gradient."""
+    return {stage: [parameter.dtype for parameter in parameters] for stage, parameters in parts.items()}
+
+
+class NormLedger:
+    """The form of the sheets of one model: made on each rank from what all have `told`; of copies of a stage the first rank's count.
+
+    A ledger is a float64 tensor of `length` on the CPU: whether some rank waits with its step, whether a GradScaler found an overflow,
+    then the norms, stage after stage.
+    """
+
+    def __init__(self, parts: Parts, told: Sequence[Dtypes], rank: int, max_norm: float | None) -> None:
+        first = {stage: (owner, dtypes) for owner, entry in reversed(list(enumerate(told))) for stage, dtypes in entry.items()}
+        self._max_norm = max_norm
+        self._mine: list[tuple[int, int, list[nn.Parameter]]] = []
+        self._places: dict[torch.dtype, list[int]] = {}
+        self.length = _HEAD
+        for stage, (owner, dtypes) in sorted(first.items()):
+            if owner == rank:
+                self._mine.append((self.length, stage, parts[stage]))
+            for dtype in dtypes:
+                self._places.setdefault(dtype, []).append(self.length)
+                self.length += 1
+
+    def empty(self) -> Tensor:
+        """A ledger on which nobody has written."""
+        ledger = torch.full((self.length,), _ABSENT, dtype=torch.float64)
+        ledger[:_HEAD] = 0.0
+        return ledger
+
+    def write(self, ledger: Tensor, norms: Norms, *, overflown: bool) -> None:
+        """Write down what this rank has. It waits with its step where one before it does or what is written so far is not fine."""
+        for place, stage, parameters in self._mine:
+            values = iter(norms[stage].tolist() if stage in norms else ())
+            row = [_ABSENT if parameter.grad is None else next(values) for parameter in parameters]
+            ledger[place : place + len(row)] = torch.tensor(row, dtype=torch.float64)
+        if overflown:
+            ledger[_OVERFLOWN] = 1.0
+        if not self._is_fine(ledger):
+            ledger[_WAITS] = 1.0
+
+    def total(self, ledger: Tensor) -> Tensor:
+        """The norm of all gradients written down, to the bit that of `torch.nn.utils.get_total_norm` for them; 0 without any."""
+        written = ledger[_HEAD:] != _ABSENT
+        dtypes = [dtype for dtype, places in self._places.items() if written[[place - _HEAD for place in places]].any()]
+        if not dtypes:
+            return torch.tensor(0.0)
+        dtype = dtypes[0]
+        for other in dtypes[1:]:
+            dtype = torch.promote_types(dtype, other)
+        total: Tensor = torch.linalg.vector_norm(ledger[_HEAD:][written].to(dtype))
+        return total
+
+    def waits(self, ledger: Tensor) -> bool:
+        """Whether some rank that has written waits with its step."""
+        return bool(ledger[_WAITS])
+
+    def overflown(self, ledger: Tensor) -> bool:
+        """Whether a GradScaler found an overflow on some rank that has written."""
+        return bool(ledger[_OVERFLOWN])
+
+    def is_skipped(self, ledger: Tensor) -> bool:
+        """Whether the step is left out: a gradient is not finite, or all of them together have no finite norm."""
+        return self.overflown(ledger) or not bool(self.total(ledger).isfinite())
+
+    def _is_fine(self, ledger: Tensor) -> bool:
+        """Whether the step for what is written is neither left out nor clipped."""
+        total = self.total(ledger)
+        clips = self._max_norm is not None and bool(self._max_norm / (total + 1e-6) < 1)
+        return bool(total.isfinite()) and not clips and not self.overflown(ledger)

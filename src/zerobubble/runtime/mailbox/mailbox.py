@@ -1,0 +1,279 @@
+"""Messages of one step: receives posted early where their shapes are known, sends kept until they have left."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.ir import Kind, Op
+from zerobubble.program import Channel, Program, Recv, Send, channel_of
+from zerobubble.rules import Stuff, Value, uses
+from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsIn, MissingGradientsOut
+from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
+from zerobubble.runtime.stage.stage import Cotangents, Tensors
+from zerobubble.runtime.transport.rings import Rings
+from zerobubble.runtime.transport.transport import Contact, Transport, wait
+from zerobubble.runtime.values.payload import Layout, Payload, changes, layout_of
+from zerobubble.runtime.values.shapes import Known, Shapes, look_like, read_note, shapes_of, write_note
+
+
+class Mailbox:
+    """The messages of one rank's row. Call `begin` before each step."""
+
+    def __init__(self, program: Program, transport: Transport) -> None:
+        self._device = transport.device
+        self._rank = transport.rank
+        self._num_stages = program.num_stages
+        self._rings = Rings(program, transport) if transport.connections else None
+        self._peer: dict[Value, int] = {}
+        self._contact: dict[Value, Contact] = {}
+        self._send: dict[tuple[int, Stuff], Any] = {}
+        self._receive: dict[tuple[int, Stuff], Any] = {}
+        self._missing_out: dict[int, MissingGradientsOut] = {}
+        self._missing_in: dict[int, MissingGradientsIn] = transport.posted
+        self._place: dict[Value, int] = {}
+        for action in program.rows[transport.rank]:
+            if isinstance(action, Send):
+                self._contact[action.value] = Contact(action.peer, f"sending {_describe(action.value)}")
+                self._send[action.peer, action.value.stuff] = transport.sender(action.value.stuff, action.peer)
+            elif isinstance(action, Recv):
+                self._peer[action.value] = action.peer
+                self._contact[action.value] = Contact(action.peer, f"waiting for {_describe(action.value)}")
+                self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
+        if self._rings is None and self._device.type == "cpu":
+            self._watch_missing(program, transport)
+        self._known = Known()
+        self._announcing = False
+        self._shared: Rings | None = None
+        self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
+        self._arriving: dict[Value, tuple[Any, Sequence[Any]]] = {}
+        self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
+
+    def _watch_missing(self, program: Program, transport: Transport) -> None:
+        """Number the gradients of each channel, and be ready to tell and hear of some that are missing."""
+        places: dict[Channel, int] = defaultdict(int)
+        for action in program.rows[transport.rank]:
+            if isinstance(action, (Send, Recv)) and action.value.stuff is Stuff.GRADIENT:
+                channel = channel_of(transport.rank, action)
+                self._place[action.value] = places[channel]
+                places[channel] += 1
+        for source, peer, _ in places:
+            if source == transport.rank:
+                self._missing_out[peer] = MissingGradientsOut(transport, peer)
+            elif source not in self._missing_in:
+                self._missing_in[source] = MissingGradientsIn(transport, source)
+
+    def begin(self, known: Known, announcing: bool) -> None:
+        """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
+        self._known = known
+        self._announcing = announcing
+        self._shared = None if announcing else self._rings
+        if self._shared is not None:
+            self._shared.begin(known, self._shapes)
+        for out in self._missing_out.values():
+            out.begin()
+        for into in self._missing_in.values():
+            into.begin()
+
+    def post(self, value: Value, peer: int) -> None:
+        """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
+        if self._announcing or self._shared is not None:
+            self._unread[peer, value.stuff].append(value)
+        else:
+            self._start(value, peer)
+
+    def take(self, value: Value) -> Any:
+        """The `Tensors` or `Cotangents` received as `value`, waiting for them; raises `LostContactError` when they cannot come."""
+        if value not in self._arriving:
+            self._read_up_to(value)
+        tensors, works = self._arriving.pop(value)
+        if self._shared is not None:
+            return self._laid_out(value, tensors) if self._known.layouts and value.stuff is Stuff.ACTIVATION else tensors
+        for work in works:
+            wait(work, self._peer[value], f"waiting for {_describe(value)}")
+        if value.stuff is Stuff.ACTIVATION:
+            for tensor, shape in zip(tensors, self._known[value], strict=True):
+                tensor.requires_grad_(shape.differentiable)
+            if self._known.layouts:
+                return self._laid_out(value, tensors)
+        elif self._may_lack(self._peer[value], self._rank):
+            return self._without_missing(value, tensors)
+        elif self._missing_in:
+            there = self._missing_in[self._peer[value]].told(self._place[value], len(tensors), f"waiting for {_describe(value)}")
+            if there is not None:
+                return _masked(tensors, there)
+        return tensors
+
+    def send(self, value: Value, peer: int, tensors: Any) -> None:
+        """Start sending the `Tensors` or `Cotangents` that are `value`.
+
+        Raises `InputError` when an activation is not what it was with the same inputs, in shapes or constants, and, where messages
+        cannot tell it, when a gradient is missing that was there.
+        """
+        if value.stuff is Stuff.ACTIVATION:
+            self._check(value, tensors)
+        if self._shared is not None:
+            with self._contact[value]:
+                self._shared.put[value](tensors)
+            return
+        ahead: list[tuple[Tensor, Any]] = []
+        outgoing: Sequence[Tensor]
+        if value.stuff is Stuff.GRADIENT:
+            outgoing = self._filled(value, peer, tensors)
+            if peer in self._missing_out and not self._may_lack(self._rank, peer):
+                ahead = self._missing_out[peer].tell(self._place[value], tensors)
+        else:
+            outgoing = packed([t.detach().contiguous() for t in tensors])
+        if self._announcing and value.stuff is Stuff.ACTIVATION:
+            note = write_note(self._known[value], self._known.layouts.get(value), self._device)
+            outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
+        start = self._send[peer, value.stuff]
+        leaving = [*ahead, *((t, start(t)) for t in outgoing)]
+        self._leaving[value] = (tuple(t for t, _ in leaving), [work for _, work in leaving], peer)
+
+    def release(self, value: Value) -> None:
+        """Wait until a sent value has left, then let it go."""
+        if value in self._leaving:
+            _, works, peer = self._leaving.pop(value)
+            for work in works:
+                wait(work, peer, f"sending {_describe(value)}")
+
+    def drain(self, coming: Iterable[Value]) -> None:
+        """Receive the values posted and still `coming`, and drop them; wait until all that was sent has left."""
+        for value in coming:
+            self.take(value)
+        for value in list(self._leaving):
+            self.release(value)
+
+    def clear(self) -> None:
+        """Let go of everything in flight."""
+        self._unread.clear()
+        self._arriving.clear()
+        self._leaving.clear()
+
+    def _read_up_to(self, value: Value) -> None:
+        peer = self._peer[value]
+        unread = self._unread[peer, value.stuff]
+        while value not in self._arriving:
+            following = unread.popleft()
+            if self._shared is not None:
+                with self._contact[following]:
+                    self._arriving[following] = self._shared.take[following](), ()
+                continue
+            if value.stuff is Stuff.ACTIVATION:
+                self._read_note(following, peer)
+            self._start(following, peer)
+
+    def _read_note(self, value: Value, peer: int) -> None:
+        receive, what = self._receive[peer, value.stuff], f"waiting for {_describe(value)}"
+        length = torch.empty(1, dtype=torch.int64, device=self._device)
+        wait(receive(length), peer, what)
+        note = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+        wait(receive(note), peer, what)
+        self._known[value], layout = read_note(note)
+        if layout is not None:
+            self._known.layouts[value] = layout
+
+    def _start(self, value: Value, peer: int) -> None:
+        receive = self._receive[peer, value.stuff]
+        forms: list[Form] = [(size, dtype) for size, dtype, _ in self._shapes(value)]
+        coming, tensors = unpacked(forms, self._device)
+        if value.stuff is Stuff.GRADIENT and forms and self._may_lack(peer, self._rank):
+            there = torch.empty(len(forms), dtype=torch.uint8, device=self._device)
+            coming, tensors = (there, *coming), (there, *tensors)
+        self._arriving[value] = (tensors, [receive(t) for t in coming])
+
+    def _check(self, value: Value, tensors: Tensors) -> None:
+        """See that an activation is what it was, or learn what it is."""
+        known, layout = self._known, None if type(tensors) is tuple else layout_of(tensors)
+        if self._announcing:
+            known[value] = shapes_of(tensors)
+            if layout is not None:
+                known.layouts[value] = layout
+        elif (known.layouts or layout is not None) and known.layouts.get(value) != layout:
+            raise InputError(_changed_layout(value, known.layouts.get(value), layout))
+        elif not look_like(tensors, known[value]):
+            raise InputError(_changed(value, known[value], shapes_of(tensors)))
+
+    def _laid_out(self, value: Value, tensors: Tensors) -> Tensors:
+        layout = self._known.layouts.get(value)
+        return tensors if layout is None else Payload.of(tensors, layout)
+
+    def _may_lack(self, source: int, destination: int) -> bool:
+        """Whether gradients from `source`, off shared memory, are led by a tensor that tells which are there."""
+        if self._announcing:
+            return True
+        gaps = self._known.gaps
+        return bool(gaps) and Channel(source, destination, Stuff.GRADIENT) in gaps
+
+    def _filled(self, value: Value, peer: int, gradients: Cotangents) -> Sequence[Tensor]:
+        """What goes on the channel for these gradients: zeros in gaps, and where they are expected, first which are there."""
+        there = [gradient is not None for gradient in gradients]
+        if there and self._may_lack(self._rank, peer):
+            if not all(there):
+                self._known.gaps.add(Channel(self._rank, peer, Stuff.GRADIENT))
+            return [torch.tensor(there, dtype=torch.uint8, device=self._device), *packed(self._with_zeros(value, gradients))]
+        if not all(there) and peer not in self._missing_out:
+            raise InputError(_lacking(value, there.index(False)))
+        return packed(self._with_zeros(value, gradients))
+
+    def _with_zeros(self, value: Value, gradients: Cotangents) -> list[Tensor]:
+        return [
+            torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else g.detach().contiguous()
+            for g, s in zip(gradients, self._shapes(value), strict=True)
+        ]
+
+    def _without_missing(self, value: Value, tensors: Tensors) -> Cotangents:
+        if not tensors:
+            return ()
+        there = tensors[0].tolist()
+        if not all(there):
+            self._known.gaps.add(Channel(self._peer[value], self._rank, Stuff.GRADIENT))
+        return _masked(tensors[1:], there)
+
+    def _shapes(self, value: Value) -> Shapes:
+        """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
+        if value.stuff is Stuff.ACTIVATION:
+            return self._known[value]
+        (activation,) = uses(Op(Kind.F, value.stage, value.microbatch), self._num_stages)
+        return tuple(shape for shape in self._known[activation] if shape.differentiable)
+
+
+def _masked(gradients: Tensors, there: list[bool]) -> Cotangents:
+    return tuple(gradient if flag else None for flag, gradient in zip(there, gradients, strict=True))
+
+
+def _describe(value: Value) -> str:
+    what = "activation" if value.stuff is Stuff.ACTIVATION else "gradient"
+    return f"the {what} of stage {value.stage}, microbatch {value.microbatch}"
+
+
+def _changed(value: Value, before: Shapes, now: Shapes) -> str:
+    was, got = ", ".join(map(str, before)), ", ".join(map(str, now))
+    return (
+        f"{_describe(value)} is {got}, but was {was} in an earlier step with the same input shapes; "
+        "pad it to one shape, or let it follow from the shape of the inputs"
+    )
+
+
+def _changed_layout(value: Value, before: Layout, now: Layout) -> str:
+    if before is None or now is None:
+        what = f"is {'a tuple of tensors' if now is None else now}, but was {'a tuple of tensors' if before is None else before}"
+    else:
+        what = f"has changed: {'; '.join(changes(before, now))}"
+    return (
+        f"{_describe(value)} {what} in an earlier step with the same inputs; what is no tensor is told to the next stage once: "
+        "pass what changes as a tensor, or let it follow from the inputs"
+    )
+
+
+def _lacking(value: Value, place: int) -> str:
+    return (
+        f"stage {value.stage} has no gradient for tensor {place} of what it is given in microbatch {value.microbatch}, but used its "
+        "inputs in every microbatch of an earlier step with the same input shapes; use it in all microbatches, as in y + 0 * x.sum()"
+    )

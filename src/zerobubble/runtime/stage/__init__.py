@@ -1,0 +1,1 @@
+"""One stage at work, and this rank's stages."""

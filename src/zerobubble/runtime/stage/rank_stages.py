@@ -1,0 +1,110 @@
+"""This rank's part of the model: its modules by stage, and the stages that run them under any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.split.choice import TRACED, make_stage, ways_of
+from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.split.work import stop_collecting
+from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.payload import tensors_in
+
+Build = Callable[[int, int], nn.Module]
+
+
+class Stages:
+    """The modules of this rank, which are on one `device`, and how their backward passes come apart.
+
+    With `cuda_graphs`, those that are traced replay their passes as CUDA graphs. Raises `InputError` for modules on several devices, for a
+    way that there is not, and for CUDA graphs of what has none.
+    """
+
+    def __init__(
+        self, modules: dict[int, nn.Module], split: str | Mapping[int, str], gradients: Gradients, *, cuda_graphs: bool = False
+    ) -> None:
+        self.modules = modules
+        self.device = _device(modules)
+        self._ways = ways_of(split, modules)
+        if cuda_graphs and self.device.type != "cuda":
+            raise InputError(f"cuda_graphs is for stages on a CUDA device, these are on {self.device}; leave it out")
+        if cuda_graphs and not set(TRACED).intersection(self._ways.values()):
+            ways = ", ".join(f"stage {index} is {way!r}" for index, way in self._ways.items())
+            raise InputError(f"cuda_graphs is for stages that are traced, but {ways}: give split='graph' or 'compiled', or leave it out")
+        self._cuda_graphs = cuda_graphs
+        self._gradients = gradients
+        self._traced: dict[int, Stage] = {}
+
+    def of(self, schedule: Schedule) -> dict[int, Stage]:
+        """The stages for `schedule`; what was traced serves every schedule."""
+        stages = {}
+        for index, module in self.modules.items():
+            way, splits = self._ways[index], index in schedule.split_stages
+            stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
+            if way in TRACED:
+                self._traced[index] = stage
+            stages[index] = stage
+        return stages
+
+    @contextmanager
+    def training(self, stages: dict[int, Stage], meter: Meter | None) -> Iterator[None]:
+        """A step of `stages`: layers defer their weight gradients, and `meter` counts what is held."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.callback(stop_collecting)
+            for stage in stages.values():
+                stage.begin(meter)
+                if stage.split and self._ways[stage.index] == "deferred":
+                    stack.enter_context(shadowing(stage.module))
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Every module in evaluation mode, without gradients; afterwards each is in the mode it was in."""
+        modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
+        try:
+            for part, _ in modes:
+                part.training = False
+            with torch.no_grad():
+                yield
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+    def meter(self, *batch: Any) -> Meter:
+        """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
+        own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
+        return Meter([*own, *tensors_in(batch)])
+
+
+def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:
+    """The modules of `rank` by stage, built or given in ascending order; raises `InputError` for another number of them or other things."""
+    indices = sorted({stage for _, stage in schedule.placement.stages(rank)})
+    if isinstance(given, nn.Module):
+        given = [given]
+    if isinstance(given, Sequence):
+        if len(given) != len(indices):
+            raise InputError(f"schedule {schedule.name!r} puts stages {indices} on this rank, got {len(given)} modules")
+        built: list[Any] = list(given)
+    else:
+        built = [given(index, schedule.num_stages) for index in indices]
+    for index, module in zip(indices, built, strict=True):
+        if not isinstance(module, nn.Module):
+            raise InputError(f"stage {index} must be an nn.Module, got {type(module).__name__}")
+    return dict(zip(indices, built, strict=True))
+
+
+def _device(modules: dict[int, nn.Module]) -> torch.device:
+    devices = {tensor.device for module in modules.values() for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        raise InputError(f"the stages of a rank must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    return devices.pop() if devices else torch.device("cpu")

@@ -1,0 +1,1 @@
+"""What one step is made of: cutting the batch, the handshake, the losses."""

@@ -1,0 +1,200 @@
+"""The loss of a step: one value per microbatch on the last stage's rank, their weighted mean on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.transport.transport import Transport, wait
+from zerobubble.runtime.values.payload import tensors_in
+
+LossFunction = Callable[[Any, Any], Tensor]
+LossWeight = Callable[[Any], "float | Tensor"]
+OnLoss = Callable[[int, Tensor], object]
+
+_TOPIC = 3
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NONE = -1.0
+
+
+class LossBook:
+    """Takes the model's output of every microbatch on the ranks with a last stage and tells the mean loss to all others.
+
+    Each loss counts by its share of the weights: of the samples, or of what `loss_weight(target)` says. Shares are summed in microbatch
+    order, whatever order the schedule ran them in: the numbers of one device that accumulates. One rank, the teller, adds them up; with
+    several routes the other last stages' ranks send it theirs. On a CPU with one route the message leaves with the last forward, so
+    nobody waits for it at the end of the step; otherwise it leaves at the end, because reading a loss would stop a GPU's host.
+    `on_loss(microbatch, loss)` hears of each on the rank that has it. After `close`, `losses` are those of all microbatches.
+    """
+
+    def __init__(
+        self, transport: Transport, loss_fn: LossFunction, loss_weight: LossWeight | None = None, on_loss: OnLoss | None = None
+    ) -> None:
+        self._transport = transport
+        self._loss_fn = loss_fn
+        self._loss_weight = loss_weight
+        self._on_loss = on_loss
+        self.losses: Tensor | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of everything in flight."""
+        self._exits: list[int] = []
+        self._targets: list[Any] | None = None
+        self._outputs: list[Any] | None = None
+        self._weights: list[float] | None = None
+        self._known: list[Tensor | None] = []
+        self._shares: list[Tensor | None] = []
+        self._telling: list[Any] = []
+        self._result: Tensor | None = None
+        self._listening: dict[int, tuple[Any, Tensor]] = {}
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside, nobody hears of losses; afterwards `losses` are what they were."""
+        on_loss, losses = self._on_loss, self.losses
+        self._on_loss = None
+        try:
+            yield
+        finally:
+            self._on_loss, self.losses = on_loss, losses
+
+    def open(self, exits: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
+        """Start a step where microbatch j ends on rank `exits[j]` and has `sizes[j]` samples.
+
+        `outputs`, in evaluation, is filled with what the model gives. Raises `InputError` for weights that no mean can be taken by.
+        """
+        rank = self._transport.rank
+        self._exits = exits
+        self._teller = exits[0]
+        self._targets = None if targets is None else [part[0] if isinstance(part, tuple) and len(part) == 1 else part for part in targets]
+        weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
+        self._total_weight = sum(weights)
+        self._weights = weights if len(set(weights)) > 1 else None
+        self._outputs = outputs
+        self._known = [None] * len(exits)
+        self._shares = [None] * len(exits)
+        self._left = exits.count(rank)
+        self._telling = []
+        self._result = self.losses = None
+        sources = [exit for exit in dict.fromkeys(exits) if exit != rank] if rank == self._teller else [self._teller]
+        self._listening = {source: self._transport.listen(len(exits) + 2, source, _TOPIC) for source in sources}
+
+    def finish(self, microbatch: int, output: Any) -> Tensor:
+        """The share of one microbatch in the mean loss; the output itself when evaluating without targets."""
+        if self._outputs is not None:
+            self._outputs[microbatch] = output
+        result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch])
+        self._left -= 1
+        if self._left == 0 and self._transport.device.type == "cpu" and len(set(self._exits)) == 1:
+            self._tell_all()
+        return result
+
+    def _loss(self, microbatch: int, output: Any, target: Any) -> Tensor:
+        loss = self._loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"loss_fn must return a tensor with one element, the mean loss of a microbatch, got {shape}")
+        if loss.dtype not in _DTYPES:
+            raise InputError(f"loss_fn must return one of {', '.join(map(str, _DTYPES))}, got {loss.dtype}")
+        loss = loss.reshape(())
+        known = self._known[microbatch] = loss.detach()
+        if self._on_loss is not None:
+            self._on_loss(microbatch, known)
+        share = self._share(microbatch, loss)
+        if self._weights is not None and not self._weights[microbatch]:
+            share = _nothing(output, loss)
+        self._shares[microbatch] = share.detach()
+        return share
+
+    def _share(self, microbatch: int, loss: Tensor) -> Tensor:
+        if self._weights is None:
+            return loss / len(self._exits)
+        weight = self._weights[microbatch]
+        return loss * (weight / self._total_weight) if weight else torch.zeros_like(loss)
+
+    def _tell_all(self) -> None:
+        shares = [share for share in self._shares if share is not None]
+        total = sum(shares[1:], shares[0]) if shares else None
+        message = self._message(0.0 if total is None else total.item())
+        others = [rank for rank in range(self._transport.size) if rank != self._teller]
+        self._telling = [(self._transport.tell(message, rank, _TOPIC), rank) for rank in others]
+        self._result = total
+
+    def _message(self, number: float) -> list[float]:
+        """What is known of the losses, each in its place, after their dtype and one more number."""
+        known = [loss for loss in self._known if loss is not None]
+        dtype = float(_DTYPES.index(known[0].dtype)) if known else _NONE
+        values = iter(torch.stack(known).tolist() if known else ())
+        return [dtype, number, *(0.0 if loss is None else next(values) for loss in self._known)]
+
+    def close(self) -> Tensor | None:
+        """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the messages of other ranks."""
+        rank = self._transport.rank
+        if rank in self._exits and rank != self._teller:
+            self._telling = [(self._transport.tell(self._message(self._total_weight), self._teller, _TOPIC), self._teller)]
+        for source in self._listening:
+            message = self._wait(source)
+            self._hear(source, message[0], message[1], message[2:])
+        if rank == self._teller and not self._telling:
+            self._tell_all()
+        for (work, _), other in self._telling:
+            wait(work, other, "sending the loss")
+        known = [loss for loss in self._known if loss is not None]
+        self.losses = torch.stack(known) if known else None
+        return self._result
+
+    def _wait(self, source: int) -> Tensor:
+        """In a frame of its own: a message would keep its connection open while an exception of the caller is told."""
+        work, message = self._listening[source]
+        wait(work, source, "waiting for the loss")
+        return message
+
+    def _hear(self, source: int, kind: Tensor, number: Tensor, losses: Tensor) -> None:
+        """Take over the losses that `source` knows: all of them when it is the teller, and the mean with them."""
+        if kind.item() == _NONE:
+            self._result = None
+            return
+        dtype, device = _DTYPES[int(kind.item())], self._transport.device
+        values = losses.to(device, dtype).unbind()
+        if source == self._teller:
+            self._known = list(values)
+            self._result = number.to(device, dtype)
+            return
+        if number.item() != self._total_weight:
+            raise InputError(
+                f"ranks {self._teller} and {source} weigh the microbatches by {self._total_weight:g} and {number.item():g} in all: "
+                "every rank with a last stage needs the targets of the whole batch"
+            )
+        for microbatch, value in enumerate(values):
+            if source == self._exits[microbatch]:
+                self._known[microbatch] = value
+                self._shares[microbatch] = self._share(microbatch, value)
+
+
+def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight | None) -> list[float]:
+    """The weight of each microbatch."""
+    if loss_weight is None:
+        weights = [float(size) for size in sizes]
+    else:
+        told = [loss_weight(target) for target in targets]
+        if all(isinstance(weight, Tensor) for weight in told):
+            weights = torch.stack([torch.as_tensor(weight).detach().reshape(()).double() for weight in told]).tolist()
+        else:
+            weights = [float(weight) for weight in told]
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        got = ", ".join(f"{weight:g}" for weight in weights)
+        raise InputError(f"the weights of the microbatches must be finite, none negative and not all 0, got {got}")
+    return weights
+
+
+def _nothing(output: Any, loss: Tensor) -> Tensor:
+    """A loss of 0 whose gradient for the output is 0, though that of `loss` may be NaN: the mean over no token, say."""
+    zeros = [(tensor * 0).sum() for tensor in tensors_in(output) if tensor.requires_grad]
+    return sum(zeros, torch.zeros_like(loss))

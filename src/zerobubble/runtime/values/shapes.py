@@ -1,0 +1,72 @@
+"""What a rank knows about a message before it arrives: the shapes of its tensors and how they lie, told once by the sender.
+
+The first time a step with new inputs runs, every activation message is preceded by a note. Gradients look like the activations they
+belong to; their notes tell which of them there are, for a stage may ignore what it is given.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerobubble.program import Channel
+from zerobubble.rules import Value
+from zerobubble.runtime.values.payload import Layout
+
+
+class TensorShape(NamedTuple):
+    """Size and dtype of a tensor on a stage boundary, and whether a gradient for it flows back."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    def __str__(self) -> str:
+        return f"{tuple(self.size)} {str(self.dtype).removeprefix('torch.')}"
+
+
+Shapes = tuple[TensorShape, ...]
+
+
+class Known(dict[Value, Shapes]):
+    """The shapes of a step's messages, learnt in an earlier one with the same inputs.
+
+    `layouts` are those of the messages that are more than tensors, and `gaps` the channels on which a gradient was missing. `flops` are the
+    floating-point operations of this rank's passes, where they were counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts: dict[Value, Layout] = {}
+        self.gaps: set[Channel] = set()
+        self.flops: int | None = None
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """The shapes of a message; `requires_grad` of a tensor says whether a gradient flows back."""
+    return tuple(TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def look_like(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
+    """Whether these tensors have these shapes."""
+    if len(tensors) != len(shapes):
+        return False
+    for tensor, (size, dtype, differentiable) in zip(tensors, shapes, strict=True):
+        if tensor.shape != size or tensor.dtype != dtype or tensor.requires_grad != differentiable:
+            return False
+    return True
+
+
+def write_note(shapes: Shapes, layout: Layout, device: torch.device) -> Tensor:
+    """The note that announces a message: bytes."""
+    return torch.frombuffer(bytearray(pickle.dumps((shapes, layout))), dtype=torch.uint8).to(device)
+
+
+def read_note(note: Tensor) -> tuple[Shapes, Layout]:
+    """The shapes a note announces, and how they lie: None where the tensors are the arguments themselves."""
+    shapes, layout = pickle.loads(bytes(note.tolist()))
+    return shapes, layout

@@ -1,0 +1,141 @@
+"""Play a schedule against costs: every pass starts as soon as its rank is free and what it uses has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import Fault, InputError
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.graph import Graph
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.timeline import Cause, Span, Timeline, Why
+from zerobubble.verify import checked
+
+
+@garbage_collection_paused()
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The timeline of `schedule` under `costs`, each span with its `why`, each rank with its memory over time.
+
+    A message takes `costs.comm` after its maker ended and never keeps a rank busy. The two passes of an overlapped step have the
+    same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
+    the schedule cannot run, `InputError` when the costs are for another number of stages.
+    """
+    graph, played = _played(schedule, costs)
+    spans = list(map(Span, graph.ops, played.begin, played.end, _whys(graph, played.after)))
+    rows = tuple(tuple(spans[start:end]) for start, end in pairwise(graph.first))
+    changes = _changes(costs)
+    return Timeline(schedule.name, rows, tuple(_steps(row, changes) for row in rows))
+
+
+class Lengths(NamedTuple):
+    """How long a schedule takes, in ns: `span` and `makespan` are those of its timeline."""
+
+    span: int
+    makespan: int
+
+
+@garbage_collection_paused()
+def lengths(schedule: Schedule, costs: Costs) -> Lengths:
+    """How long `schedule` takes under `costs`: `simulate` without the spans, and with the same errors."""
+    graph, (begin, end, _) = _played(schedule, costs)
+    rows = [(begin[first], end[stop - 1]) for first, stop in pairwise(graph.first) if first < stop]
+    start = min((first for first, _ in rows), default=0)
+    return Lengths(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
+
+
+class _Played(NamedTuple):
+    """When each pass begins and ends, and the pass it comes right after (-1 for none), by number."""
+
+    begin: list[int]
+    end: list[int]
+    after: list[int]
+
+
+def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, _Played]:
+    """The graph of `schedule`, and its passes as early as they can be."""
+    if costs.num_stages != schedule.num_stages:
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, the costs describe {costs.num_stages}")
+    graph, order = checked(schedule)
+    ops, rank, needs, pairs, comm = graph.ops, graph.rank, graph.needs, graph.pairs, costs.comm
+    times = {kind: [costs.time(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+    starts, played = set(graph.first), _Played(*([0] * len(ops) for _ in range(3)))
+    begin, end, after = played
+    for number in order:
+        if number - 1 in pairs:
+            begin[number], end[number], after[number] = begin[number - 1], end[number - 1], after[number - 1]
+            continue
+        free, last = (0, -1) if number in starts else (end[number - 1], number - 1)
+        for user in (number, number + 1) if number in pairs else (number,):
+            for need in needs[user]:
+                if rank[need] != rank[user]:
+                    arrival = end[need] + comm[min(ops[user][1], ops[need][1])]
+                    if arrival > free:
+                        free, last = arrival, need
+        kind, stage, _ = ops[number]
+        takes = costs.step_time((ops[number], ops[number + 1])) if number in pairs else times[kind][stage]
+        begin[number], end[number], after[number] = free, free + takes, last
+    return graph, played
+
+
+def _whys(graph: Graph, after: list[int]) -> Iterator[Why]:
+    """The reason each pass did not start earlier."""
+    ops, rank, nothing = graph.ops, graph.rank, Why(Cause.NOTHING)
+    for here, last in zip(rank, after, strict=True):
+        yield nothing if last < 0 else Why(Cause.ROW if rank[last] == here else Cause.MESSAGE, ops[last])
+
+
+def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:
+    """Bytes held by one rank over time, (time, bytes) at each change: F takes at its start, other passes give back at their end."""
+    return _steps(row, _changes(costs))
+
+
+def _steps(row: Sequence[Span], changes: Changes) -> tuple[tuple[int, int], ...]:
+    held = _held([span[0] for span in row], changes)
+    steps = [(row[0].start, 0)] if row else []
+    before = 0
+    for (op, start, end, _), now in zip(row, held, strict=True):
+        if now != before:
+            steps.append((start if op[0] is Kind.F else end, now))
+        before = now
+    return tuple(steps)
+
+
+def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times."""
+    changes = _changes(costs)
+    return tuple(max(_held(row, changes), default=0) for row in schedule.rows)
+
+
+def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fault, ...]:
+    """One fault for each rank that holds more than `limits` allow, saying how much is missing.
+
+    Raises `InputError` when the limits are for another number of ranks.
+    """
+    if len(limits.memory) != schedule.num_ranks:
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")
+    faults = []
+    for rank, (peak, limit) in enumerate(zip(peak_memory(schedule, costs), limits.memory, strict=True)):
+        if peak > limit:
+            message = (
+                f"rank {rank} holds up to {peak} bytes, {peak - limit} more than its limit of {limit}: choose a schedule that holds less"
+            )
+            faults.append(Fault("memory", message, rank))
+    return tuple(faults)
+
+
+Changes = dict[Kind, list[int]]
+"""By how many bytes a pass of each kind and stage changes what its rank holds."""
+
+
+def _changes(costs: Costs) -> Changes:
+    return {kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+
+
+def _held(row: Sequence[Op], changes: Changes) -> list[int]:
+    """Bytes held once each pass is done; inference forwards hold nothing."""
+    if all(op[0] is Kind.F for op in row):
+        return [0] * len(row)
+    return list(accumulate([changes[kind][stage] for kind, stage, _ in row]))

@@ -1,0 +1,43 @@
+"""A schedule as a few lines of plain text: the small picture in docstrings, answers and issues."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from zerobubble.costs import NS_PER_MS, Costs
+from zerobubble.ir import Op, Schedule
+from zerobubble.simulation import simulate
+from zerobubble.timeline import Span
+
+Box = tuple[int, int, str]
+
+
+def picture(schedule: Schedule) -> str:
+    """`schedule` at unit times (a stage's F, B and W take 1, BW takes 2, messages nothing), a line per rank.
+
+    A pass is its kind and microbatch, in lower case on a rank's later stages; two overlapped have `&` between. A dot is an idle unit
+    of time. Raises `ScheduleError` when the schedule cannot run.
+    """
+    timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
+    rows = [_boxes(schedule, rank, row) for rank, row in enumerate(timeline.rows)]
+    column = max(-(-(len(name) + 1) // (end - start)) for row in rows for start, end, name in row)
+    return "\n".join(_line(row, timeline.makespan // NS_PER_MS, column) for row in rows)
+
+
+def _boxes(schedule: Schedule, rank: int, row: tuple[Span, ...]) -> list[Box]:
+    """What stands on a rank's line, as (start, end, name) in units of time."""
+    _, first = schedule.placement.stages(rank)[0]
+
+    def name(op: Op) -> str:
+        return f"{op.kind.value if op.stage == first else op.kind.value.lower()}{op.microbatch}"
+
+    steps = groupby(row, lambda span: (span.start // NS_PER_MS, span.end // NS_PER_MS))
+    return [(start, end, "&".join(name(span.op) for span in spans)) for (start, end), spans in steps]
+
+
+def _line(row: list[Box], makespan: int, column: int) -> str:
+    line, now = "", 0
+    for start, end, name in [*row, (makespan, makespan, "")]:
+        line += ".".ljust(column) * (start - now) + name.ljust(column * (end - start))
+        now = end
+    return line.rstrip()

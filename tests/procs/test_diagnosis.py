@@ -1,0 +1,131 @@
+"""Every rank that can still talk tells the same culprit, however late one of them is: the first note in the store is everyone's."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
+from zerobubble.runtime import session
+from zerobubble.runtime.failure import watch
+from zerobubble.runtime.transport.transport import Transport
+
+GRACE_S = 0.25
+
+
+class Slow:
+    """A store whose every answer takes `seconds` on the way."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self.store = store
+        self.seconds = seconds
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            time.sleep(self.seconds)
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+class Dead:
+    """A store that is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Broken pipe")
+
+
+def end_with_a_slow_rank(group: Any, act: str, slow: int, store: Any) -> tuple[str, int | None]:
+    """Rank 1 fails, or leaves; rank `slow` has another `store`: the error's text and its rank."""
+    rank = torch.distributed.get_rank(group)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(watch, "GRACE_S", GRACE_S))
+        stack.enter_context(replaced(watch, "FAREWELL_S", GRACE_S))
+        if rank == slow:
+            stack.enter_context(replaced(session, "FailureWatch", lambda own, *rest: watch.FailureWatch(store(own), *rest)))
+        pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)
+        if rank == 1 and act == "leave":
+            pipe.close()
+            return "", 1
+        if rank == 1:
+            stack.enter_context(struck(MOMENTS["backward"], boom))
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(8))
+        return str(caught.value), caught.value.rank
+
+
+def late(store: Any) -> Slow:
+    return Slow(store, 4 * GRACE_S)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_failure_is_told_alike_by_a_rank_that_hears_late(world: Ranks, slow: int) -> None:
+    told = world.run(end_with_a_slow_rank, "boom", slow, late, ranks=3)
+    assert set(told) == {("rank 1 failed at 'run 1B2': ValueError: boom", 1)}
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_an_inquest_has_one_verdict_however_late_a_rank_speaks(world: Ranks, slow: int) -> None:
+    told = [text for text, _ in world.run(end_with_a_slow_rank, "leave", slow, late, ranks=3) if text]
+    assert len(told) == 2
+    assert len(set(told)) == 1, told
+
+
+def gone(store: Any) -> Dead:
+    return Dead()
+
+
+def test_without_the_store_a_rank_tells_what_it_knows(world: Ranks) -> None:
+    told = world.run(end_with_a_slow_rank, "boom", 2, gone, ranks=3)
+    assert [rank for _, rank in told[:2]] == [1, 1]
+    assert "rank 2 lost contact with rank 1 while " in told[2][0]
+    assert "the store of torch.distributed" in told[2][0]
+    assert told[2][0].endswith("does not answer: see the log of the one who started it")
+
+
+def part_from_one_that_left(group: Any) -> bool:
+    """Rank 1 closes its pipeline before the others step; whether the others parted without giving somebody up."""
+    with replaced(watch, "FAREWELL_S", 1000.0), replaced(watch, "PATIENCE_S", 4.0):
+        pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)
+        board = pipe._session._failure_watch
+        if pipe.rank == 1:
+            pipe.close()
+        else:
+            with pytest.raises(zb.PipelineError, match="rank 1 kept the others waiting: it was closing the pipeline"):
+                pipe.step(*batch(8))
+        return board._answers
+
+
+def test_nobody_waits_for_a_rank_that_has_left_to_read_the_note(world: Ranks) -> None:
+    assert all(world.run(part_from_one_that_left, ranks=3))
+
+
+def leave_slowly(group: Any) -> str:
+    """Rank 1 is asked what it does between the end of its connections and that of its listener."""
+
+    def close(own: Transport) -> None:
+        drop(own)
+        time.sleep(3 * watch.PERIOD_S)
+
+    drop = Transport.close
+    pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)
+    if pipe.rank == 1:
+        with replaced(Transport, "close", close):
+            pipe.close()
+        return ""
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(8))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_leaving_says_so(world: Ranks) -> None:
+    first, _, last = world.run(leave_slowly, ranks=3)
+    assert first == last
+    assert first.startswith("rank 1 kept the others waiting: it was closing the pipeline when rank ")

@@ -1,0 +1,67 @@
+"""Who is to blame when messages stay out, told from what the ranks say."""
+
+from __future__ import annotations
+
+from zerobubble.runtime.failure.blame import COMING, EVERYBODY, IN_TIME, RankStatus, diagnose
+
+
+def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> None:
+    words = {
+        0: RankStatus("waiting for the loss", 3, IN_TIME),
+        2: RankStatus("waiting for a message", 1, IN_TIME),
+        3: RankStatus("waiting", 2),
+    }
+    note = diagnose(words, 4, 0)
+    assert (note.rank, note.absent) == (1, (1,))
+    assert note.message.startswith("rank 1 is gone or frozen: rank 2 lost contact with rank 1 while waiting for a message")
+
+
+def test_the_chain_of_those_who_wait_ends_at_the_culprit() -> None:
+    words = {
+        0: RankStatus("waiting", 1, IN_TIME),
+        1: RankStatus("waiting", 2),
+        2: RankStatus("waiting", 3),
+        3: RankStatus("at 'run 3F1'", op="run 3F1"),
+    }
+    note = diagnose(words, 4, 0)
+    assert (note.rank, note.op) == (3, "run 3F1")
+    assert "raise `timeout`" in note.message
+
+
+def test_a_rank_that_stays_away_from_a_gather_is_named() -> None:
+    words = {rank: RankStatus("gathering norms", EVERYBODY, IN_TIME) for rank in (0, 1, 3)} | {2: RankStatus("outside the pipeline")}
+    assert diagnose(words, 4, 1).rank == 2
+
+
+def test_ranks_that_wait_for_each_other_are_told_to_make_the_same_calls() -> None:
+    words = {0: RankStatus("waiting for the loss", 1, IN_TIME), 1: RankStatus("gathering norms", EVERYBODY)}
+    note = diagnose(words, 2, 0)
+    assert note.rank == -1
+    assert "rank 0 was waiting for the loss, rank 1 was gathering norms; make the same calls" in note.message
+
+
+def test_several_silent_ranks_are_all_named() -> None:
+    note = diagnose({1: RankStatus("gathering norms", EVERYBODY, IN_TIME)}, 3, 1)
+    assert note.absent == (0, 2)
+    assert note.message.startswith("ranks 0, 2 are gone or frozen: rank 1 lost contact while gathering norms")
+
+
+def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
+    words = {0: RankStatus(COMING, 1, "Connection closed by peer"), 1: RankStatus("waiting for the step to begin", 0, IN_TIME)}
+    for caller in words:
+        note = diagnose(words, 2, caller)
+        assert note.rank == 0
+        told = "rank 0 kept the others waiting: it came when rank 1 had given up waiting for the step to begin (no answer within `timeout`)"
+        assert note.message.startswith(told)
+
+
+def test_one_who_gives_up_first_breaks_the_circle_of_those_who_wait_for_each_other() -> None:
+    words = {0: RankStatus("waiting for the loss", 1, "Connection closed by peer"), 1: RankStatus("gathering norms", EVERYBODY, IN_TIME)}
+    assert diagnose(words, 2, 0).message.startswith("the ranks wait for each other (no answer within `timeout`): ")
+
+
+def test_a_broken_connection_is_no_wait() -> None:
+    words = {0: RankStatus("waiting for the loss", 1, "Connection reset by peer"), 1: RankStatus("waiting for the step to begin", 0)}
+    note = diagnose(words, 2, 0)
+    assert note.rank == -1
+    assert note.message.startswith("ranks that live lost contact (Connection reset by peer): rank 0 was waiting for the loss, ")
