@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from stages import sleep_until, tiny_stage
 from torch import Tensor, nn
-from zerobubble.runtime.messages import rings
+from zerobubble.runtime.transport import rings
 
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.ranks import Ranks
 from tests.procs.test_profile import Doze
-from zerobubble.runtime import auto
+from zerobubble.runtime.hooks import auto
 
 M = 6
 

@@ -17,7 +17,7 @@ from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_graph_split import REFUSED, ROUNDED
-from zerobubble.runtime import stages
+from zerobubble.runtime.stage import rank_stages
 from zerobubble.runtime.split import capture
 from zerobubble.runtime.split.choice import make_stage
 from zerobubble.runtime.split.graph import GraphStage
@@ -138,5 +138,5 @@ def test_on_a_cpu_it_is_refused(world: Ranks) -> None:
 def test_stages_that_are_not_traced_are_refused() -> None:
     held = {0: nn.Linear(2, 2), 3: nn.Linear(2, 2)}
     with mock.patch.object(stages, "_device", return_value=torch.device("cuda")), pytest.raises(zb.InputError) as caught:
-        stages.Stages(held, {3: "whole"}, IN_GRAD, cuda_graphs=True)
+        rank_stages.Stages(held, {3: "whole"}, IN_GRAD, cuda_graphs=True)
     assert "but stage 0 is 'deferred', stage 3 is 'whole': give split='graph' or 'compiled'" in str(caught.value)

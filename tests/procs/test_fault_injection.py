@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from zerobubble.runtime.optimizer import clip
+from zerobubble.runtime.hooks import clip
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
