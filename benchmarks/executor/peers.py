@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from stages import sleep_until, tiny_stage
 from torch import Tensor, nn
-from zerobubble.runtime.transport import rings
 
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Op
+from zerobubble.runtime.transport import rings
 from zerobubble.runtime.transport.shared_memory import SharedLane
 from zerobubble.runtime.values.shapes import TensorShape
 

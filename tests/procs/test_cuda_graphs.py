@@ -17,10 +17,10 @@ from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_graph_split import REFUSED, ROUNDED
-from zerobubble.runtime.stage import rank_stages
 from zerobubble.runtime.split import capture
 from zerobubble.runtime.split.choice import make_stage
 from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.stage import rank_stages
 from zerobubble.runtime.values.gradients import IN_GRAD
 
 replays = 0
@@ -101,7 +101,7 @@ def test_slots_keep_what_a_microbatch_needs(name: str) -> None:
 
 def trained(group: Any, name: str, main_grad: torch.dtype | None) -> tuple[float, bool, int]:
     """The largest error of a loss in four steps whose batches change shape, whether gradients are equal, how often a part was replayed."""
-    with static_memory(warm_up=2), mock.patch.object(stages, "make_stage", lambda *given, **_: make_stage(*given, cuda_graphs=True)):
+    with static_memory(warm_up=2), mock.patch.object(rank_stages, "make_stage", lambda *given, **_: make_stage(*given, cuda_graphs=True)):
         pipe = zb.Pipeline(build, name, 6, loss_fn, group=group, split="graph", main_grad=main_grad)
         oracle = [build(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
         error, before = 0.0, replays
@@ -137,6 +137,6 @@ def test_on_a_cpu_it_is_refused(world: Ranks) -> None:
 
 def test_stages_that_are_not_traced_are_refused() -> None:
     held = {0: nn.Linear(2, 2), 3: nn.Linear(2, 2)}
-    with mock.patch.object(stages, "_device", return_value=torch.device("cuda")), pytest.raises(zb.InputError) as caught:
+    with mock.patch.object(rank_stages, "_device", return_value=torch.device("cuda")), pytest.raises(zb.InputError) as caught:
         rank_stages.Stages(held, {3: "whole"}, IN_GRAD, cuda_graphs=True)
     assert "but stage 0 is 'deferred', stage 3 is 'whole': give split='graph' or 'compiled'" in str(caught.value)

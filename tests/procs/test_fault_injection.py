@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from zerobubble.runtime.hooks import clip
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.executor.program_cache import ProgramCache
+from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.loss import LossBook
