@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from zerobubble.errors import InputError, reading, whole
-from zerobubble.ir import Kind, Step
+from zerobubble.ir import Kind, Placement, Step
 from zerobubble.rules import RULES, Stuff
 
 NS_PER_MS = 1_000_000
@@ -23,6 +23,9 @@ class Costs:
     `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
     A fused BW takes backward + weight. `hidden[s]` is the time in ns that an overlapped step saves against its two passes one after
     the other, where s is the stage of its first pass; empty stands for nothing. Every tuple has one entry per stage, `comm` one less.
+
+    `placement` says on which ranks the stages were measured. With it the costs are for schedules on that placement only; None, where
+    it does not matter or is not known, fits every placement of so many stages.
     """
 
     forward: tuple[int, ...]
@@ -32,6 +35,7 @@ class Costs:
     held_after_f: tuple[int, ...]
     held_after_b: tuple[int, ...]
     hidden: tuple[int, ...] = ()
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -47,9 +51,25 @@ class Costs:
                     raise InputError(f"{name} of stage {index} must be a whole number of ns or bytes, got {value}: see Costs.from_ms")
                 if value < 0:
                     raise InputError(f"{name} of stage {index} must not be negative, got {value}")
+        if self.placement is not None and self.placement.num_stages != stages:
+            raise InputError(f"the costs describe {stages} stages, their placement has {self.placement.num_stages}")
 
     def _columns(self) -> dict[str, tuple[int, ...]]:
-        return {column.name: getattr(self, column.name) for column in fields(self)}
+        return {name: getattr(self, name) for name in _COLUMNS}
+
+    def require_fit(self, placement: Placement, what: str) -> None:
+        """Raise `InputError` unless these are costs of the stages of `placement`, which belongs to `what`.
+
+        Stages must be as many and, where it is known, on the same ranks, since a message between two stages of a rank was measured as
+        free. Of several routes the first one counts: copies of a stage are alike.
+        """
+        if placement.num_stages != self.num_stages:
+            raise InputError(f"{what} has {placement.num_stages} stages, the costs describe {self.num_stages}")
+        measured = placement if self.placement is None else self.placement
+        for stage, (rank, other) in enumerate(zip(placement.routes[0], measured.routes[0], strict=True)):
+            if rank != other:
+                where = f"the costs were measured with it on rank {other} (placement {measured.name} over {measured.num_ranks} ranks)"
+                raise InputError(f"{what} has stage {stage} on rank {rank}, {where}: stay on that placement, or measure on this one")
 
     @property
     def num_stages(self) -> int:
@@ -139,13 +159,20 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns and bytes; `from_dict` reads it back."""
-        return {"format": "zerobubble costs 1", **{name: list(values) for name, values in self._columns().items()}}
+        columns = {name: list(values) for name, values in self._columns().items()}
+        placement = {} if self.placement is None else {"placement": self.placement.to_dict()}
+        return {"format": "zerobubble costs 2", **placement, **columns}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
-        with reading("costs", data):
-            return cls(*(tuple(map(whole, ({"hidden": ()} | data)[column.name])) for column in fields(cls)))
+        with reading("costs", data, newest=2):
+            columns = {name: tuple(map(whole, ({"hidden": ()} | data)[name])) for name in _COLUMNS}
+            placement = Placement.from_dict(data["placement"]) if "placement" in data else None
+            return cls(**columns, placement=placement)
+
+
+_COLUMNS = tuple(column.name for column in fields(Costs) if column.name != "placement")
 
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,13 +30,16 @@ class ParseError(InputError):
 
 
 @contextmanager
-def reading(noun: str, data: Any) -> Iterator[None]:
-    """Read the JSON form of a `noun`: whatever malformed `data` raises inside comes out as a `ParseError` that says what is wrong."""
+def reading(noun: str, data: Any, newest: int = 1) -> Iterator[None]:
+    """Read the JSON form of a `noun`: whatever malformed `data` raises inside comes out as a `ParseError` that says what is wrong.
+
+    Forms from version 1 up to the `newest` are read.
+    """
     if not isinstance(data, dict):
         raise ParseError(f"a {noun} in JSON form is an object, got {type(data).__name__}")
-    wanted = f"zerobubble {noun} 1"
-    if data.get("format", wanted) != wanted:
-        raise ParseError(f"expected the format {wanted!r}, got {data['format']!r}")
+    versions = [f"zerobubble {noun} {version}" for version in range(1, newest + 1)]
+    if data.get("format", versions[-1]) not in versions:
+        raise ParseError(f"expected the format {' or '.join(map(repr, versions))}, got {data['format']!r}")
     try:
         yield
     except KeyError as error:

@@ -90,6 +90,17 @@ class Placement:
     def num_stages(self) -> int:
         return len(self.routes[0])
 
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; `from_dict` reads it back."""
+        return {"name": self.name, "ranks": self.num_ranks, "routes": [list(route) for route in self.routes]}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Placement:
+        """Read the JSON form; raises `ParseError` when a part is missing, malformed or does not fit the others."""
+        with reading("placement", data):
+            routes = tuple(tuple(map(whole, route)) for route in data["routes"])
+            return cls(str(data["name"]), whole(data["ranks"]), routes)
+
     @property
     def stages_per_rank(self) -> int:
         """Stages on the fullest rank, copies on different routes counted apart."""

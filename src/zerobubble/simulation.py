@@ -21,7 +21,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     A message takes `costs.comm` after its maker ended and never keeps a rank busy. The two passes of an overlapped step have the
     same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
-    the schedule cannot run, `InputError` when the costs are for another number of stages.
+    the schedule cannot run, `InputError` when the costs are for another number of stages or another placement.
     """
     graph, played = _played(schedule, costs)
     spans = list(map(Span, graph.ops, played.begin, played.end, _whys(graph, played.after)))
@@ -56,8 +56,7 @@ class _Played(NamedTuple):
 
 def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, _Played]:
     """The graph of `schedule`, and its passes as early as they can be."""
-    if costs.num_stages != schedule.num_stages:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, the costs describe {costs.num_stages}")
+    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
     graph, order = checked(schedule)
     ops, rank, needs, pairs, comm = graph.ops, graph.rank, graph.needs, graph.pairs, costs.comm
     times = {kind: [costs.time(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}

@@ -69,6 +69,7 @@ def test_a_stage_three_times_as_heavy_shows(world: Ranks, name: str, stages: int
     assert all(other == (costs, told) for other in others), "every rank has the same costs"
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert costs.num_stages == stages
+    assert costs.placement == zb.make(name, 4, 4).placement
     unit = UNIT_S * 1e9
     for stage in range(stages):
         factor = 3 if stage == stages - 2 else 1
@@ -194,7 +195,7 @@ def test_a_profile_plans_the_next_schedule(world: Ranks, tmp_path: Path) -> None
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(costs.to_dict()))
     options = ("--microbatches", "6", "--evaluations", "50", "--json")
-    done = CliRunner().invoke(main, ["plan", "--costs", str(file), "--placement", "linear", *options])
+    done = CliRunner().invoke(main, ["plan", "--costs", str(file), *options])
     assert done.exit_code == 0, done.output
     schedule = zb.plan(costs, 6, placements=zb.Placement.linear(2), evaluations=50).schedule
     assert json.loads(done.stdout)["bubble_span"] == zb.simulate(schedule, costs).bubble_span

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ from tests.pure.problems import problems
 from zerobubble import Costs, InputError, Limits, Problem, Program, Schedule, Solved, Timeline, Workload, lower, make, peak_memory, simulate
 
 SAMPLE = make("zb-v", 2, 2)
-PROBLEM = Problem(SAMPLE.placement, 2, Costs.uniform(4), Limits(peak_memory(SAMPLE, Costs.uniform(4))))
+WORK = Workload.uniform(2, (1, 1, 1))
+COSTS = WORK.costs(SAMPLE.placement)
+PROBLEM = Problem(SAMPLE.placement, 2, COSTS, Limits(peak_memory(SAMPLE, COSTS)), workload=WORK, layers_per_stage=(1, 2, 3, 4))
 FORMS: dict[type[Any], dict[str, Any]] = {
     Schedule: SAMPLE.to_dict(),
-    Costs: Costs.uniform(4).to_dict(),
+    Costs: replace(Costs.uniform(4), placement=SAMPLE.placement).to_dict(),
     Timeline: simulate(SAMPLE, Costs.uniform(4)).to_dict(),
     Program: lower(SAMPLE).to_dict(),
     Solved: Solved.of(PROBLEM, PROBLEM.bound(), SAMPLE, 0.1, "zb-v").to_dict(),
-    Workload: Workload.uniform(2, (1, 1, 1)).to_dict(),
+    Workload: WORK.to_dict(),
 }
 JUNK = st.one_of(
     st.none(),
@@ -60,6 +63,7 @@ def test_a_broken_part_is_refused_or_harmless(kind: type[Any], data: st.DataObje
 @pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.__name__)
 def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
     optional = {"format", "microbatch_routes", "memory", "source", "hidden", "status", "figures", "marks"}
+    optional |= {"placement", "workload", "layers_per_stage"} if kind in (Costs, Solved) else set()
     for key in FORMS[kind].keys() - optional:
         form = {k: v for k, v in FORMS[kind].items() if k != key}
         with pytest.raises(InputError, match=f"lacks the key '{key}'"):
@@ -71,3 +75,16 @@ def test_every_value_survives_json(problem: tuple[Schedule, Costs]) -> None:
     schedule, costs = problem
     for value in (schedule, costs, simulate(schedule, costs), lower(schedule)):
         assert type(value).from_dict(json.loads(json.dumps(value.to_dict()))) == value
+
+
+def test_costs_of_the_first_version_are_read() -> None:
+    form = {key: value for key, value in FORMS[Costs].items() if key != "placement"} | {"format": "zerobubble costs 1"}
+    assert Costs.from_dict(form) == Costs.uniform(4)
+    with pytest.raises(InputError, match="expected the format 'zerobubble costs 1' or 'zerobubble costs 2', got 'zerobubble costs 3'"):
+        Costs.from_dict(form | {"format": "zerobubble costs 3"})
+
+
+def test_a_plan_of_the_first_version_is_read() -> None:
+    form = {key: value for key, value in FORMS[Solved].items() if key not in ("workload", "layers_per_stage")}
+    form |= {"format": "zerobubble plan 1", "costs": Costs.uniform(4).to_dict() | {"format": "zerobubble costs 1"}}
+    assert Solved.from_dict(form | {"limits": [4_000_000, 4_000_000]}).schedule == SAMPLE

@@ -72,6 +72,9 @@ def asked_stages(file: str, ranks: int | None, microbatches: int | None, placeme
     Raises `InputError` for what is missing, and where placement or ranks do not fit the file.
     """
     costs = read_costs(file)
+    if placement == ANY and costs.placement is not None:
+        shared, microbatches = asked_shape("plan", costs.placement.num_ranks, microbatches)
+        return costs, costs.placement, microbatches
     if placement == ANY or "," in placement:
         raise InputError(f"the costs in {file} are those of the stages of one placement: name it, such as --placement {FAMILIES[0]}")
     legs = family(placement, 1).num_stages

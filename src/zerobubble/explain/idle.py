@@ -79,7 +79,8 @@ def _evened(costs: Costs, placement: Placement) -> Costs:
         return tuple(round(sum(total / n for n in at) / len(at)) for at in zip(*parts, strict=True))
 
     names = ("forward", "backward", "weight", "hidden")
-    return replace(costs, **{name: evened(sum(getattr(costs, name))) for name in names})
+    forward, backward, weight, hidden = (evened(sum(getattr(costs, name))) for name in names)
+    return replace(costs, forward=forward, backward=backward, weight=weight, hidden=hidden)
 
 
 def _held_back(graph: Graph, timeline: Timeline, metric: Metric) -> list[int]:

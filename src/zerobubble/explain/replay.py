@@ -67,8 +67,7 @@ class Played(NamedTuple):
 
 def planned(schedule: Schedule, costs: Costs) -> Score:
     """The score of `schedule` with the times of `costs`. Raises as `simulate` does."""
-    if costs.num_stages != schedule.num_stages:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, the costs describe {costs.num_stages}")
+    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
     graph, order = checked(schedule)
     none = [0] * len(graph.ops)
     score = Score(graph, order, none, none, none)

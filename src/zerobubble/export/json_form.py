@@ -9,23 +9,26 @@ from typing import Any
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem import Solved
+from zerobubble.planning.problem import Solved, Workload
 from zerobubble.program import Program
 from zerobubble.timeline import Timeline
 
-Document = Schedule | Timeline | Costs | Program | Solved
+Document = Schedule | Timeline | Costs | Program | Solved | Workload
 
 _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
     "zerobubble schedule 1": Schedule.from_dict,
     "zerobubble timeline 1": Timeline.from_dict,
     "zerobubble costs 1": Costs.from_dict,
+    "zerobubble costs 2": Costs.from_dict,
     "zerobubble program 1": Program.from_dict,
     "zerobubble plan 1": Solved.from_dict,
+    "zerobubble plan 2": Solved.from_dict,
+    "zerobubble workload 1": Workload.from_dict,
 }
 
 
 def dumps(value: Document) -> str:
-    """The JSON text of a schedule, timeline, costs, program or plan. `loads` reads it back."""
+    """The JSON text of a schedule, timeline, costs, program, plan or workload. `loads` reads it back."""
     return json.dumps(value.to_dict()) + "\n"
 
 

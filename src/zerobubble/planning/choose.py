@@ -14,7 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.attempt import Attempt, Budget, Watch, begin, by_baseline, improve, settled, sketch
-from zerobubble.planning.families import ANY, to_try
+from zerobubble.planning.families import ANY, family, to_try
 from zerobubble.planning.problem import Objective, Problem, Solved, Workload
 from zerobubble.planning.reasons import can_beat, notes, show
 from zerobubble.planning.seeds import promising
@@ -100,7 +100,7 @@ def plan(
     num_microbatches: int,
     memory: float | Limits | None = None,
     *,
-    placements: str | Placement | Iterable[str | Placement] = ANY,
+    placements: str | Placement | Iterable[str | Placement] | None = None,
     objective: str = Objective.SPAN,
     seconds: float = SECONDS,
     seed: int = 0,
@@ -110,18 +110,30 @@ def plan(
 ) -> Plan:
     """The best schedule over `placements`: names of families, `any` for all, or placements; each answer with a bound and a reason.
 
-    `work` is a `Workload`, or the `Costs` of the stages of one given placement. `memory` is the room on each rank in microbatches of
-    all its stages, or in bytes as `Limits`; without it there is room for everything. The budget is for all placements together, and
-    the rest is as in `solve`. Raises `InputError` for a part that cannot be used.
+    `work` is a `Workload`, planned on any placement, or the `Costs` of stages, planned on the placement that they know or that is
+    given. `memory` is the room on each rank in microbatches of all its stages, or in bytes as `Limits`; without it there is room for
+    everything. The budget is for all placements together, and the rest is as in `solve`. Raises `InputError` for a part that cannot
+    be used.
     """
-    if isinstance(work, Costs) and not isinstance(placements, Placement):
-        raise InputError("costs of stages belong to one placement: give it as placements, or give the work of each rank as a Workload")
-    tried = to_try(placements, work.num_ranks if isinstance(work, Workload) else 0)
+    if isinstance(work, Workload):
+        tried = to_try(ANY if placements is None else placements, work.num_ranks)
+    else:
+        tried = _placement_of(work, placements)
     problems = problems_of(work, num_microbatches, memory, tried, objective)
     if baseline is not None:
         started = perf_counter()
         return _ranked(_all_by(baseline, problems), started)
     return decide(problems, as_budget(seconds, evaluations), seed, progress)
+
+
+def _placement_of(costs: Costs, given: str | Placement | Iterable[str | Placement] | None) -> dict[str, Placement]:
+    """The one placement whose stages `costs` describe, by its name; raises `InputError` where none is known or another given."""
+    known = costs.placement if given is None else given
+    if isinstance(known, str) and costs.placement is not None and known != ANY:
+        known = family(known, costs.placement.num_ranks)
+    if not isinstance(known, Placement):
+        raise InputError("costs of stages belong to one placement: give it as placements, or give the work of each rank as a Workload")
+    return to_try(known, known.num_ranks)
 
 
 @garbage_collection_paused()
@@ -220,8 +232,10 @@ def problems_of(
     aim, problems = Objective.named(objective), {}
     for name, placement in placements.items():
         costs = work.costs(placement) if isinstance(work, Workload) else work
+        costs.require_fit(placement, "the placement")
         limits = _limits(work, memory) or _room_for_all(placement, costs, num_microbatches)
-        problems[name] = Problem(placement, num_microbatches, costs, limits, aim)
+        workload = work if isinstance(work, Workload) else None
+        problems[name] = Problem(placement, num_microbatches, costs, limits, aim, workload)
     return problems
 
 

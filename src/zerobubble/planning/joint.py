@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.partition import Cuts, Layer, activation_limits, balance_placement, stage_costs
+from zerobubble.partition import Cuts, Layer, activation_limits, balance_placement, slices, stage_costs
 from zerobubble.partition.descent import moves
 from zerobubble.planning.attempt import Attempt, Budget, Watch, improve
 from zerobubble.planning.choose import SECONDS, Choice, Plan, as_budget, decide
@@ -83,7 +83,8 @@ class Model:
         else:
             all_layers = sum(max(layer.held_after_f, layer.held_after_b) for layer in self.layers)
             limits = Limits((self.num_microbatches * all_layers + 1,) * self.placement.num_ranks)
-        return Problem(self.placement, self.num_microbatches, costs, limits, self.objective)
+        layers_per_stage = tuple(map(len, slices(self.layers, cuts)))
+        return Problem(self.placement, self.num_microbatches, costs, limits, self.objective, layers_per_stage=layers_per_stage)
 
 
 def plan_layers(

@@ -6,20 +6,29 @@ import json
 from pathlib import Path
 
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError
+from zerobubble.planning.choose import Plan
+from zerobubble.planning.joint import LayersPlan
 from zerobubble.planning.problem import Solved
 
 
-def save_plan(solved: Solved, file: str | Path) -> None:
-    """Write `solved` to `file`, as JSON. Raises `InputError` when it has no schedule or the file cannot be written."""
-    text = plan_text(solved)
+def save_plan(plan: Solved | Plan | LayersPlan, file: str | Path) -> None:
+    """Write `plan`, of several placements the winner, to `file` as JSON.
+
+    The file holds everything the plan was made from: costs, placement, limits, objective, and the workload or the layers of each stage.
+    Raises `InputError` when there is no schedule or the file cannot be written.
+    """
+    text = plan_text(plan)
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {file}: {error.strerror}") from error
 
 
-def plan_text(solved: Solved) -> str:
-    """The JSON text of a plan; raises `InputError` when it has no schedule."""
+def plan_text(plan: Solved | Plan | LayersPlan) -> str:
+    """The JSON text of a plan, of several placements the winner's; raises `InputError` when there is no schedule."""
+    if isinstance(plan, LayersPlan):
+        plan = plan.plan
+    solved = plan.best if isinstance(plan, Plan) else plan
     return json.dumps(solved.to_dict()) + "\n"
 
 

@@ -43,6 +43,8 @@ class Objective(StrEnum):
 class Problem:
     """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, stages as in `costs`.
 
+    Where the costs came from something larger, a plan keeps it: `workload` is the work of each rank that the stages share equally, and
+    `layers_per_stage` says how many layers of the model each stage has. Neither changes the answer.
     Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
     """
 
@@ -51,6 +53,8 @@ class Problem:
     costs: Costs
     limits: Limits
     objective: Objective = Objective.SPAN
+    workload: Workload | None = None
+    layers_per_stage: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         ranks, stages = self.placement.num_ranks, self.placement.num_stages
@@ -58,10 +62,13 @@ class Problem:
             raise InputError(f"plans are made for one route, the placement {self.placement.name!r} has {len(self.placement.routes)}")
         if self.num_microbatches < 1:
             raise InputError(f"a plan needs at least 1 microbatch, got {self.num_microbatches}")
-        if self.costs.num_stages != stages:
-            raise InputError(f"the placement has {stages} stages, the costs describe {self.costs.num_stages}")
+        self.costs.require_fit(self.placement, "the placement")
         if len(self.limits.memory) != ranks:
             raise InputError(f"the placement has {ranks} ranks, the limits describe {len(self.limits.memory)}")
+        if self.layers_per_stage and len(self.layers_per_stage) != stages:
+            raise InputError(f"the placement has {stages} stages, the cut gives layers to {len(self.layers_per_stage)}")
+        if self.workload is not None and self.workload.costs(self.placement) != self.costs:
+            raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
 
     @property
     def num_passes(self) -> int:
@@ -159,7 +166,8 @@ class Solved:
         """The most activations a rank holds, counted in microbatches of all its stages; None without a schedule."""
         if self.schedule is None:
             return None
-        return max(peak / whole_rank for peak, whole_rank in zip(self._peaks, microbatch_bytes(self.problem), strict=True))
+        sizes = microbatch_bytes(self.problem.placement, self.problem.costs)
+        return max(peak / size for peak, size in zip(self._peaks, sizes, strict=True))
 
     @cached_property
     def _peaks(self) -> tuple[int, ...]:
@@ -170,7 +178,7 @@ class Solved:
         if self.schedule is None or self.timeline is None:
             raise InputError(f"there is no plan to write: {self.reason}")
         return {
-            "format": "zerobubble plan 1",
+            "format": "zerobubble plan 2",
             "status": self.status.value,
             "objective": self.problem.objective.value,
             "bound": {"time": self.bound.time, "reason": self.bound.reason},
@@ -186,6 +194,8 @@ class Solved:
             "seconds": self.seconds,
             "costs": self.problem.costs.to_dict(),
             "limits": list(self.problem.limits.memory),
+            "workload": self.problem.workload and self.problem.workload.to_dict(),
+            "layers_per_stage": list(self.problem.layers_per_stage),
             "schedule": self.schedule.to_dict(),
         }
 
@@ -195,10 +205,9 @@ class Solved:
 
         Raises `ParseError` for a part that is missing or malformed, a schedule that cannot run, and a bound that it beats.
         """
-        with reading("plan", data):
-            schedule, costs = Schedule.from_dict(data["schedule"]), Costs.from_dict(data["costs"])
-            limits, objective = Limits(tuple(map(whole, data["limits"]))), Objective(data["objective"])
-            problem = Problem(schedule.placement, schedule.num_microbatches, costs, limits, objective)
+        with reading("plan", data, newest=2):
+            schedule = Schedule.from_dict(data["schedule"])
+            problem = _problem_of(schedule, data)
             bound, seconds = Bound(whole(data["bound"]["time"]), str(data["bound"]["reason"])), float(data["seconds"])
             if not isfinite(seconds):
                 raise ParseError(f"it took {seconds} seconds, which is not a finite number")
@@ -211,11 +220,28 @@ class Solved:
         return solved
 
 
-def microbatch_bytes(problem: Problem) -> tuple[int, ...]:
-    """Per rank, the bytes that one microbatch saves in all its stages together, at least 1."""
-    held = [0] * problem.placement.num_ranks
-    for rank, after_f in zip(problem.placement.routes[0], problem.costs.held_after_f, strict=True):
-        held[rank] += after_f
+def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
+    """The problem in the JSON form of a plan whose schedule is `schedule`."""
+    workload = data.get("workload")
+    return Problem(
+        schedule.placement,
+        schedule.num_microbatches,
+        Costs.from_dict(data["costs"]),
+        Limits(tuple(map(whole, data["limits"]))),
+        Objective(data["objective"]),
+        None if workload is None else Workload.from_dict(workload),
+        tuple(map(whole, data.get("layers_per_stage", ()))),
+    )
+
+
+def microbatch_bytes(placement: Placement, costs: Costs) -> tuple[int, ...]:
+    """Per rank, the bytes that one microbatch saves in F in all its stages together, at least 1.
+
+    A stage that saves nothing in F counts with what its B leaves for W.
+    """
+    held = [0] * placement.num_ranks
+    for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):
+        held[rank] += after_f or after_b
     return tuple(max(1, count) for count in held)
 
 

@@ -56,7 +56,8 @@ def _note(solved: Solved, searched: bool) -> str:
 def split_shortage(problem: Problem) -> str:
     """Why no schedule of the search fits, in all of which B and W are apart: B may leave W more than F saved; empty where one fits."""
     peaks = peak_memory(split(one_by_one(problem.placement, 1)), problem.costs)
-    for rank, (peak, limit, whole) in enumerate(zip(peaks, problem.limits.memory, microbatch_bytes(problem), strict=True)):
+    sizes = microbatch_bytes(problem.placement, problem.costs)
+    for rank, (peak, limit, whole) in enumerate(zip(peaks, problem.limits.memory, sizes, strict=True)):
         if peak > limit:
             takes = f"one microbatch then takes the room of {peak / whole:.4g} on rank {rank}"
             return f"the search runs W apart from B and {takes}, which has room for {limit / whole:.4g}: raise its limit"

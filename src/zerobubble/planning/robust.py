@@ -132,7 +132,8 @@ def scaled(costs: Costs, factors: dict[Entry, float]) -> Costs:
     columns = {name: list(getattr(costs, name)) for name, _ in factors}
     for (name, index), factor in factors.items():
         columns[name][index] = round(columns[name][index] * factor)
-    return replace(costs, **{name: tuple(values) for name, values in columns.items()})
+    changed: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
+    return replace(costs, **changed)
 
 
 def jittered(durations: Iterable[int], error: float, dice: Random) -> list[int]:

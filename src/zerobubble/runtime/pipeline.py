@@ -289,7 +289,7 @@ class Pipeline:
                 timelines.append(self._timeline(executor))
                 tell(len(timelines), steps + 1)
             del self._handshakes[executor]
-        return profile.costs_of(timelines[0], timelines[1:])
+        return profile.costs_of(self.schedule.placement, timelines[0], timelines[1:])
 
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -43,7 +42,7 @@ def thinned(problem: Problem, ranks: int, microbatches: int) -> Problem:
     comm = tuple(max(costs.comm[here:there]) for here, there in pairwise(stages))
     placement = Placement("custom", ranks, (tuple(number[route[stage]] for stage in stages),))
     few = Costs(forward, backward, weight, comm, after_f, after_b)
-    return replace(problem, placement=placement, num_microbatches=microbatches, costs=few, limits=limits)
+    return Problem(placement, microbatches, few, limits, problem.objective)
 
 
 def rungs(problem: Problem) -> list[Problem]:

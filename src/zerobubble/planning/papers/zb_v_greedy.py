@@ -50,7 +50,8 @@ def zb_v_greedy(problem: Problem) -> Schedule:
 def _refusal(problem: Problem, stuck: StuckError) -> str:
     """Why there is no schedule: the memory that the rule counts on, where a rank has less."""
     p = problem.placement.num_ranks
-    for rank, (limit, whole) in enumerate(zip(problem.limits.memory, microbatch_bytes(problem), strict=True)):
+    sizes = microbatch_bytes(problem.placement, problem.costs)
+    for rank, (limit, whole) in enumerate(zip(problem.limits.memory, sizes, strict=True)):
         if limit < p * whole:
             counts = f"the greedy of ZB-V counts on room for {p} microbatches"
             return f"{counts}, rank {rank} has room for {limit / whole:.4g}: raise its limit or choose another planner"

@@ -103,8 +103,8 @@ class Auto:
         self._measured.append(timeline)
         if len(self._measured) <= TIMED:
             return None
-        costs = costs_of(self._measured[0], self._measured[1:])
         placement = self.schedule.placement
+        costs = costs_of(placement, self._measured[0], self._measured[1:])
         limits = self._limits or Limits((_plenty(costs, self.schedule.num_microbatches),) * placement.num_ranks)
         self._problem = Problem(placement, self.schedule.num_microbatches, costs, limits, Objective.MAKESPAN)
         if self._problem.lack:

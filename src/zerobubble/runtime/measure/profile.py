@@ -15,7 +15,7 @@ from torch import nn
 
 from zerobubble.costs import Costs
 from zerobubble.fit import fit_comm, fit_costs
-from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
@@ -82,11 +82,11 @@ def telling(progress: Progress | None, rank: int) -> Iterator[Progress]:
         yield lambda done, total: bars.update(bar, completed=done, total=total)
 
 
-def costs_of(metered: Timeline, timed: Sequence[Timeline]) -> Costs:
-    """The costs that steps one by one tell: the bytes held in the `metered` one, and the times of the `timed` ones.
+def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline]) -> Costs:
+    """The costs on `placement` that steps one by one tell: the bytes held in the `metered` one, and the times of the `timed` ones.
 
     Times are medians over the microbatches of a step, and over the steps.
     """
     steps = [replace(fit_costs(timeline), comm=fit_comm(timeline)) for timeline in timed]
     times = {name: tuple(map(median_low, zip(*(getattr(step, name) for step in steps), strict=True))) for name in _TIMES}
-    return replace(fit_costs(metered), **times)
+    return replace(fit_costs(metered), **times, placement=placement)

@@ -1,0 +1,59 @@
+"""What is this file? One function reads every form that this package writes, and PyTorch's schedule CSV."""
+
+from __future__ import annotations
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError, ParseError
+from zerobubble.export.json_form import Document, loads
+from zerobubble.export.torch_csv import from_torch_csv, looks_like_torch_csv
+from zerobubble.ir import Schedule
+from zerobubble.planning.problem import Solved, Workload
+from zerobubble.program import Program
+from zerobubble.timeline import Timeline
+
+_NAMES: dict[type[Document], str] = {
+    Schedule: "a schedule",
+    Solved: "a plan",
+    Costs: "costs of stages",
+    Timeline: "a timeline",
+    Program: "a program",
+    Workload: "the work of ranks",
+}
+
+_STARTS = "a schedule starts with 'zerobubble schedule 1', '{' (JSON) or a pass such as 0F0 (CSV)"
+
+
+def load_document(text: str, name: str = "unnamed") -> Document:
+    """The value in `text`, recognised by how it starts: JSON, the text form of a schedule or a program, or PyTorch's schedule CSV.
+
+    `name` is given to a schedule from the CSV, which carries none. A schedule or program may be illegal: ask `schedule_faults` or
+    `program_faults`. Raises `ParseError` when the form is unknown or malformed, and `InputError` when its parts do not fit.
+    """
+    text = text.removeprefix("\ufeff")
+    if text.lstrip().startswith("{"):
+        return loads(text)
+    if looks_like_torch_csv(text):
+        return from_torch_csv(text, name)
+    if not text.strip():
+        raise ParseError(f"the file is empty; {_STARTS}")
+    is_program = text.lstrip().startswith("zerobubble program")
+    try:
+        return Program.from_text(text) if is_program else Schedule.from_text(text)
+    except InputError:
+        raise
+    except (OverflowError, ValueError) as error:
+        raise ParseError(f"the {'program' if is_program else 'schedule'} text cannot be read: {error}") from error
+
+
+def describe_document(value: Document) -> str:
+    """What `value` is, with its article: `a plan`."""
+    return _NAMES[type(value)]
+
+
+def schedule_of(value: Document) -> Schedule:
+    """The schedule that `value` is or holds; raises `ParseError` for what has none."""
+    if isinstance(value, Schedule):
+        return value
+    if isinstance(value, Solved) and value.schedule is not None:
+        return value.schedule
+    raise ParseError(f"the file holds {describe_document(value)}, not a schedule or a plan")

@@ -1,0 +1,94 @@
+"""Files carry their meaning: costs know their placement, and a plan keeps everything it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import zerobubble as zb
+from zerobubble import Costs, InputError, Layer, Limits, Placement, Problem, Solved
+
+VEE = Placement.vee(2)
+MEASURED = Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50), placement=VEE)
+
+
+def saved(plan: zb.planning.Plan | zb.planning.LayersPlan, tmp_path: Path) -> Solved:
+    zb.save_plan(plan, tmp_path / "plan.json")
+    return zb.load_plan(tmp_path / "plan.json")
+
+
+def test_measured_costs_are_planned_on_the_placement_they_know() -> None:
+    assert zb.plan(MEASURED, 4, evaluations=0).schedule.placement == VEE
+    assert zb.plan(MEASURED, 4, placements="vee", evaluations=0).schedule.placement == VEE
+
+
+@pytest.mark.parametrize(
+    ("placements", "reason"),
+    [
+        ("linear", "the placement has 2 stages, the costs describe 4"),
+        (Placement.linear(4), "has stage 2 on rank 2, the costs were measured with it on rank 1 \\(placement vee over 2 ranks\\): stay"),
+        (Placement.looped(2, 2), "has stage 2 on rank 0, the costs were measured with it on rank 1"),
+        (["vee", "linear"], "belong to one placement"),
+    ],
+)
+def test_measured_costs_are_planned_nowhere_else(placements: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        zb.plan(MEASURED, 4, placements=placements, evaluations=0)
+
+
+def test_a_schedule_on_another_placement_is_not_timed() -> None:
+    for judge in (zb.simulate, zb.attribute):
+        with pytest.raises(
+            InputError, match="schedule 'interleaved-1f1b' has stage 2 on rank 0, the costs were measured with it on rank 1"
+        ):
+            judge(zb.make("interleaved-1f1b", 2, 4), MEASURED)
+    copies = replace(Costs.uniform(2), placement=Placement.linear(2))
+    assert zb.simulate(zb.make("chimera", 2, 4), copies).makespan, "the first of two routes lies as measured"
+
+
+def test_costs_of_other_stages_than_their_placement_has_are_refused() -> None:
+    with pytest.raises(InputError, match="the costs describe 4 stages, their placement has 6"):
+        replace(MEASURED, placement=Placement.vee(3))
+
+
+def test_a_plan_for_ranks_keeps_their_work_and_objective(tmp_path: Path) -> None:
+    work = zb.Workload.from_ms([3, 2], [3, 3], [1, 2], [0.5, 0.25])
+    plan = zb.plan(work, 4, 1.5, placements=["vee", "linear"], objective="makespan", evaluations=0)
+    loaded = saved(plan, tmp_path)
+    assert loaded == plan.best
+    assert (loaded.problem.workload, loaded.problem.objective, loaded.bound) == (work, "makespan", plan.best.bound)
+    assert loaded.problem.limits == work.limits(1.5)
+
+
+def test_a_plan_for_stages_keeps_their_placement(tmp_path: Path) -> None:
+    loaded = saved(zb.plan(MEASURED, 4, Limits((500, 600)), evaluations=0), tmp_path)
+    assert loaded.problem.costs == MEASURED
+    assert (loaded.problem.limits, loaded.problem.workload) == (Limits((500, 600)), None)
+
+
+def test_a_plan_for_layers_keeps_the_layers_of_each_stage(tmp_path: Path) -> None:
+    layers = [Layer(2, 2, 1, 10, 5)] * 6 + [Layer(9, 9, 4, 10, 5)]
+    found = zb.plan_layers(layers, Placement.linear(2), 4, evaluations=200)
+    loaded = saved(found, tmp_path)
+    assert loaded.problem.layers_per_stage == (found.cuts[0], 7 - found.cuts[0])
+    assert loaded == found.solved
+
+
+def test_a_workload_that_gives_other_costs_is_refused() -> None:
+    work, limits = zb.Workload.uniform(2, (1, 1, 1)), Limits((10**9,) * 2)
+    with pytest.raises(InputError, match="the workload gives other costs on this placement"):
+        Problem(VEE, 4, MEASURED, limits, workload=work)
+    with pytest.raises(InputError, match="the placement has 4 stages, the cut gives layers to 3"):
+        Problem(VEE, 4, MEASURED, limits, layers_per_stage=(1, 1, 1))
+
+
+@pytest.mark.parametrize("held_after_f", [(0, 0, 0, 0), (0, 100, 100, 100)])
+def test_a_stage_that_saves_nothing_in_f_counts_with_what_its_b_leaves(held_after_f: tuple[int, ...]) -> None:
+    costs = replace(MEASURED, held_after_f=held_after_f, held_after_b=(1024, 50, 50, 50))
+    for name in ("v-half", "zb-v"):
+        problem = Problem(VEE, 8, costs, Limits((10**6,) * 2))
+        peak = Solved.of(problem, problem.bound(), zb.make(name, 2, 8), 0.0, name).peak_microbatches
+        assert peak is not None
+        assert 0 < peak <= 8, "8 microbatches cannot hold more than 8"
