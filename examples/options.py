@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     switch = argparse.BooleanOptionalAction
     run = parser.add_argument_group("training")
     run.add_argument("--ranks", type=int, default=4, help="processes in the pipeline; under torchrun its number counts")
-    run.add_argument("--schedule", default="zb-v", help=f"one of {', '.join(zb.SCHEDULES)}")
+    run.add_argument("--schedule", default="zb-v", help=f"one of {', '.join(zb.schedules.SCHEDULES)}")
     run.add_argument("--microbatches", type=int, default=8, help="slices of a batch")
     run.add_argument("--microbatch-size", type=int, default=1, help="sequences in a microbatch")
     run.add_argument("--steps", type=int, default=60, help="batches to train on")

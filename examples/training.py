@@ -82,7 +82,7 @@ class Run:
         return zb.simulate(self.schedule, self.costs)
 
     @property
-    def difference(self) -> zb.Difference:
+    def difference(self) -> zb.explain.Difference:
         """The measured step against the predicted one."""
         return zb.diff(self.schedule, self.costs, self.measured)
 

@@ -157,7 +157,7 @@ def memory(sizes: Sizes, device: torch.device, microbatches: int = 4) -> list[di
     x = torch.randn(microbatches, sizes.length, sizes.width, device=device)
     for schedule in ("gpipe", "1f1b", "zb-h1"):
         with pipeline(model(sizes, device, torch.float32), schedule, microbatches) as pipe:
-            predicted = zb.peak_memory(pipe.schedule, pipe.profile(x, x))[0]
+            predicted = zb.simulation.peak_memory(pipe.schedule, pipe.profile(x, x))[0]
             pipe.step(x, x)
             peak = peak_of(pipe, lambda pipe=pipe: pipe.step(x, x))
         row = {"schedule": schedule, "predicted_mb": predicted / 2**20, "allocated_mb": peak.between / 2**20}

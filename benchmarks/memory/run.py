@@ -49,7 +49,7 @@ def compare(group: Any, name: str, config: GPTConfig = MODEL, split: str = "defe
     tokens = torch.randint(0, 256, (MICROBATCHES * MICROBATCH_SIZE, config.context + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     with zb.Pipeline(lambda s, n: build_stage(config, s, n), name, MICROBATCHES, loss_fn, group=group, split=split) as pipe:
-        predicted = zb.peak_memory(pipe.schedule, pipe.profile(inputs, targets, steps=1))
+        predicted = zb.simulation.peak_memory(pipe.schedule, pipe.profile(inputs, targets, steps=1))
         pipe.step(inputs, targets)
         pipe.metering = True
         pipe.step(inputs, targets)

@@ -42,7 +42,7 @@ class Reference:
         return zb.Workload.uniform(self.ranks, (self.forward_ms, self.backward_ms, self.weight_ms), self.comm_ms, self.held)
 
     @property
-    def problem(self) -> zb.Problem:
+    def problem(self) -> zb.planning.Problem:
         """Printed limits have four decimals, so half a digit is added."""
         return problem(self.work, self.placement, self.microbatches, self.limit + 0.00005)
 
@@ -53,10 +53,10 @@ def references(group: str = "") -> list[Reference]:
     return [reference for reference in (Reference(*row) for row in data["rows"]) if group in reference.groups.split() or not group]
 
 
-def problem(work: zb.Workload, placement: str, microbatches: int, limit: float) -> zb.Problem:
+def problem(work: zb.Workload, placement: str, microbatches: int, limit: float) -> zb.planning.Problem:
     """The work on a family of placements, the memory in microbatches of a whole rank."""
     where = family(placement, work.num_ranks)
-    return zb.Problem(where, microbatches, work.costs(where), work.limits(limit))
+    return zb.planning.Problem(where, microbatches, work.costs(where), work.limits(limit))
 
 
 FLASH = 32 / 34
@@ -78,13 +78,13 @@ PROFILES = {
 """Ranks, microbatches and the same times of the paper's first experiment with each model."""
 
 
-def paper(model: str, ranks: int, placement: str, microbatches: int, share: float) -> zb.Problem:
+def paper(model: str, ranks: int, placement: str, microbatches: int, share: float) -> zb.planning.Problem:
     """A model of the paper over any number of ranks with room for `share` of 1F1B's memory."""
     *times, comm = TIMES[model]
     return problem(zb.Workload.uniform(ranks, tuple(times), comm, FLASH), placement, microbatches, share * ranks)
 
 
-def headed(placement: str, head: float, first: float) -> zb.Problem:
+def headed(placement: str, head: float, first: float) -> zb.planning.Problem:
     """6.2B on 8 ranks with 1p of memory, the last stage heavier and the first lighter by shares of a rank's work."""
     even = paper("6.2B", 8, placement, 32, 1)
     costs, stages = even.costs, even.costs.num_stages
@@ -97,7 +97,7 @@ def headed(placement: str, head: float, first: float) -> zb.Problem:
     return replace(even, costs=replace(costs, **columns))
 
 
-def random_problem(seed: int, max_ranks: int = 8, max_microbatches: int = 16) -> zb.Problem:
+def random_problem(seed: int, max_ranks: int = 8, max_microbatches: int = 16) -> zb.planning.Problem:
     """Any placement, unequal stages and limits, some of them too small for one microbatch."""
     dice = Random(seed)
     ranks = dice.randint(1, max_ranks)
@@ -110,4 +110,4 @@ def random_problem(seed: int, max_ranks: int = 8, max_microbatches: int = 16) ->
     whole = [sum(after_f[stage] for _, stage in where.stages(rank)) for rank in range(ranks)]
     limits = zb.Limits(tuple(max(1, round(held * dice.uniform(0.95, 2 * ranks))) for held in whole))
     objective = dice.choice(list(Objective))
-    return zb.Problem(where, dice.randint(1, max_microbatches), costs, limits, objective)
+    return zb.planning.Problem(where, dice.randint(1, max_microbatches), costs, limits, objective)

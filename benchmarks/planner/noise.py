@@ -108,7 +108,7 @@ def what_if_row(reference: Reference) -> Row:
     plan = solve(case, seconds=5).schedule
     assert plan is not None
     busy = time.process_time()
-    found = zb.sensitivity(plan, case.costs, 0.1, objective=case.objective, limits=case.limits)
+    found = zb.planning.sensitivity(plan, case.costs, 0.1, objective=case.objective, limits=case.limits)
     busy = time.process_time() - busy
     kinds = {effect.what: percent(effect.slower / found.time - 1) for effect in found.effects if effect.scope is Scope.KIND}
     ranks = [percent(effect.slower / found.time - 1) for effect in found.effects if effect.scope is Scope.RANK]

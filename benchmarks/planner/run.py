@@ -24,6 +24,7 @@ from zerobubble.planning import kernels, papers, solve
 from zerobubble.planning.problem import Problem, Solved, Status
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.search import compile_kernels
+from zerobubble.simulation import memory_faults
 
 Row = dict[str, Any]
 Jobs = Iterator[tuple[str, Callable[[], Row]]]
@@ -187,9 +188,7 @@ def unequal_jobs() -> Jobs:
             counts[solved.status.value] += 1
             if solved.status is Status.INFEASIBLE:
                 wrong += [seed] * (not holds_none(case))
-            elif (
-                solved.schedule is None or zb.schedule_faults(solved.schedule) or zb.memory_faults(solved.schedule, case.costs, case.limits)
-            ):
+            elif solved.schedule is None or zb.schedule_faults(solved.schedule) or memory_faults(solved.schedule, case.costs, case.limits):
                 wrong.append(seed)
         return {**counts, "wrong": wrong, "holds": not wrong}
 

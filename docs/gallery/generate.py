@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerobubble import SCHEDULES, Costs, Recipe, Schedule, make, simulate
+from zerobubble import Costs, Schedule, make, simulate
 from zerobubble.blocks import KNOWN, Block, Steps, four_steps, known_block
 from zerobubble.cli.figures import Entry, equal_costs, judge, stages_passed
 from zerobubble.costs import UNIT_BYTES
@@ -20,6 +20,7 @@ from zerobubble.export.blocks import block_svg
 from zerobubble.export.units import show_ms, show_percent
 from zerobubble.formulas import FORMULAS, Form, setting
 from zerobubble.ir import Kind
+from zerobubble.schedules import SCHEDULES, Recipe
 
 FOLDER = Path(__file__).parent
 FRONT = FOLDER.parent / "timeline.svg"

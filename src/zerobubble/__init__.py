@@ -1,106 +1,109 @@
 """zerobubble: every pipeline-parallel schedule, judged, planned and run on PyTorch.
 
-Importing this loads the standard library only; names that need torch load it when first touched.
+The names here are those that most programs need. The rest lie in the namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`,
+`zb.hooks`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds` and
+`zb.errors`; docs/api.md lists all of them.
+
+Importing this loads the standard library only. Names that need torch load it when first touched; where torch is not installed,
+`from zerobubble import *` leaves them out.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from zerobubble import blocks as blocks
+from zerobubble import bounds as bounds
+from zerobubble import errors as errors
+from zerobubble import explain as explain
+from zerobubble import fit as fit
+from zerobubble import lowering as lowering
+from zerobubble import partition as partition
+from zerobubble import planning as planning
+from zerobubble import recognition as recognition
+from zerobubble import schedules as schedules
+from zerobubble import simulation as simulation
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import Fault, InputError, ParseError, PipelineError, ProgramError, ScheduleError, ZeroBubbleError
-from zerobubble.explain import Difference, attribute, critical_path, diff
-from zerobubble.fit import fit_costs
+from zerobubble.errors import InputError, PipelineError, ScheduleError, ZeroBubbleError
+from zerobubble.explain import diff
 from zerobubble.ir import Kind, Op, Placement, Schedule
-from zerobubble.lowering import lower, prefetch_depth
-from zerobubble.partition import Layer
-from zerobubble.planning import Problem, Solved, Workload, load_plan, plan, plan_layers, save_plan, sensitivity
+from zerobubble.lowering import lower
+from zerobubble.planning import Workload, plan
 from zerobubble.program import Program
-from zerobubble.recognition import recognise
-from zerobubble.schedules import SCHEDULES, Recipe, known_schedules, make, schedule
-from zerobubble.simulation import memory_faults, peak_memory, simulate
+from zerobubble.schedules import make
+from zerobubble.simulation import simulate
 from zerobubble.text_picture import picture
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
-from zerobubble.verify_program import program_faults
 
 if TYPE_CHECKING:
-    from zerobubble.runtime.hooks.post_validation import PostValidation as PostValidation
-    from zerobubble.runtime.hooks.telemetry import StepReport as StepReport
-    from zerobubble.runtime.hooks.telemetry import log_steps as log_steps
-    from zerobubble.runtime.hooks.telemetry import write_scalars as write_scalars
-    from zerobubble.runtime.pipeline import Pipeline as Pipeline
-    from zerobubble.runtime.split.custom_layers import check_split as check_split
-    from zerobubble.runtime.split.custom_layers import deferral as deferral
-    from zerobubble.runtime.split.report import SplitReport as SplitReport
-    from zerobubble.runtime.stage.skips import pop as pop
-    from zerobubble.runtime.stage.skips import stash as stash
+    from zerobubble import hooks as hooks
+    from zerobubble import io as io
+    from zerobubble import nn as nn
+    from zerobubble.runtime.hooks.post_validation import PostValidation
+    from zerobubble.runtime.pipeline import Pipeline
 
-_NEEDS_TORCH = {
-    "Pipeline": "zerobubble.runtime.pipeline",
-    "PostValidation": "zerobubble.runtime.hooks.post_validation",
-    "SplitReport": "zerobubble.runtime.split.report",
-    "StepReport": "zerobubble.runtime.hooks.telemetry",
-    "check_split": "zerobubble.runtime.split.custom_layers",
-    "deferral": "zerobubble.runtime.split.custom_layers",
-    "log_steps": "zerobubble.runtime.hooks.telemetry",
-    "pop": "zerobubble.runtime.stage.skips",
-    "stash": "zerobubble.runtime.stage.skips",
-    "write_scalars": "zerobubble.runtime.hooks.telemetry",
-}
-
-__all__ = [
-    "SCHEDULES",
-    "Costs",
-    "Difference",
-    "Fault",
-    "InputError",
-    "Kind",
-    "Layer",
-    "Limits",
-    "Op",
-    "ParseError",
-    "PipelineError",
-    "Placement",
-    "Problem",
-    "Program",
-    "ProgramError",
-    "Recipe",
+__all__ = [  # noqa: RUF022 - in the order in which a newcomer reads them
+    "Pipeline",
+    "PostValidation",
     "Schedule",
-    "ScheduleError",
-    "Solved",
-    "Timeline",
+    "Placement",
+    "Op",
+    "Kind",
+    "Costs",
+    "Limits",
     "Workload",
-    "ZeroBubbleError",
-    "attribute",
-    "critical_path",
-    "diff",
-    "fit_costs",
-    "known_schedules",
-    "load_plan",
-    "lower",
+    "Program",
+    "Timeline",
     "make",
-    "memory_faults",
-    "peak_memory",
-    "picture",
     "plan",
-    "plan_layers",
-    "prefetch_depth",
-    "program_faults",
-    "recognise",
-    "save_plan",
-    "schedule",
     "schedule_faults",
-    "sensitivity",
     "simulate",
+    "lower",
+    "diff",
+    "picture",
+    "InputError",
+    "PipelineError",
+    "ScheduleError",
+    "ZeroBubbleError",
 ]
+
+_NAMESPACES = (
+    "blocks",
+    "bounds",
+    "errors",
+    "explain",
+    "fit",
+    "hooks",
+    "io",
+    "lowering",
+    "nn",
+    "partition",
+    "planning",
+    "recognition",
+    "schedules",
+    "simulation",
+)
+_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline", "PostValidation": "zerobubble.hooks"}
+
+if find_spec("torch") is None:
+    __all__.remove("Pipeline")
+    __all__.remove("PostValidation")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_NEEDS_TORCH, *_NAMESPACES})
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
+    """A namespace or a name that needs torch, loaded when it is first touched."""
+    if name not in _NEEDS_TORCH and name not in _NAMESPACES:
         raise AttributeError(f"module 'zerobubble' has no attribute {name!r}")
     try:
+        if name in _NAMESPACES:
+            return import_module(f"zerobubble.{name}")
         return getattr(import_module(_NEEDS_TORCH[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+__all__ = ["Fault", "InputError", "ParseError", "PipelineError", "ProgramError", "ScheduleError", "ZeroBubbleError"]
+
 
 class ZeroBubbleError(Exception):
     """Root of every exception this package raises on purpose."""

@@ -13,6 +13,8 @@ from zerobubble.ir import Kind
 from zerobubble.rules import BACKWARD, MOVES, Stuff, makers, uses
 from zerobubble.timeline import Span, Timeline, together
 
+__all__ = ["fit_comm", "fit_costs"]
+
 Samples = dict[tuple[Kind, int], list[int]]
 """Measurements of each kind of pass, by (kind, stage)."""
 

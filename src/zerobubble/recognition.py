@@ -11,6 +11,8 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.schedules import known_schedules, make
 
+__all__ = ["Recognition", "recognise"]
+
 
 @dataclass(frozen=True, slots=True)
 class Recognition:

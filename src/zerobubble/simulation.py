@@ -14,6 +14,8 @@ from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.timeline import Cause, Span, Timeline, Why
 from zerobubble.verify import checked
 
+__all__ = ["Lengths", "lengths", "memory_faults", "memory_steps", "peak_memory", "simulate"]
+
 
 @garbage_collection_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

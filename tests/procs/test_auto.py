@@ -67,7 +67,7 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
                         module[2].units *= 3  # type: ignore[index,union-attr,operator]
         assert len(plans) == 3, f"{len(plans)} plans in 200 s"
         assert pipe.plan is not None
-        held = zb.peak_memory(pipe.schedule, pipe.plan.problem.costs)
+        held = zb.simulation.peak_memory(pipe.schedule, pipe.plan.problem.costs)
         assert limit is None or max(held) <= limit
         return names, len(plans), [plan["costs"] for plan in plans]
 

@@ -16,7 +16,7 @@ from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage.stage import Stage
 
 
-def describe(group: Any, name: str) -> tuple[list[zb.SplitReport], str, bool]:
+def describe(group: Any, name: str) -> tuple[list[zb.nn.SplitReport], str, bool]:
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
         told = pipe.describe(*batch(4))
         return list(told), str(told), all(p.grad is None for p in pipe.parameters())

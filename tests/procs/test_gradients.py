@@ -12,7 +12,7 @@ from tests.procs.ranks import Ranks
 from tests.pure.shapes import TRAINING
 
 SHAPES = [(1, 4), (2, 2), (2, 5), (2, 8), (3, 7), (4, 2), (4, 4), (4, 8), (4, 16)]
-CASES = [(name, p, m) for name in TRAINING for p, m in SHAPES if zb.SCHEDULES[name].allows(p, m)]
+CASES = [(name, p, m) for name in TRAINING for p, m in SHAPES if zb.schedules.SCHEDULES[name].allows(p, m)]
 
 
 def compare_with_one_device(group: Any, name: str, microbatches: int, steps: int) -> dict[str, float]:

@@ -116,7 +116,7 @@ def test_a_scaler_unscales_main_grad_and_every_rank_leaves_out_the_same_steps(wo
     assert [stepped for _, stepped in world.run(scaled, True, ranks=2)] == [False, False]
 
 
-def described(group: Any) -> zb.SplitReport:
+def described(group: Any) -> zb.nn.SplitReport:
     with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
         return pipe.describe(*batch(MICROBATCHES))[0]
 

@@ -19,7 +19,7 @@ from zerobubble.cli import main
 PAGE = (Path(__file__).parents[2] / "docs" / "measure.md").read_text(encoding="utf-8")
 
 
-def run_page(group: Any, folder: str) -> zb.Difference:
+def run_page(group: Any, folder: str) -> zb.explain.Difference:
     """The page's program in `folder`; a group of two ranks is its world."""
     program = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert program is not None
@@ -32,7 +32,7 @@ def run_page(group: Any, folder: str) -> zb.Difference:
     finally:
         os.chdir(before)
     dist.barrier(group)
-    found: zb.Difference = names["difference"]
+    found: zb.explain.Difference = names["difference"]
     return found
 
 

@@ -68,7 +68,7 @@ def test_overlapped_passes_are_measured_as_one_step(world: Ranks) -> None:
     assert schedule.overlaps
     for first, second in schedule.overlaps:
         assert (spans[first].start, spans[first].end) == (spans[second].start, spans[second].end)
-    assert zb.fit_costs(timeline).num_stages == 2
+    assert zb.fit.fit_costs(timeline).num_stages == 2
 
 
 def rank_seeded(stage: int, num_stages: int) -> nn.Module:

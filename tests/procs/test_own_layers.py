@@ -1,4 +1,4 @@
-"""Layers of the user's own leave their weight gradients to W by `zerobubble.deferral`, and are checked."""
+"""Layers of the user's own leave their weight gradients to W by `zerobubble.nn.deferral`, and are checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(weight, x)
-        ctx.deferral = zb.deferral(weight)
+        ctx.deferral = zb.nn.deferral(weight)
         return x @ weight
 
     @staticmethod
@@ -83,14 +83,14 @@ def test_a_function_of_ones_own_leaves_what_autograd_leaves(name: str) -> None:
 
 def test_check_split_tells_what_waited() -> None:
     module = Way(lambda m, x: nn.functional.dropout(layer(m, x)), weight=parameter(D, D), last=lin())
-    assert zb.check_split(module, torch.randn(2, 3, D, requires_grad=True)) == ("weight", "last.weight")
+    assert zb.nn.check_split(module, torch.randn(2, 3, D, requires_grad=True)) == ("weight", "last.weight")
     assert module.weight.grad is None
 
 
 def test_check_split_names_what_is_wrong() -> None:
     module = Way(lambda m, x: Forgetful.apply(m.weight, x), weight=parameter(D, D))
     with pytest.raises(zb.InputError, match="the split changes the gradient of weight"):
-        zb.check_split(module, torch.randn(2, 3, D, requires_grad=True))
+        zb.nn.check_split(module, torch.randn(2, 3, D, requires_grad=True))
 
 
 class Transposed(Product):

@@ -13,7 +13,7 @@ from tests.procs.test_gradients import worst_errors
 
 
 def train_from(group: Any, file: str) -> tuple[dict[str, float], str]:
-    schedule = zb.load_plan(file).schedule
+    schedule = zb.io.load_plan(file).schedule
     assert schedule is not None
     return worst_errors(group, schedule, steps=2), schedule.to_text()
 
@@ -25,7 +25,7 @@ def test_a_saved_plan_trains_like_one_device(world: Ranks, tmp_path: Path, place
     assert best.how.startswith("planned by"), "a schedule that no name gives"
     assert best.schedule is not None
     file = str(tmp_path / "plan.json")
-    zb.save_plan(best, file)
+    zb.io.save_plan(best, file)
     for worst, text in world.run(train_from, file, ranks=ranks):
         assert max(worst.values()) <= 1e-12
         assert text == best.schedule.to_text()

@@ -457,7 +457,7 @@ def test_a_rank_that_is_gone_ends_the_others(culprit: int) -> None:
     assert "lost contact with" in texts.pop()
 
 
-LONG = [(name, ("adamw", "momentum")[turn % 2]) for turn, name in enumerate(TRAINING) if zb.SCHEDULES[name].allows(4, 8)]
+LONG = [(name, ("adamw", "momentum")[turn % 2]) for turn, name in enumerate(TRAINING) if zb.schedules.SCHEDULES[name].allows(4, 8)]
 
 
 @pytest.mark.long

@@ -322,9 +322,9 @@ def test_a_terminal_shows_a_bar_and_a_file_nothing(tmp_path: Path) -> None:
     assert seen[1] == b""
 
 
-@pytest.mark.parametrize("name", sorted(set(zb.SCHEDULES) - {"forward-only"}))
+@pytest.mark.parametrize("name", sorted(set(zb.schedules.SCHEDULES) - {"forward-only"}))
 def test_one_by_one_is_legal_on_every_placement(name: str) -> None:
     schedule = one_by_one(zb.make(name, 4, 8))
     assert zb.schedule_faults(schedule) == ()
-    assert zb.program_faults(zb.lower(schedule)) == ()
-    assert max(zb.peak_memory(schedule, zb.Costs.uniform(schedule.num_stages))) <= schedule.placement.stages_per_rank * 1_000_000
+    assert zb.lowering.program_faults(zb.lower(schedule)) == ()
+    assert max(zb.simulation.peak_memory(schedule, zb.Costs.uniform(schedule.num_stages))) <= schedule.placement.stages_per_rank * 1_000_000

@@ -53,7 +53,7 @@ def test_every_message_and_the_optimizer_are_recorded(world: Ranks, name: str) -
     assert [len(row) for row in bare.rows] == [len(row) for row in recorded.rows]
 
 
-def explain(group: Any, name: str) -> tuple[zb.Difference, zb.Timeline]:
+def explain(group: Any, name: str) -> tuple[zb.explain.Difference, zb.Timeline]:
     costs = zb.Costs.from_ms((3, 3), (3, 3), (2, 2))
     slow = zb.Costs.from_ms((3, 3), (3, 6), (2, 2))
     with zb.Pipeline(build, name, 4, loss_fn, group=group, pace=slow) as pipe:
@@ -76,8 +76,8 @@ LIVE = ((16, 4), (16, 4), (8, 4), (8, 2))
 """Rows of the batch and microbatches of each step."""
 
 
-def live(group: Any, *, starts_over: bool) -> tuple[list[zb.StepReport], list[float], zb.Timeline]:
-    told: list[zb.StepReport] = []
+def live(group: Any, *, starts_over: bool) -> tuple[list[zb.hooks.StepReport], list[float], zb.Timeline]:
+    told: list[zb.hooks.StepReport] = []
     torch.manual_seed(group.rank())
     with zb.Pipeline(
         lambda s, n: nn.Linear(8, 8), "zb-h1", 4, nn.functional.mse_loss, group=group, on_step=told.append, peak_flops=1e9
@@ -108,8 +108,8 @@ def test_live_numbers(world: Ranks, starts_over: bool) -> None:
         assert stepped == ([2, 1] if starts_over else [0, 0]), "rank 0 judged the step before, and stepped"
 
 
-def automatic(group: Any) -> tuple[list[zb.StepReport], list[str], list[int]]:
-    told: list[zb.StepReport] = []
+def automatic(group: Any) -> tuple[list[zb.hooks.StepReport], list[str], list[int]]:
+    told: list[zb.hooks.StepReport] = []
     names, stepped = [], []
     with zb.Pipeline(build, "auto", 4, loss_fn, group=group, on_step=told.append) as pipe:
         for _ in range(4):
@@ -146,7 +146,7 @@ def train(pipe: zb.Pipeline, steps: int) -> None:
 
 
 def failing_callback(group: Any) -> str:
-    def boom(report: zb.StepReport) -> None:
+    def boom(report: zb.hooks.StepReport) -> None:
         raise ValueError("boom")
 
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, on_step=boom if group.rank() == 0 else None)
@@ -171,10 +171,10 @@ class Writer:
 
 def test_reports_are_written(caplog: pytest.LogCaptureFixture) -> None:
     writer = Writer()
-    zb.write_scalars(writer)(zb.StepReport(7, 0.5, 0.25, 2.0, None))
+    zb.hooks.write_scalars(writer)(zb.hooks.StepReport(7, 0.5, 0.25, 2.0, None))
     assert writer.scalars == [("pipeline/seconds", 0.5, 7), ("pipeline/bubble", 0.25, 7), ("pipeline/loss", 2.0, 7)]
     with caplog.at_level(logging.INFO):
-        told = zb.log_steps(logging.getLogger("steps"), every=2)
+        told = zb.hooks.log_steps(logging.getLogger("steps"), every=2)
         for step in range(3):
-            told(zb.StepReport(step, 0.5, 0.25, 2.0, 0.4))
+            told(zb.hooks.StepReport(step, 0.5, 0.25, 2.0, 0.4))
     assert caplog.messages == [f"step {step}: loss 2.0000, 500.0 ms, bubble 25.0 %, MFU 40.0 %" for step in (0, 2)]

@@ -35,10 +35,10 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.join is not None:
-            x = self.join(torch.cat([x, zb.pop(f"level {self.mirror}")], -1))
+            x = self.join(torch.cat([x, zb.nn.pop(f"level {self.mirror}")], -1))
         y: Tensor = self.inner(x)
         if self.join is None:
-            zb.stash(f"level {self.stage}", y)
+            zb.nn.stash(f"level {self.stage}", y)
         return y
 
 
@@ -52,12 +52,12 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stage == 0:
-            zb.stash("tokens", x)
+            zb.nn.stash("tokens", x)
             y: Tensor = self.inner(x)
-            zb.stash("start", y * 2)
+            zb.nn.stash("start", y * 2)
             return y
-        mask = (zb.pop("tokens", keep=True) % 3 > 0).unsqueeze(-1)
-        z: Tensor = self.inner(x + mask * zb.pop("start", keep=True))
+        mask = (zb.nn.pop("tokens", keep=True) % 3 > 0).unsqueeze(-1)
+        z: Tensor = self.inner(x + mask * zb.nn.pop("start", keep=True))
         return z
 
 
@@ -111,8 +111,8 @@ class OddBit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         if self.stage == 0:
-            zb.stash("x", y)
-        return y * zb.pop("x", keep=self.stage < self.last) if self.stage else y
+            zb.nn.stash("x", y)
+        return y * zb.nn.pop("x", keep=self.stage < self.last) if self.stage else y
 
 
 def to_the_bit(group: Any, name: str) -> bool:
@@ -143,9 +143,9 @@ class Faulty(nn.Module):
         for word in self.act.split():
             verb, name = word.split(":")
             if verb == "stash":
-                zb.stash(name, y)
+                zb.nn.stash(name, y)
             else:
-                y = y + 0 * zb.pop(name, keep=verb == "keep")
+                y = y + 0 * zb.nn.pop(name, keep=verb == "keep")
         return y
 
 
@@ -206,8 +206,8 @@ class Renaming(nn.Module):
         name = "early" if self.calls < 2 else "late"
         self.calls += 1
         if self.stage > 0:
-            return y + zb.pop(name)
-        zb.stash(name, y)
+            return y + zb.nn.pop(name)
+        zb.nn.stash(name, y)
         return y
 
 
@@ -239,9 +239,9 @@ class Checkpointed(nn.Module):
     def work(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
         if self.stage == 0:
-            zb.stash("x", y)
+            zb.nn.stash("x", y)
             return y
-        return y * zb.pop("x").sum()
+        return y * zb.nn.pop("x").sum()
 
 
 def recompute(group: Any) -> str:
@@ -257,14 +257,14 @@ def test_a_checkpointed_region_may_not_pop(world: Ranks) -> None:
 
 def test_outside_of_a_pipeline_they_wait_in_the_thread() -> None:
     one, other = torch.ones(1), torch.zeros(2)
-    zb.stash("x", one)
-    zb.stash("x", other)
-    assert zb.pop("x", keep=True) is other
-    assert zb.pop("x") is other
+    zb.nn.stash("x", one)
+    zb.nn.stash("x", other)
+    assert zb.nn.pop("x", keep=True) is other
+    assert zb.nn.pop("x") is other
     with pytest.raises(zb.InputError, match=r"^pop finds 'x', which nobody stashed before, .* nothing is on its way$"):
-        zb.pop("x")
+        zb.nn.pop("x")
     with pytest.raises(zb.InputError, match="stash takes a name and a tensor, got str and int"):
-        zb.stash("x", 1)  # type: ignore[arg-type]
+        zb.nn.stash("x", 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("names", [(), ("skip",), ("a name with more than seven letters", "ä", ""), ("",)])

@@ -17,8 +17,9 @@ from tests.pure.shapes import IN_TORCH_CSV, TRAINING
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
+from zerobubble.schedules import SCHEDULES
 
-CASES = [(name, p, m) for name in IN_TORCH_CSV if name in TRAINING for p, m in ((2, 3), (2, 4), (4, 8)) if zb.SCHEDULES[name].allows(p, m)]
+CASES = [(name, p, m) for name in IN_TORCH_CSV if name in TRAINING for p, m in ((2, 3), (2, 4), (4, 8)) if SCHEDULES[name].allows(p, m)]
 
 
 def play(group: Any, csv: str, form: str, shape: zb.Schedule, module: Callable[..., nn.Module] = build) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerobubble import SCHEDULES
+from zerobubble.schedules import SCHEDULES
 
 SHAPES = [(p, m) for p in range(1, 9) for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 2, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p}) if m > 0]
 """(ranks, microbatches): fewer and more microbatches than ranks, around every limit a formula names."""

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from zerobubble import InputError, Kind, Op, ParseError, Placement, ScheduleError, schedule_faults, simulate
+from zerobubble import InputError, Kind, Op, Placement, ScheduleError, schedule_faults, simulate
 from zerobubble.blocks import (
     KNOWN,
     Block,
@@ -24,6 +24,7 @@ from zerobubble.blocks import (
 )
 from zerobubble.blocks.walks import Walks
 from zerobubble.costs import NS_PER_MS
+from zerobubble.errors import ParseError
 
 TINY = """zerobubble block 1
 name tiny

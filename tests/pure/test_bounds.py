@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from tests.pure.golden import TABLE_5, Profile
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid, stage_counts
-from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, make, peak_memory, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, make, simulate
 from zerobubble.bounds import lower_bounds, shortage
+from zerobubble.simulation import peak_memory
 
 ONE_ROUTE = [name for name in TRAINING if len(make(name, 4, 8).placement.routes) == 1]
 

@@ -12,10 +12,11 @@ import pytest
 
 from tests.pure.shapes import TRAINING
 from tests.pure.test_cli import PAPER, refused, run
-from zerobubble import SCHEDULES, Costs, lower, make
+from zerobubble import Costs, lower, make
 from zerobubble.export.json_form import dumps
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.program import Send
+from zerobubble.schedules import SCHEDULES
 
 SHAPE = ["--ranks", "4", "--microbatches", "8"]
 CAUSES = ("dependency", "comm", "imbalance", "memory")

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from zerobubble import Costs, Timeline, diff, make, plan, save_plan, simulate
+from zerobubble import Costs, Timeline, diff, make, plan, simulate
 from zerobubble.cli import main
 from zerobubble.explain import gaps
 from zerobubble.export import dumps
+from zerobubble.io import save_plan
 from zerobubble.timeline import Doing, Mark
 
 SCHEDULE = make("zb-h1", 2, 4)

@@ -52,7 +52,7 @@ def test_json_has_the_figures_and_a_csv_that_gives_them_again() -> None:
     costs = WORK_8.costs(schedule.placement)
     timeline = zb.simulate(schedule, costs)
     assert (told["bubble_span"], told["bubble_makespan"]) == (timeline.bubble_span, timeline.bubble_makespan)
-    assert told["peak_microbatches"] == max(zb.peak_memory(schedule, costs)) / WORK_8.held_after_f[0] <= 8
+    assert told["peak_microbatches"] == max(zb.simulation.peak_memory(schedule, costs)) / WORK_8.held_after_f[0] <= 8
     assert told["lower_bound_span"] == pytest.approx(0.0703, abs=5e-5)
     assert told["bubble_span"] >= told["lower_bound_span"]
     assert (told["status"] == "optimal") == (told["gap"] == 0)
@@ -77,7 +77,7 @@ def test_the_csv_alone_is_printed_where_asked() -> None:
 def test_a_saved_plan_is_loaded_and_read_by_every_verb(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     printed("plan", *SHAPE, "--memory", "5", "--placement", "vee", "--budget", "0", "-o", file)
-    solved = zb.load_plan(file)
+    solved = zb.io.load_plan(file)
     assert solved.schedule is not None
     assert (solved.schedule.name, solved.problem.limits.memory) == ("v-half", (60_000_000,) * 8)
     assert "v-half" in printed("check", file)
@@ -172,7 +172,7 @@ def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     assert told["cuts"] != told["balanced_cuts"]
     assert told["gain"] > 0.01
     assert told["choices"][0]["bubble_span"] == told["bubble_span"]
-    assert zb.load_plan(saved).problem.costs == stage_costs(layers, tuple(told["cuts"]))
+    assert zb.io.load_plan(saved).problem.costs == stage_costs(layers, tuple(told["cuts"]))
 
 
 def test_the_text_tells_the_cuts_and_what_cannot_be_cut(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
     noise = steady["noise"]
     assert steady["span_ms"] <= plain["span_ms"]
     assert 0 < noise["gain"] == pytest.approx(1 - (1 - noise["bubble_before"]) / (1 - noise["bubble_after"]))
-    assert load_schedule(steady["csv"]).rows == zb.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
+    assert load_schedule(steady["csv"]).rows == zb.io.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
     text = printed(*asked, "--noise", "5")
     assert "its order was changed for that" in text
     assert "steadied" in text.splitlines()[1]
@@ -363,10 +363,10 @@ def test_bytes_limit_a_plan_for_costs(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     roomy = json.loads(printed(*asked, "--json"))
     tight = json.loads(printed(*asked, "--memory-bytes", "700", "--json", "-o", file))
-    peak = max(zb.peak_memory(load_schedule(tight["csv"]), UNEVEN))
-    assert peak <= 700 < max(zb.peak_memory(load_schedule(roomy["csv"]), UNEVEN))
-    assert zb.load_plan(file).problem.limits == zb.Limits((700, 700))
-    assert zb.load_plan(file).problem.costs == UNEVEN
+    peak = max(zb.simulation.peak_memory(load_schedule(tight["csv"]), UNEVEN))
+    assert peak <= 700 < max(zb.simulation.peak_memory(load_schedule(roomy["csv"]), UNEVEN))
+    assert zb.io.load_plan(file).problem.limits == zb.Limits((700, 700))
+    assert zb.io.load_plan(file).problem.costs == UNEVEN
 
 
 @pytest.mark.parametrize(

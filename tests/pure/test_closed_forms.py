@@ -8,9 +8,11 @@ from random import Random
 import pytest
 
 from tests.pure.shapes import EVERY, SHAPES
-from zerobubble import SCHEDULES, Costs, Schedule, make, peak_memory, simulate
+from zerobubble import Costs, Schedule, make, simulate
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.formulas import FORMULAS, Setting, setting
+from zerobubble.schedules import SCHEDULES
+from zerobubble.simulation import peak_memory
 
 THIN = [*SHAPES[::2], (4, 8), (6, 16), (8, 20), (9, 18), (10, 7)]
 """Shapes of every kind; the forms of each schedule are ranged over in full in tests/pure/formulas."""

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import needs, problems, schedules
 from tests.pure.shapes import TRAINING
-from zerobubble import Costs, InputError, Kind, Schedule, Timeline, attribute, critical_path, make, simulate
+from zerobubble import Costs, InputError, Kind, Schedule, Timeline, make, simulate
 from zerobubble.costs import NS_PER_MS
-from zerobubble.explain import Metric
+from zerobubble.explain import Metric, attribute, critical_path
 from zerobubble.timeline import Cause
 
 METRICS: tuple[Metric, ...] = ("makespan", "span")

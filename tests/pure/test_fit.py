@@ -56,7 +56,7 @@ def test_a_fused_backward_counts_as_backward_alone() -> None:
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_simulated_run_tells_its_costs(name: str) -> None:
-    schedule = zb.make(name, *grid(name, zb.SCHEDULES[name].stages_per_rank, [(3, 4), (4, 8), (3, 6)])[0])
+    schedule = zb.make(name, *grid(name, zb.schedules.SCHEDULES[name].stages_per_rank, [(3, 4), (4, 8), (3, 6)])[0])
     stages = range(schedule.num_stages)
     overlapped = {first.stage for first, _ in schedule.overlaps}
     hidden = [0.25 if s in overlapped else 0 for s in stages]

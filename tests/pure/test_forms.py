@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import problems
-from zerobubble import Costs, InputError, Limits, Problem, Program, Schedule, Solved, Timeline, Workload, lower, make, peak_memory, simulate
+from zerobubble import Costs, InputError, Limits, Program, Schedule, Timeline, Workload, lower, make, simulate
+from zerobubble.planning import Problem, Solved
+from zerobubble.simulation import peak_memory
 
 SAMPLE = make("zb-v", 2, 2)
 WORK = Workload.uniform(2, (1, 1, 1))

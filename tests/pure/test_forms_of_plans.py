@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 import zerobubble as zb
-from zerobubble import Costs, InputError, Layer, Limits, Placement, Problem, Solved
+from zerobubble import Costs, InputError, Limits, Placement
+from zerobubble.partition import Layer
+from zerobubble.planning import Problem, Solved
 
 VEE = Placement.vee(2)
 MEASURED = Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50), placement=VEE)
 
 
 def saved(plan: zb.planning.Plan | zb.planning.LayersPlan, tmp_path: Path) -> Solved:
-    zb.save_plan(plan, tmp_path / "plan.json")
-    return zb.load_plan(tmp_path / "plan.json")
+    zb.io.save_plan(plan, tmp_path / "plan.json")
+    return zb.io.load_plan(tmp_path / "plan.json")
 
 
 def test_measured_costs_are_planned_on_the_placement_they_know() -> None:
@@ -39,7 +41,7 @@ def test_measured_costs_are_planned_nowhere_else(placements: str, reason: str) -
 
 
 def test_a_schedule_on_another_placement_is_not_timed() -> None:
-    for judge in (zb.simulate, zb.attribute):
+    for judge in (zb.simulate, zb.explain.attribute):
         with pytest.raises(
             InputError, match="schedule 'interleaved-1f1b' has stage 2 on rank 0, the costs were measured with it on rank 1"
         ):
@@ -70,7 +72,7 @@ def test_a_plan_for_stages_keeps_their_placement(tmp_path: Path) -> None:
 
 def test_a_plan_for_layers_keeps_the_layers_of_each_stage(tmp_path: Path) -> None:
     layers = [Layer(2, 2, 1, 10, 5)] * 6 + [Layer(9, 9, 4, 10, 5)]
-    found = zb.plan_layers(layers, Placement.linear(2), 4, evaluations=200)
+    found = zb.planning.plan_layers(layers, Placement.linear(2), 4, evaluations=200)
     loaded = saved(found, tmp_path)
     assert loaded.problem.layers_per_stage == (found.cuts[0], 7 - found.cuts[0])
     assert loaded == found.solved

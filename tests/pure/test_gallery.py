@@ -7,7 +7,7 @@ from functools import cache
 from xml.etree import ElementTree
 
 from docs.gallery.generate import FOLDER, FRONT, front, gallery
-from zerobubble import SCHEDULES
+from zerobubble.schedules import SCHEDULES
 
 HEADINGS = ("**Rule**", "- bubble", "- peak memory", "**Here**", "**Good for**", "**Source**")
 

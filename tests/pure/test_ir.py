@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
-from zerobubble import InputError, Kind, Op, ParseError, Placement, Schedule, make, schedule_faults
+from zerobubble import InputError, Kind, Op, Placement, Schedule, make, schedule_faults
+from zerobubble.errors import ParseError
 from zerobubble.ir import parse_step
 
 GOLDEN = """\

@@ -8,29 +8,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import zerobubble
 from tests.pure.shapes import grid
-from zerobubble import (
-    SCHEDULES,
-    Costs,
-    Fault,
-    Kind,
-    Limits,
-    Op,
-    Placement,
-    Schedule,
-    lower,
-    make,
-    program_faults,
-    schedule_faults,
-    simulate,
-)
+from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, lower, make, schedule_faults, simulate
 from zerobubble.blocks import known_block, repeat
+from zerobubble.errors import Fault
+from zerobubble.lowering import program_faults
 from zerobubble.rules import RULES, made_stuff, used_stages
+from zerobubble.schedules import SCHEDULES
 
 ROOT = Path(zerobubble.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -191,10 +182,36 @@ def test_public_names_say_what_they_are(file: Path) -> None:
     assert [node.name for node in defined if not ast.get_docstring(node)] == []
 
 
-def test_public_names_exist() -> None:
-    missing = [name for name in zerobubble.__all__ if not hasattr(zerobubble, name)]
-    assert missing == []
-    assert python("from zerobubble import *; import sys; print('torch' in sys.modules)") == "False\n"
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import zerobubble as zb; "
+NAMESPACES = [name for name in dir(zerobubble) if isinstance(getattr(zerobubble, name), ModuleType)]
+
+
+@pytest.mark.parametrize("module", ["zerobubble", *(f"zerobubble.{name}" for name in NAMESPACES)])
+def test_public_names_exist(module: str) -> None:
+    names = import_module(module).__all__
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(import_module(module), name)] == []
+
+
+def test_the_top_holds_about_twenty_names_and_the_namespaces_the_rest() -> None:
+    assert zerobubble.__all__[0] == "Pipeline"
+    assert len(zerobubble.__all__) <= 24
+    assert dir(zerobubble) == sorted([*zerobubble.__all__, *NAMESPACES])
+    assert {"planning", "explain", "io", "nn", "hooks", "schedules", "blocks", "errors"} <= set(NAMESPACES)
+
+
+def test_without_torch_a_star_import_leaves_out_what_needs_it() -> None:
+    """`dir` still tells of it, and touching it says what to install."""
+    assert python(WITHOUT_TORCH + "exec('from zerobubble import *'); print('Pipeline' in globals(), 'plan' in globals())") == "False True\n"
+    assert python(WITHOUT_TORCH + "print('Pipeline' in dir(zb))") == "True\n"
+    for name in ("Pipeline", "nn", "hooks"):
+        code = f"try: zb.{name}\nexcept ImportError as error: print(error)"
+        assert python(WITHOUT_TORCH.replace("; ", "\n") + code) == f"zerobubble.{name} needs PyTorch: pip install 'zerobubble[torch]'\n"
+
+
+def test_no_public_function_hides_a_module() -> None:
+    modules = {file.stem for file in ROOT.glob("*.py")} | {folder.name for folder in ROOT.iterdir() if folder.is_dir()}
+    assert modules & set(zerobubble.__all__) == set()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

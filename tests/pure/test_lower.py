@@ -12,22 +12,9 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
 from tests.pure.shapes import EVERY, SMALL, grid
-from zerobubble import (
-    Costs,
-    Fault,
-    InputError,
-    ParseError,
-    Placement,
-    Program,
-    ProgramError,
-    Schedule,
-    ScheduleError,
-    lower,
-    make,
-    prefetch_depth,
-    program_faults,
-    simulate,
-)
+from zerobubble import Costs, InputError, Placement, Program, Schedule, ScheduleError, lower, make, simulate
+from zerobubble.errors import Fault, ParseError, ProgramError
+from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.program import Action, Compute, Free, Recv, Send
 from zerobubble.rules import Value, uses
 

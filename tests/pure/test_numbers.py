@@ -7,8 +7,10 @@ import re
 import pytest
 
 from tests.pure.golden import FIGURES, TABLE_5, TABLE_8, UNIT_TIMES, WITH_COMM, Profile, Unit
-from zerobubble import SCHEDULES, Costs, Kind, Op, Schedule, Timeline, make, peak_memory, simulate
+from zerobubble import Costs, Kind, Op, Schedule, Timeline, make, simulate
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
+from zerobubble.schedules import SCHEDULES
+from zerobubble.simulation import peak_memory
 
 
 def bubble_rate(name: str, profile: Profile, chunks: int = 1, loops: int = 1) -> float:

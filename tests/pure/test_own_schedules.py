@@ -16,7 +16,8 @@ from zerobubble.cli import main
 from zerobubble.schedules import SCHEDULES, Recipe, shelf
 
 BUILDERS = '''
-from zerobubble import Recipe, make
+from zerobubble import make
+from zerobubble.schedules import Recipe
 
 def drain(ranks, microbatches, stages_per_rank=1, depth: int = 0):
     """Fills and drains.
@@ -68,7 +69,7 @@ def run(*args: str) -> Result:
 
 
 def register(name: str = "mine") -> Callable[..., zb.Schedule]:
-    @zb.schedule(name, stages_per_rank=2, any_stages=True, needs=even)
+    @zb.schedules.register(name, stages_per_rank=2, any_stages=True, needs=even)
     def backwards_last(ranks: int, microbatches: int, stages_per_rank: int = 2, *, twice: bool = False) -> zb.Schedule:
         """Mine."""
         return zb.make("breadth-first", ranks, microbatches, stages_per_rank + twice)
@@ -81,8 +82,8 @@ def test_a_registered_function_is_a_schedule_at_once() -> None:
     assert build(2, 3, 1) == zb.make("mine", 2, 3, 1)
     assert zb.make("mine", 2, 3).num_stages == 4
     assert zb.make("mine", 2, 3, 2, twice=True).num_stages == 6
-    assert zb.known_schedules()["mine"] == Recipe("mine", build, 2, True, even)
-    assert list(zb.known_schedules()) == [*SCHEDULES, "mine"]
+    assert zb.schedules.known_schedules()["mine"] == Recipe("mine", build, 2, True, even)
+    assert list(zb.schedules.known_schedules()) == [*SCHEDULES, "mine"]
     with pytest.raises(InputError, match=r"^mine needs an even number of ranks, got 3$"):
         zb.make("mine", 3, 3)
     with pytest.raises(InputError, match="there is no schedule 'mien': did you mean 'mine'"):
@@ -104,7 +105,7 @@ def test_a_taken_name_says_by_whom() -> None:
     with pytest.raises(
         InputError, match=r"^the schedule name 'mine' is taken by tests.pure.test_own_schedules.register.<locals>.backwards_last"
     ):
-        zb.schedule("mine")(lambda ranks, microbatches, stages_per_rank: zb.make("1f1b", ranks, microbatches))
+        zb.schedules.register("mine")(lambda ranks, microbatches, stages_per_rank: zb.make("1f1b", ranks, microbatches))
     with pytest.raises(InputError, match=r"^the schedule name 'zb-v' is taken by zerobubble.schedules.zb_v.zb_v: choose another"):
         register("zb-v")
     assert list(shelf.registered) == ["mine"]
@@ -117,7 +118,7 @@ def test_an_installed_schedule_is_loaded_when_it_is_asked_for(install: Install) 
     assert zb.make("drain", 2, 3, depth=1).rows == zb.make("gpipe", 2, 3).rows
     assert "acme_one" in sys.modules
     assert zb.make("far-looped", 2, 4).num_stages == 6
-    known = zb.known_schedules()
+    known = zb.schedules.known_schedules()
     assert [known[name].name for name in ("drain", "far-looped")] == ["drain", "far-looped"]
     assert (known["drain"].summary, known["drain"].good_for, known["drain"].options) == ("Fills and drains.", "nothing.", {"depth": 0})
     with pytest.raises(InputError, match="did you mean 'drain'"):
@@ -136,10 +137,10 @@ def test_the_command_line_knows_installed_schedules(install: Install, tmp_path: 
 
 
 def test_a_package_may_register_the_schedule_that_it_offers(install: Install) -> None:
-    code = BUILDERS + "\nimport zerobubble\nzerobubble.schedule('drain', stages_per_rank=2)(drain)\n"
+    code = BUILDERS + "\nimport zerobubble\nzerobubble.schedules.register('drain', stages_per_rank=2)(drain)\n"
     install("acme_one", code, drain="acme_one:drain")
-    assert zb.known_schedules()["drain"].stages_per_rank == 2
-    assert zb.known_schedules()["drain"].stages_per_rank == 2  # and once more, now that it is registered before it is offered
+    assert zb.schedules.known_schedules()["drain"].stages_per_rank == 2
+    assert zb.schedules.known_schedules()["drain"].stages_per_rank == 2  # and once more, now that it is registered before it is offered
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_what_cannot_be_imported_is_told_when_asked_for(install: Install, code: 
     with pytest.raises(InputError) as caught:
         zb.make("drain", 2, 3)
     assert str(caught.value).startswith(told)
-    assert list(zb.known_schedules()) == list(SCHEDULES)
+    assert list(zb.schedules.known_schedules()) == list(SCHEDULES)
     listed = run("list", "--json")
     assert listed.exit_code == 0
     assert listed.stderr.startswith(f"note: {told}")
@@ -178,7 +179,7 @@ def test_a_clash_names_both_packages(install: Install, offers: dict[str, str], t
         install(package, **{name.replace("-", "_"): f"{package}:drain"})
     assert zb.make("zb-v", 2, 3).name == "zb-v"
     with pytest.raises(InputError) as caught:
-        zb.known_schedules()
+        zb.schedules.known_schedules()
     assert told in str(caught.value)
     assert all(package in str(caught.value) for package in offers)
     refused = run("list")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobubble import InputError, Limits, ParseError, Placement
+from zerobubble import InputError, Limits, Placement
+from zerobubble.errors import ParseError
 from zerobubble.partition import (
     Cuts,
     Layer,

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 import zerobubble as zb
 from tests.pure.golden import TABLE_5
-from zerobubble import SCHEDULES, Costs, InputError, Kind, Limits, ParseError, Placement, Problem, ScheduleError, Solved, Workload
-from zerobubble.planning import Status, attempt, choose, solve
+from zerobubble import Costs, InputError, Kind, Limits, Placement, ScheduleError, Workload
+from zerobubble.errors import ParseError
+from zerobubble.planning import Problem, Solved, Status, attempt, choose, solve
 from zerobubble.planning import search as engine
 from zerobubble.planning.attempt import Budget
 from zerobubble.planning.families import FAMILIES, family, to_try
 from zerobubble.planning.pareto import pareto
 from zerobubble.planning.seeds import ENOUGH, STEADY, one_by_one, promising, published, split, stretched
+from zerobubble.schedules import SCHEDULES
 
 PROFILE = TABLE_5[0]
 WORK = Workload.uniform(8, PROFILE.times, PROFILE.comm, 0.941)
@@ -37,7 +39,7 @@ def check(solved: Solved) -> None:
     assert schedule is not None
     assert solved.time is not None
     assert zb.schedule_faults(schedule) == ()
-    assert zb.memory_faults(schedule, problem.costs, problem.limits) == ()
+    assert zb.simulation.memory_faults(schedule, problem.costs, problem.limits) == ()
     assert (schedule.placement, schedule.num_microbatches) == (problem.placement, problem.num_microbatches)
     timeline = zb.simulate(schedule, problem.costs)
     assert solved.time == (timeline.span if problem.objective == "span" else timeline.makespan) >= solved.bound.time
@@ -125,7 +127,7 @@ def test_each_microbatch_alone_fits_wherever_anything_does(name: str) -> None:
     problem = problem_on(name, 1, work, 4)
     alone = one_by_one(problem.placement, 4)
     assert zb.schedule_faults(alone) == ()
-    assert zb.peak_memory(alone, problem.costs) == work.limits(1).memory
+    assert zb.simulation.peak_memory(alone, problem.costs) == work.limits(1).memory
     check(solve(problem, evaluations=50))
 
 
@@ -426,8 +428,8 @@ def test_work_is_shared_by_the_stages_of_a_rank() -> None:
 
 def test_a_plan_file_gives_the_plan_back(tmp_path: Path) -> None:
     solved = solve(problem_on("vee"), seconds=0)
-    zb.save_plan(solved, tmp_path / "plan.json")
-    assert zb.load_plan(tmp_path / "plan.json") == solved
+    zb.io.save_plan(solved, tmp_path / "plan.json")
+    assert zb.io.load_plan(tmp_path / "plan.json") == solved
 
 
 def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
@@ -437,7 +439,7 @@ def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
     def refused(**parts: Any) -> str:
         file.write_text(json.dumps(good | parts))
         with pytest.raises(ParseError) as error:
-            zb.load_plan(file)
+            zb.io.load_plan(file)
         return str(error.value)
 
     assert "less than the bound" in refused(bound={"time": 10**12, "reason": "none"})
@@ -447,9 +449,9 @@ def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
     assert "cannot run" in refused(schedule=swapped)
     assert "lacks the key 'costs'" in refused() if good.pop("costs") else ""
     with pytest.raises(InputError, match=r"cannot read .*none\.json"):
-        zb.load_plan(tmp_path / "none.json")
+        zb.io.load_plan(tmp_path / "none.json")
     with pytest.raises(InputError, match="cannot write"):
-        zb.save_plan(solve(problem_on("vee"), seconds=0), tmp_path / "no" / "plan.json")
+        zb.io.save_plan(solve(problem_on("vee"), seconds=0), tmp_path / "no" / "plan.json")
 
 
 # The front.

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from zerobubble import InputError, Limits, Placement, memory_faults, schedule_faults, simulate
+from zerobubble import InputError, Limits, Placement, schedule_faults, simulate
 from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
 from zerobubble.planning import search as engine
 from zerobubble.planning.choose import solve
 from zerobubble.planning.joint import LayersPlan, plan_layers
 from zerobubble.planning.problem import Objective, Problem, Solved
+from zerobubble.simulation import memory_faults
 
 MS = 1_000_000
 

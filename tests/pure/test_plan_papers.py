@@ -12,11 +12,12 @@ import pytest
 
 from tests.pure.golden import TABLE_5, TABLE_8, Profile
 from tests.pure.problems import needs
-from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, make, memory_faults, schedule_faults, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
 from zerobubble.planning.papers import BASELINES, Baseline, adaptive, exact, zb_heuristic, zb_v_greedy
 from zerobubble.planning.problem import Objective, Problem, Status
+from zerobubble.simulation import memory_faults
 
 LINE = Placement.linear
 

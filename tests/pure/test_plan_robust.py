@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 
 from tests.pure.problems import problems
-from zerobubble import Costs, InputError, Limits, Op, Schedule, ScheduleError, make, memory_faults, peak_memory, schedule_faults, simulate
+from zerobubble import Costs, InputError, Limits, Op, Schedule, ScheduleError, make, schedule_faults, simulate
 from zerobubble.bounds import Bound
 from zerobubble.cli import main
 from zerobubble.planning.problem import Objective, Problem, Solved, Status
@@ -21,6 +21,7 @@ from zerobubble.planning.replay import Replay
 from zerobubble.planning.robust import Sensitivity, jittered, scaled, sensitivity
 from zerobubble.planning.steady import Steady, steadiest
 from zerobubble.planning.what_if import what_if, what_if_text
+from zerobubble.simulation import memory_faults, peak_memory
 
 TIMES = Costs.from_ms([20, 22, 18, 30], [21, 19, 18, 31], [9, 11, 10, 15], [0.6, 0.7, 0.8])
 

@@ -10,24 +10,13 @@ from dataclasses import replace
 import pytest
 
 from tests.pure.shapes import TRAINING, grid
-from zerobubble import (
-    SCHEDULES,
-    Costs,
-    Kind,
-    Limits,
-    Op,
-    Placement,
-    Schedule,
-    make,
-    memory_faults,
-    peak_memory,
-    schedule_faults,
-    simulate,
-)
+from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
 from zerobubble.planning.problem import Objective, Problem, Workload
 from zerobubble.planning.search import Found, Progress, play, search
+from zerobubble.schedules import SCHEDULES
+from zerobubble.simulation import memory_faults, peak_memory
 
 MODEL = (18.522, 18.086, 9.337)
 """Times of F, B and W in ms: the 1.5B model of the papers, 8 ranks."""

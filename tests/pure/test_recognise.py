@@ -9,9 +9,10 @@ from time import process_time
 import pytest
 
 from tests.pure.shapes import EVERY
-from zerobubble import SCHEDULES, InputError, Op, Placement, Recipe, Schedule, make, recognise
+from zerobubble import InputError, Op, Placement, Schedule, make
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
-from zerobubble.schedules import shelf
+from zerobubble.recognition import recognise
+from zerobubble.schedules import SCHEDULES, Recipe, shelf
 
 SHAPES = [(2, 4), (4, 8), (4, 9), (6, 13)]
 

@@ -12,7 +12,7 @@ from zerobubble.lowering.rollback import with_rollback_points
 from zerobubble.program import Compute, Program, Recv, Send
 from zerobubble.rules import Value, uses
 
-CASES = [(name, v) for name, v in EVERY if zb.SCHEDULES[name].trains]
+CASES = [(name, v) for name, v in EVERY if zb.schedules.SCHEDULES[name].trains]
 
 
 def forwards(program: Program, rank: int, position: int) -> list[str]:
@@ -42,7 +42,7 @@ def test_what_runs_before_the_turning_points_runs_alone_and_is_taken_back_in_who
         schedule = zb.make(name, ranks, microbatches, stages)
         original = zb.lower(schedule)
         program, points = with_rollback_points(original)
-        assert zb.program_faults(program) == ()
+        assert zb.lowering.program_faults(program) == ()
         assert program.to_schedule() == schedule
         assert [Counter(row) for row in program.rows] == [Counter(row) for row in original.rows]
         assert forwards(program, ranks - 1, points[-1].position) == []

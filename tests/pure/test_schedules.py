@@ -7,20 +7,8 @@ import re
 import pytest
 
 from tests.pure.shapes import EVERY, grid, stage_counts
-from zerobubble import (
-    SCHEDULES,
-    Costs,
-    InputError,
-    Kind,
-    Placement,
-    Recipe,
-    Schedule,
-    ScheduleError,
-    make,
-    picture,
-    schedule_faults,
-    simulate,
-)
+from zerobubble import Costs, InputError, Kind, Placement, Schedule, ScheduleError, make, picture, schedule_faults, simulate
+from zerobubble.schedules import SCHEDULES, Recipe
 
 RECIPES = pytest.mark.parametrize("recipe", SCHEDULES.values(), ids=lambda recipe: recipe.name)
 

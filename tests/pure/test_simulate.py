@@ -9,8 +9,8 @@ from hypothesis import given
 
 import zerobubble as zb
 from tests.pure.problems import delay, needs, problems, slow_ends, step_time
-from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, peak_memory, simulate
-from zerobubble.simulation import lengths
+from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
+from zerobubble.simulation import lengths, peak_memory
 from zerobubble.timeline import Cause, Span, Why
 
 Problem = tuple[Schedule, Costs]
@@ -149,9 +149,9 @@ def test_the_reason_of_a_span_names_its_pass() -> None:
 def test_a_rank_over_its_limit_is_told_how_much_is_missing() -> None:
     schedule = zb.make("1f1b", 3, 6)
     costs = zb.Costs.uniform(3)
-    assert zb.memory_faults(schedule, costs, zb.Limits((3_000_000, 2_000_000, 1_000_000))) == ()
-    (fault,) = zb.memory_faults(schedule, costs, zb.Limits((2_500_000, 2_000_000, 1_000_000)))
+    assert zb.simulation.memory_faults(schedule, costs, zb.Limits((3_000_000, 2_000_000, 1_000_000))) == ()
+    (fault,) = zb.simulation.memory_faults(schedule, costs, zb.Limits((2_500_000, 2_000_000, 1_000_000)))
     assert (fault.code, fault.rank) == ("memory", 0)
     assert fault.message == ("rank 0 holds up to 3000000 bytes, 500000 more than its limit of 2500000: choose a schedule that holds less")
     with pytest.raises(zb.InputError, match="has 3 ranks, the limits describe 1"):
-        zb.memory_faults(schedule, costs, zb.Limits((1,)))
+        zb.simulation.memory_faults(schedule, costs, zb.Limits((1,)))

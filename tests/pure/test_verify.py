@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.pure.problems import BW, B, F, edited, needs, problems, schedules, slow_ends, with_rows
-from zerobubble import Costs, Fault, Op, Schedule, ScheduleError, make, schedule_faults, simulate
+from zerobubble import Costs, Op, Schedule, ScheduleError, make, schedule_faults, simulate
+from zerobubble.errors import Fault
 
 ROOTS = ("count", "stage-range", "microbatch-range", "wrong-rank", "duplicate", "missing", "conflict", "order", "deadlock")
 """Codes, causes before what follows from them."""

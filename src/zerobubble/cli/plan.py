@@ -51,7 +51,7 @@ Told = tuple[dict[str, object], str]
     help="Search the winner on, as long again, for an order that stands passes which vary by so much.",
 )
 @click.option("--format", "form", type=click.Choice(["torch-csv"]), help="Print the winner as PyTorch's schedule CSV and nothing else.")
-@click.option("-o", "--output", metavar="FILE", help="Also save the winner with its bound and figures, for zb.load_plan.")
+@click.option("-o", "--output", metavar="FILE", help="Also save the winner with its bound and figures, for zb.io.load_plan.")
 @click.pass_context
 def plan_verb(
     ctx: click.Context,

@@ -12,6 +12,9 @@ from zerobubble.lowering.write import write
 from zerobubble.program import Program
 from zerobubble.simulation import simulate
 from zerobubble.verify import checked
+from zerobubble.verify_program import program_faults
+
+__all__ = ["PREFETCH", "lower", "prefetch_depth", "program_faults"]
 
 PREFETCH = 2
 """Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""

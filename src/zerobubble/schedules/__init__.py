@@ -26,7 +26,7 @@ from zerobubble.schedules.vee_blocks import v_half, v_min, v_zb
 from zerobubble.schedules.zb_h import zb_h1, zb_h2
 from zerobubble.schedules.zb_v import zb_v
 
-__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "schedule", "shelf"]
+__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "shelf"]
 
 SCHEDULES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -88,18 +88,18 @@ def find(name: str) -> Recipe:
     return recipe
 
 
-def schedule(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = anything) -> Callable[[Builder], Builder]:
+def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = anything) -> Callable[[Builder], Builder]:
     """Register the function below it as the schedule `name`, for this process; see `Recipe` for what the arguments mean.
 
     Raises `InputError` for a name that another function has already. A package offers its schedules to every process through the
     entry point group `zerobubble.schedules`.
     """
 
-    def register(build: Builder) -> Builder:
+    def remember(build: Builder) -> Builder:
         shelf.register(Recipe(name, build, stages_per_rank, any_stages, needs))
         return build
 
-    return register
+    return remember
 
 
 def known_schedules() -> dict[str, Recipe]:

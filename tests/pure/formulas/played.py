@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from zerobubble import SCHEDULES, Costs, Timeline, make, simulate
+from zerobubble import Costs, Timeline, make, simulate
 from zerobubble.costs import NS_PER_MS
+from zerobubble.schedules import SCHEDULES
 
 Times = tuple[float, float, float]
 Choice = TypeVar("Choice")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.formulas.played import GRID, TIMES, Times, drawn, makespan_bubble, played
-from zerobubble import Costs, InputError, make, peak_memory
+from zerobubble import Costs, InputError, make
 from zerobubble.costs import UNIT_BYTES
+from zerobubble.simulation import peak_memory
 
 EVEN = [(p, m) for p, m in GRID if p % 2 == 0]
 

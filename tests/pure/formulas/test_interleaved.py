@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.formulas.played import GRID, TIMES, drawn, makespan_bubble, played
-from zerobubble import Costs, InputError, make, peak_memory, schedule_faults
+from zerobubble import Costs, InputError, make, schedule_faults
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
+from zerobubble.simulation import peak_memory
 
 LOOPS = (1, 2, 3, 4)
 CHOICES = [(t, v) for t in TIMES for v in LOOPS]

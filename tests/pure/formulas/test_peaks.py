@@ -7,8 +7,10 @@ import pytest
 from tests.pure.formulas.peaks import MOST, PEAKS
 from tests.pure.formulas.played import GRID, allowed, drawn
 from tests.pure.shapes import EVERY, grid, stage_counts
-from zerobubble import SCHEDULES, Costs, make, peak_memory
+from zerobubble import Costs, make
 from zerobubble.costs import UNIT_BYTES
+from zerobubble.schedules import SCHEDULES
+from zerobubble.simulation import peak_memory
 
 
 def test_every_schedule_has_its_peak() -> None:

@@ -50,7 +50,7 @@ def deferral(weight: Tensor) -> Deferral:
 
         def forward(ctx, weight, x):
             ctx.save_for_backward(weight, x)
-            ctx.deferral = zerobubble.deferral(weight)
+            ctx.deferral = zerobubble.nn.deferral(weight)
             return x @ weight
 
         def backward(ctx, dy):
@@ -98,7 +98,7 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
         found.append({name: p.grad for name, p in mine.named_parameters()} | of_inputs)
     wrong = [name for name in found[0] if not _close(found[1][name], found[0][name], tolerance)]
     if wrong:
-        raise InputError(f"the split changes the gradient of {', '.join(wrong)}; look at what their layers leave to zerobubble.deferral")
+        raise InputError(f"the split changes the gradient of {', '.join(wrong)}; look at what their layers leave to zerobubble.nn.deferral")
     return waited
 
 

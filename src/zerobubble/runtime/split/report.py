@@ -55,4 +55,4 @@ def _reason(owner: nn.Module, parameter: nn.Parameter) -> str:
         return "a hook watches its gradient"
     if type(owner).forward in WAYS:
         return f"this {kind} is used in a way that cannot wait: compiled, sparse, hooked, cast by autocast, or not by its own forward"
-    return f"no way is known to defer what {kind} does with it; write it with zerobubble.deferral"
+    return f"no way is known to defer what {kind} does with it; write it with zerobubble.nn.deferral"

@@ -1,0 +1,9 @@
+"""For the authors of modules: tensors that skip over stages, and custom layers whose weight gradients wait for W. It needs torch."""
+
+from __future__ import annotations
+
+from zerobubble.runtime.split.custom_layers import check_split, deferral
+from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.stage.skips import pop, stash
+
+__all__ = ["SplitReport", "check_split", "deferral", "pop", "stash"]
