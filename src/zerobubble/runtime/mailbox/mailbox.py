@@ -18,8 +18,9 @@ from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
 from zerobubble.runtime.stage.stage import Cotangents, Tensors
 from zerobubble.runtime.transport.rings import Rings
 from zerobubble.runtime.transport.transport import Contact, Transport, wait
+from zerobubble.runtime.values.memory import as_memory, is_plain, why_not_sent
 from zerobubble.runtime.values.payload import Layout, Payload, changes, layout_of
-from zerobubble.runtime.values.shapes import Known, Shapes, look_like, read_note, shapes_of, write_note
+from zerobubble.runtime.values.shapes import Known, Shapes, are_same_but_for_gradients, look_like, read_note, shapes_of, write_note
 
 
 class Mailbox:
@@ -53,6 +54,8 @@ class Mailbox:
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
         self._arriving: dict[Value, tuple[Any, Sequence[Any]]] = {}
         self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
+        self._gradient_of = {self._activation_of(v): v for v in self._contact if v.stuff is Stuff.GRADIENT}
+        self._frozen: dict[Value, list[bool]] = {}
 
     def _watch_missing(self, program: Program, transport: Transport) -> None:
         """Number the gradients of each channel, and be ready to tell and hear of some that are missing."""
@@ -74,7 +77,8 @@ class Mailbox:
         self._announcing = announcing
         self._shared = None if announcing else self._rings
         if self._shared is not None:
-            self._shared.begin(known, self._shapes)
+            self._shared.begin(known, self._shapes, self._largest_shapes)
+        self._frozen.clear()
         for out in self._missing_out.values():
             out.begin()
         for into in self._missing_in.values():
@@ -93,7 +97,7 @@ class Mailbox:
             self._read_up_to(value)
         tensors, works = self._arriving.pop(value)
         if self._shared is not None:
-            return self._laid_out(value, tensors) if self._known.layouts and value.stuff is Stuff.ACTIVATION else tensors
+            return self._taken_from_ring(value, tensors)
         for work in works:
             wait(work, self._peer[value], f"waiting for {_describe(value)}")
         if value.stuff is Stuff.ACTIVATION:
@@ -101,13 +105,8 @@ class Mailbox:
                 tensor.requires_grad_(shape.differentiable)
             if self._known.layouts:
                 return self._laid_out(value, tensors)
-        elif self._may_lack(self._peer[value], self._rank):
-            return self._without_missing(value, tensors)
-        elif self._missing_in:
-            there = self._missing_in[self._peer[value]].told(self._place[value], len(tensors), f"waiting for {_describe(value)}")
-            if there is not None:
-                return _masked(tensors, there)
-        return tensors
+            return tensors
+        return self._without_frozen(value, self._without_missing(value, tensors))
 
     def send(self, value: Value, peer: int, tensors: Any) -> None:
         """Start sending the `Tensors` or `Cotangents` that are `value`.
@@ -128,7 +127,7 @@ class Mailbox:
             if peer in self._missing_out and not self._may_lack(self._rank, peer):
                 ahead = self._missing_out[peer].tell(self._place[value], tensors)
         else:
-            outgoing = packed([t.detach().contiguous() for t in tensors])
+            outgoing = packed([as_memory(t) for t in tensors])
         if self._announcing and value.stuff is Stuff.ACTIVATION:
             note = write_note(self._known[value], self._known.layouts.get(value), self._device)
             outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
@@ -191,6 +190,8 @@ class Mailbox:
     def _check(self, value: Value, tensors: Tensors) -> None:
         """See that an activation is what it was, or learn what it is."""
         known, layout = self._known, None if type(tensors) is tuple else layout_of(tensors)
+        if self._announcing or not all(map(is_plain, tensors)):
+            self._refuse_what_cannot_be_sent(value, tensors)
         if self._announcing:
             known[value] = shapes_of(tensors)
             if layout is not None:
@@ -198,7 +199,49 @@ class Mailbox:
         elif (known.layouts or layout is not None) and known.layouts.get(value) != layout:
             raise InputError(_changed_layout(value, known.layouts.get(value), layout))
         elif not look_like(tensors, known[value]):
-            raise InputError(_changed(value, known[value], shapes_of(tensors)))
+            self._change(value, tensors)
+
+    def _refuse_what_cannot_be_sent(self, value: Value, tensors: Tensors) -> None:
+        reasons = [(place, why_not_sent(tensor, self._device)) for place, tensor in enumerate(tensors)]
+        faults = [f"tensor {place} of {_describe(value)} {reason}" for place, reason in reasons if reason is not None]
+        if faults:
+            raise InputError("; ".join(faults))
+
+    def _change(self, value: Value, tensors: Tensors) -> None:
+        """An activation to be sent looks otherwise than in an earlier step: that may be only because stages were frozen or unfrozen.
+
+        A ring tells with each tensor whether a gradient flows back. Where messages cannot tell it, the next stage goes on as before: what
+        comes back for a tensor that needs no gradient any more is dropped, and a tensor that needs one only now is refused.
+        """
+        self._refuse_what_cannot_be_sent(value, tensors)
+        before, now = self._known[value], shapes_of(tensors)
+        if not are_same_but_for_gradients(before, now):
+            raise InputError(_changed(value, before, now))
+        if self._shared is not None:
+            self._learn(value, now)
+            return
+        needed = [(old.differentiable, new.differentiable) for old, new in zip(before, now, strict=True)]
+        if (False, True) in needed:
+            raise InputError(_unfrozen(value))
+        if value in self._gradient_of:
+            self._frozen[self._gradient_of[value]] = [is_needed for was_needed, is_needed in needed if was_needed]
+
+    def _learn(self, activation: Value, shapes: Shapes) -> None:
+        """A gradient flows back for other tensors of `activation` than before: its message and that of its gradient change."""
+        assert self._shared is not None
+        self._known[activation] = shapes
+        for value in (activation, self._gradient_of.get(activation)):
+            if value is not None:
+                self._shared.change(value, self._shapes(value))
+
+    def _taken_from_ring(self, value: Value, tensors: Any) -> Any:
+        if value.stuff is not Stuff.ACTIVATION:
+            return tensors
+        for tensor, shape in zip(tensors, self._known[value], strict=True):
+            if tensor.requires_grad is not shape.differentiable:
+                self._learn(value, shapes_of(tensors))
+                break
+        return self._laid_out(value, tensors) if self._known.layouts else tensors
 
     def _laid_out(self, value: Value, tensors: Tensors) -> Tensors:
         layout = self._known.layouts.get(value)
@@ -224,24 +267,46 @@ class Mailbox:
 
     def _with_zeros(self, value: Value, gradients: Cotangents) -> list[Tensor]:
         return [
-            torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else g.detach().contiguous()
+            torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else as_memory(g)
             for g, s in zip(gradients, self._shapes(value), strict=True)
         ]
 
     def _without_missing(self, value: Value, tensors: Tensors) -> Cotangents:
-        if not tensors:
-            return ()
-        there = tensors[0].tolist()
-        if not all(there):
-            self._known.gaps.add(Channel(self._peer[value], self._rank, Stuff.GRADIENT))
-        return _masked(tensors[1:], there)
+        """The gradients of a message, None for those of which it, or a notice beside it, says that they are missing."""
+        peer = self._peer[value]
+        if self._may_lack(peer, self._rank):
+            if not tensors:
+                return ()
+            told = tensors[0].tolist()
+            if not all(told):
+                self._known.gaps.add(Channel(peer, self._rank, Stuff.GRADIENT))
+            return _masked(tensors[1:], told)
+        if not self._missing_in:
+            return tensors
+        there = self._missing_in[peer].told(self._place[value], len(tensors), f"waiting for {_describe(value)}")
+        return tensors if there is None else _masked(tensors, there)
+
+    def _without_frozen(self, value: Value, gradients: Cotangents) -> Cotangents:
+        """The gradients without those of tensors that need none any more, of which the sender does not know."""
+        if value not in self._frozen:
+            return gradients
+        return tuple(gradient for gradient, needed in zip(gradients, self._frozen[value], strict=True) if needed)
 
     def _shapes(self, value: Value) -> Shapes:
         """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
         if value.stuff is Stuff.ACTIVATION:
             return self._known[value]
-        (activation,) = uses(Op(Kind.F, value.stage, value.microbatch), self._num_stages)
-        return tuple(shape for shape in self._known[activation] if shape.differentiable)
+        return tuple(shape for shape in self._known[self._activation_of(value)] if shape.differentiable)
+
+    def _largest_shapes(self, value: Value) -> Shapes:
+        """What a message would be if a gradient flowed back for every tensor that can have one."""
+        if value.stuff is Stuff.ACTIVATION:
+            return self._known[value]
+        return tuple(s for s in self._known[self._activation_of(value)] if s.dtype.is_floating_point or s.dtype.is_complex)
+
+    def _activation_of(self, gradient: Value) -> Value:
+        (activation,) = uses(Op(Kind.F, gradient.stage, gradient.microbatch), self._num_stages)
+        return activation
 
 
 def _masked(gradients: Tensors, there: list[bool]) -> Cotangents:
@@ -258,6 +323,13 @@ def _changed(value: Value, before: Shapes, now: Shapes) -> str:
     return (
         f"{_describe(value)} is {got}, but was {was} in an earlier step with the same input shapes; "
         "pad it to one shape, or let it follow from the shape of the inputs"
+    )
+
+
+def _unfrozen(value: Value) -> str:
+    return (
+        f"{_describe(value)} needs a gradient now, but needed none in an earlier step with the same inputs, and the next stage is told "
+        "once; make a new Pipeline after stages are unfrozen, or unfreeze them before the first step"
     )
 
 

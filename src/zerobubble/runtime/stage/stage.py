@@ -192,7 +192,8 @@ def _kinds(module: nn.Module) -> list[str]:
 
 def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | None]) -> None:
     """Copy each `.grad` that autograd made a view of a tensor still `needed`: the next microbatch adds to it in place."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in needed if tensor is not None}
+    dense = (tensor for tensor in needed if tensor is not None and tensor.layout is torch.strided)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in dense}
     for parameter in parameters:
         gradient = parameter.grad
         if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.untyped_storage().data_ptr() in storages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 from zerobubble.program import Channel, Compute, Program, Recv, channel_of
 from zerobubble.rules import Stuff, Value, uses
@@ -29,33 +29,45 @@ class Rings:
         for _, _, channel, action in program.channels():
             if isinstance(action, Recv) and transport.rank in channel[:2]:
                 self._messages[channel].append(action.value)
-        self._made: dict[int, tuple[Known, dict[Value, Put], dict[Value, Take]]] = {}
+        self._made: dict[int, tuple[Known, dict[Channel, SharedLane], dict[Value, Put], dict[Value, Take]]] = {}
+        self._lanes: dict[Channel, SharedLane] = {}
         self.put: dict[Value, Put] = {}
         self.take: dict[Value, Take] = {}
 
-    def begin(self, known: Known, shapes: Callable[[Value], Shapes]) -> None:
-        """Use the rings for the messages of `known`, making them the first time: senders first, then those who wait for them."""
+    def begin(self, known: Known, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
+        """Use the rings for the messages of `known`, making them the first time: senders first, then those who wait for them.
+
+        `shapes` has those of each message, and `largest` those that it may have later in `change`.
+        """
         key = id(known)
         if key not in self._made:
             if len(self._made) == MOST_KEPT:
                 del self._made[next(iter(self._made))]
             rank = self._transport.rank
-            puts: dict[Value, Put] = {}
-            takes: dict[Value, Take] = {}
+            self._lanes, self.put, self.take = {}, {}, {}
             for channel in sorted(self._messages, key=lambda channel: (channel.source != rank, channel)):
-                forms = {value: shapes(value) for value in self._messages[channel]}
-                lane = self._make(channel, forms)
-                if channel.source == rank:
-                    puts |= {value: lane.sender(form) for value, form in forms.items()}
-                else:
-                    differentiable = channel.stuff is Stuff.ACTIVATION
-                    takes |= {value: lane.receiver(form, differentiable=differentiable) for value, form in forms.items()}
-            self._made[key] = known, puts, takes
-        _, self.put, self.take = self._made[key]
+                self._lanes[channel] = self._make(channel, [largest(value) for value in self._messages[channel]])
+                for value in self._messages[channel]:
+                    self._use(channel, value, shapes(value))
+            self._made[key] = known, self._lanes, self.put, self.take
+        _, self._lanes, self.put, self.take = self._made[key]
 
-    def _make(self, channel: Channel, forms: Mapping[Value, Shapes]) -> SharedLane:
-        size = max(message_bytes(shapes) for shapes in forms.values())
-        slots = min(len(forms), max(self._needed[channel.destination][channel], ROOMY_BYTES // size))
+    def change(self, value: Value, shapes: Shapes) -> None:
+        """From here on `value` has these shapes, with the same `known`; both ends of its channel must be told so before it is sent."""
+        for channel, values in self._messages.items():
+            if value in values:
+                self._use(channel, value, shapes)
+
+    def _use(self, channel: Channel, value: Value, shapes: Shapes) -> None:
+        lane = self._lanes[channel]
+        if channel.source == self._transport.rank:
+            self.put[value] = lane.sender(shapes)
+        else:
+            self.take[value] = lane.receiver(shapes, differentiable=channel.stuff is Stuff.ACTIVATION)
+
+    def _make(self, channel: Channel, largest: Sequence[Shapes]) -> SharedLane:
+        size = max(message_bytes(shapes) for shapes in largest)
+        slots = min(len(largest), max(self._needed[channel.destination][channel], ROOMY_BYTES // size))
         sends = channel.source == self._transport.rank
         with Contact(channel.destination if sends else channel.source, "opening a ring"):
             return SharedLane(self._transport.connections[channel], slots, size, sends=sends, spins=self._spins)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
+from zerobubble.runtime.values.memory import as_memory, is_memory
 from zerobubble.runtime.values.shapes import Shapes
 
 _HEADER = 192
@@ -32,7 +33,8 @@ _PUT, _TAKEN, _ASLEEP = 0, 8, 16
 """Places in the header, in words of 8 bytes and on cache lines of their own: messages put, messages taken, receiver asleep."""
 _ALIGN = 64
 _SPIN_S = 100e-6
-_THERE, _MISSING = 0, 1
+_THERE, _MISSING, _TRACKED = 0, 1, 2
+"""What is told of a tensor in a message: it is there, it is missing, or it is there and a gradient for it flows back."""
 
 
 Put = Callable[[Sequence[Tensor | None]], None]
@@ -200,8 +202,8 @@ class SharedLane:
                 if tensor is None:
                     self._bytes[start + offset + room] = _MISSING
                     continue
-                whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-                self._bytes[start + offset + room] = _THERE
+                whole = tensor if is_memory(tensor) else as_memory(tensor)
+                self._bytes[start + offset + room] = _TRACKED if tensor.requires_grad else _THERE
                 ctypes.memmove(self._address + start + offset, whole.data_ptr(), room)
             self._count = words[_PUT] = count + 1
             if words[_ASLEEP]:
@@ -212,8 +214,8 @@ class SharedLane:
     def receiver(self, shapes: Shapes, *, differentiable: bool) -> Take:
         """A call that gives the next message, which has these `shapes`, None for what is missing in it.
 
-        It waits for the message, and raises `PeerGoneError`. What it copies to is made before it waits, and with `differentiable` asks for
-        gradients where the shapes do.
+        It waits for the message, and raises `PeerGoneError`. What it copies to is made before it waits. With `differentiable` it asks for
+        gradients where the message says so, which is expected to be where the shapes do.
         """
         words = self._words
         parts = [
@@ -227,12 +229,15 @@ class SharedLane:
             if words[_PUT] <= count:
                 self._wait(lambda: words[_PUT] > count)
             start = count % self._slots * self._slot_bytes
-            for number, (tensor, (*_, offset, room)) in enumerate(zip(tensors, parts, strict=True)):
+            for number, (tensor, (_, _, needs, offset, room)) in enumerate(zip(tensors, parts, strict=True)):
                 assert tensor is not None
-                if self._bytes[start + offset + room] == _MISSING:
+                told = self._bytes[start + offset + room]
+                if told == _MISSING:
                     tensors[number] = None
-                else:
-                    ctypes.memmove(tensor.data_ptr(), self._address + start + offset, room)
+                    continue
+                ctypes.memmove(tensor.data_ptr(), self._address + start + offset, room)
+                if differentiable and (told == _TRACKED) is not needs:
+                    tensor.requires_grad_(told == _TRACKED)
             self._count = words[_TAKEN] = count + 1
             return tuple(tensors)
 

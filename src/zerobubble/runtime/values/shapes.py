@@ -51,6 +51,11 @@ def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     return tuple(TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
+def are_same_but_for_gradients(before: Shapes, now: Shapes) -> bool:
+    """Whether these shapes differ at most in which tensors a gradient flows back for."""
+    return [shape[:2] for shape in before] == [shape[:2] for shape in now]
+
+
 def look_like(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
     """Whether these tensors have these shapes."""
     if len(tensors) != len(shapes):

@@ -1,0 +1,245 @@
+"""Every kind of tensor that a stage may hand on: it arrives as on one device, forward and back, or is refused by what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_boundaries import OneDevice, Part, compare, train, without_shared_memory
+
+NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
+
+
+def turned(x: Tensor) -> Tensor:
+    """A complex tensor that torch has only noted down as a conjugate."""
+    return torch.complex(x, x.sin()).conj()
+
+
+def complex_sum(z: Tensor) -> Tensor:
+    return z.real + 2 * z.imag
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Tensor]]] = {
+    "a lazy conjugate": (turned, complex_sum),
+    "a lazy conjugate beside another": (lambda x: (x, turned(x), turned(x.cos())), lambda x, y, z: x + complex_sum(y * z)),
+    "a lazy negative": (lambda x: turned(x).imag, lambda x: x * x),
+    "a lazy negative of a conjugate": (lambda x: turned(x).conj().conj().imag, torch.exp),
+    "a conjugate as gradient": (lambda x: torch.complex(x, x.sin()), lambda z: complex_sum(z.conj() * (1 + 2j)).sin()),
+    "a negative as gradient": (lambda x: x.sin(), lambda x: torch.complex(x, 2 * x).conj().imag),
+    "a complex number": (lambda x: (x, torch.complex(x.mean(), x.std())), lambda x, z: complex_sum(z * x)),
+    "a complex64": (lambda x: (x, turned(x).to(torch.complex64)), lambda x, z: x + complex_sum(z)),
+    "an expanded tensor": (lambda x: (x, x.mean(-1, keepdim=True).expand_as(x)), torch.mul),
+    "overlapping windows": (lambda x: (x, x.unfold(-1, 3, 1)), lambda x, windows: x * windows.mean((-1, -2)).unsqueeze(-1)),
+    "a transposed tensor": (lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1).sin()),
+    "channels last": (
+        lambda x: x[..., None].contiguous(memory_format=torch.channels_last),
+        lambda x: nn.functional.avg_pool2d(x, 1).squeeze(-1),
+    ),
+    "every second": (lambda x: x.repeat_interleave(2, -1)[..., ::2], torch.sin),
+    "nothing": (lambda x: (x[:0], x, x[..., :0]), lambda none, x, empty: x + none.sum() + empty.sum()),
+    "numbers": (lambda x: (x.mean(), x, x.std()), lambda mean, x, std: (x - mean) / std),
+    "one tensor twice": (lambda x: (x, x), lambda x, y: x * y),
+    "other types": (
+        lambda x: (x, x.to(torch.bfloat16), x.half(), (x > 0).to(torch.int16), x > 1, x.detach().to(torch.float8_e5m2)),
+        lambda x, *others: x + sum(other.to(x.dtype) for other in others),
+    ),
+}
+
+
+class Crossing(Part):
+    """Hands on what the first half of a kind makes of its output; the next stage reads it by the second half."""
+
+    def __init__(self, kind: str, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        self.give, self.read = KINDS[kind]
+
+    def forward(self, *given: Tensor) -> Any:
+        x = self.embed(given[0]) if self.stage == 0 else self.read(*given)
+        x = self.head(self.block(x))
+        return x if self.is_last else self.give(x)
+
+
+@pytest.mark.parametrize(("name", "lanes"), [("1f1b", True), ("zb-h1", False), ("zb-v", False), ("dualpipe", False)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tensor_crosses(world: Ranks, kind: str, name: str, lanes: bool) -> None:
+    for worst in world.run(train, partial(Crossing, kind), name, lanes, ranks=2):
+        assert worst <= (1e-2 if kind in ("other types", "a complex64") else 1e-12)
+
+
+class Densely(torch.autograd.Function):
+    """Makes the gradient dense, which one device's operations ask for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to_dense()
+
+
+class SparseGradient(Part):
+    """The second stage uses what it is given as the table of an embedding whose gradient is sparse."""
+
+    def forward(self, x: Tensor) -> Any:
+        if self.stage == 0:
+            return Densely.apply(self.block(self.embed(x)).flatten(0, 1))
+        rows = torch.arange(len(x)).flip(0).view(2, -1) // 2
+        return self.head(self.block(nn.functional.embedding(rows, x, sparse=True)))
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_sparse_gradient_goes_back(world: Ranks, name: str, lanes: bool) -> None:
+    for worst in world.run(train, SparseGradient, name, lanes, ranks=2):
+        assert worst <= 1e-12
+
+
+class Tagged(Tensor):
+    """A tensor that is more than its numbers."""
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a masked tensor": (lambda x: torch.masked.masked_tensor(x.detach(), x > 0), "is a MaskedTensor, whose numbers alone would arrive"),
+    "a subclass": (lambda x: x.as_subclass(Tagged), "is a Tagged, whose numbers alone would arrive; pass plain tensors"),
+    "a sparse tensor": (lambda x: x.to_sparse(), "is sparse (torch.sparse_coo); pass it .to_dense()"),
+    "sparse rows": (lambda x: x[0].detach().to_sparse_csr(), "is sparse (torch.sparse_csr); pass it .to_dense()"),
+    "a nested tensor": (lambda x: torch.nested.nested_tensor([x[0].detach(), x[1, :2].detach()]), "is a nested tensor; pass what"),
+    "a jagged tensor": (
+        lambda x: torch.nested.nested_tensor([x[0].detach(), x[1, :2].detach()], layout=torch.jagged),
+        "is a nested tensor; pass what",
+    ),
+    "a quantized tensor": (
+        lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.quint8),
+        "is quantized (torch.quint8); pass it .dequantize()d",
+    ),
+    "a tensor elsewhere": (lambda x: x.detach().to("meta"), "is on meta, and this rank computes on cpu; move it there"),
+}
+
+
+class Refused(Part):
+    """Hands on its output, and beside it from the second step on what cannot be handed on; at once with `first`."""
+
+    calls = 0
+
+    def __init__(self, kind: str, first: bool, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        self.give = REFUSED[kind][0]
+        self.first = first
+
+    def forward(self, x: Tensor, other: Any = None) -> Any:
+        self.calls += 1
+        x = self.head(self.block(self.embed(x)))
+        return x if self.is_last else (x, self.give(x) if self.first or self.calls > 4 else x.detach())
+
+
+def refused(group: Any, kind: str, first: bool, lanes: bool) -> str:
+    with zb.Pipeline(partial(Refused, kind, first), "zb-h1", 4, loss_fn, group=group) as pipe:
+        if lanes:
+            without_shared_memory(pipe)
+        if not first:
+            pipe.step(*batch(4))
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(4))
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "first"), [(kind, first) for kind in REFUSED for first in (True, False) if first or "elsewhere" not in kind]
+)
+def test_what_is_more_than_numbers_is_refused_by_what_it_is(world: Ranks, kind: str, first: bool, lanes: bool) -> None:
+    for text in world.run(refused, kind, first, lanes, ranks=2):
+        assert "tensor 1 of the activation of stage 0, microbatch 0 " + REFUSED[kind][1] in text
+
+
+def distributed(group: Any) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    class Meshed(Part):
+        def forward(self, x: Tensor) -> Any:
+            x = self.head(self.block(self.embed(x)))
+            return x if self.is_last else DTensor.from_local(x, mesh, [Replicate()])
+
+    with zb.Pipeline(Meshed, "1f1b", 4, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(4))
+    return str(caught.value)
+
+
+def test_a_distributed_tensor_is_refused_with_the_remedy() -> None:
+    world = Ranks(2)
+    try:
+        for text in world.run(distributed, ranks=2):
+            assert "tensor 0 of the activation of stage 0, microbatch 0 is a DTensor" in text
+            assert "pass its .to_local() or .full_tensor(), and make it anew in the next stage" in text
+    finally:
+        world.kill()
+
+
+class WithTable(Part):
+    """Hands on two tensors, of which the second never has a gradient."""
+
+    def forward(self, x: Tensor, table: Any = None) -> Any:
+        x = self.head(self.block(self.embed(x)))
+        return x if self.is_last else (x, x.detach().cos())
+
+
+def thaw(group: Any, name: str, frozen: list[list[int]], lanes: bool) -> float:
+    """The largest error over steps of one shape, before each of which some stages are frozen and all others are not."""
+    with zb.Pipeline(WithTable, name, 4, loss_fn, group=group) as pipe:
+        if lanes:
+            without_shared_memory(pipe)
+        count = pipe.schedule.num_stages
+        stages: list[nn.Module] = [WithTable(stage, count) for stage in range(count)]
+        worst = 0.0
+        for step, still in enumerate(frozen):
+            for stage, module in [*pipe.modules.items(), *enumerate(stages)]:
+                for parameter in module.parameters():
+                    parameter.requires_grad_(stage not in still or parameter is getattr(module.head, "bias", None))
+                    parameter.grad = None
+            inputs, targets = batch(4, seed=step)
+            loss = pipe.step(inputs, targets)
+            for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                share = loss_fn(OneDevice(stages)(x), y) / 4
+                share.backward()
+                loss = loss - share.detach()
+            worst = max(worst, abs(loss).item(), compare(pipe, stages))
+    return worst
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("frozen", [[[0], [], [0, 1], [], [0]], [[0, 1], [0], [1], [0, 1], []], [[], [0], [0, 1, 2], [1], []]])
+def test_stages_may_be_frozen_and_unfrozen_between_steps(world: Ranks, name: str, frozen: list[list[int]]) -> None:
+    for worst in world.run(thaw, name, frozen, False, ranks=2):
+        assert worst <= 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("frozen", [[[], [0], [0, 1], [0], []]])
+def test_stages_may_be_frozen_between_machines(world: Ranks, name: str, frozen: list[list[int]]) -> None:
+    for worst in world.run(thaw, name, frozen, True, ranks=2):
+        assert worst <= 1e-12
+
+
+def thaw_too_late(group: Any) -> str:
+    with pytest.raises(zb.PipelineError) as caught:
+        thaw(group, "zb-v", [[0], []], True)
+    return str(caught.value)
+
+
+def test_a_stage_unfrozen_where_messages_cannot_tell_is_told(world: Ranks) -> None:
+    for text in world.run(thaw_too_late, ranks=2):
+        assert "the activation of stage 0, microbatch 0 needs a gradient now, but needed none in an earlier step" in text
+        assert "make a new Pipeline after stages are unfrozen" in text
