@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import zerobubble as zb
-from zerobubble.planning.families import family
+from zerobubble.planning.placements import family
 from zerobubble.planning.problem import Objective
 
 

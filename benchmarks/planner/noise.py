@@ -19,11 +19,11 @@ from cases import FLASH, TIMES, Reference, problem, references
 
 import zerobubble as zb
 from zerobubble.ir import Op
-from zerobubble.planning import solve, steadiest
+from zerobubble.planning import most_robust_order, solve
 from zerobubble.planning.problem import Problem
 from zerobubble.planning.replay import Replay
-from zerobubble.planning.robust import Scope
 from zerobubble.planning.search import compile_kernels
+from zerobubble.planning.sensitivity_analysis import Scope
 
 Row = dict[str, Any]
 
@@ -60,7 +60,7 @@ def noise_rows() -> Iterator[tuple[str, Row]]:
 
 def noise_row(case: Problem, plan: zb.Schedule, error: float) -> Row:
     busy = time.process_time()
-    found = steadiest(case, [plan], error=error, evaluations=EVALUATIONS)
+    found = most_robust_order(case, [plan], error=error, evaluations=EVALUATIONS)
     busy = time.process_time() - busy
     nominal, steady = (zb.simulate(order, case.costs).span for order in (plan, found.schedule))
     (before, work), (after, _) = (under_noise(case, order, error) for order in (plan, found.schedule))

@@ -16,13 +16,13 @@ from zerobubble.blocks import (
     known_block,
     lifespans,
     memory_law,
+    path_slots,
     reorder,
     repeat,
     squeeze,
     steady_peaks,
-    walk,
 )
-from zerobubble.blocks.walks import Walks
+from zerobubble.blocks.paths import Paths
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import ParseError
 
@@ -46,13 +46,13 @@ def test_published_blocks_survive_text_and_repeat_without_collision(name: str) -
 
 
 def test_a_block_of_uneven_times_survives_text() -> None:
-    block = Block.of("slow", Placement.linear(2), 9, walk(0, (1, 3), (1, 3), (1, 4)), times=(3, 4, 2))
+    block = Block.of("slow", Placement.linear(2), 9, path_slots(0, (1, 3), (1, 3), (1, 4)), times=(3, 4, 2))
     assert Block.from_text(block.to_text()) == block
     assert "times 3 4 2" in block.to_text()
 
 
 def test_a_walk_is_written_leg_by_leg() -> None:
-    assert walk(2, (3, 1), (1, 4), (2, 2)) == [2, 3, 4, 5, 9, 11, 13]
+    assert path_slots(2, (3, 1), (1, 4), (2, 2)) == [2, 3, 4, 5, 9, 11, 13]
     v_half = known_block("v-half", 3)
     slots = {start.op: start.slot for row in v_half.starts for start in row}
     for r in range(3):  # the formulas of table 9, for an odd number of ranks
@@ -162,7 +162,7 @@ def random_blocks() -> list[Block]:
         placement = random.choice((Placement.linear(ranks), Placement.vee(ranks), Placement.looped(ranks, 2)))
         times = random.choice(((1, 1, 1), (1, 2, 1), (2, 3, 1)))
         interval = placement.stages_per_rank * sum(times) + random.randrange(3)
-        walks = list(Walks(placement, interval, times, Kind.BW, 2 * ranks, 2))
+        walks = list(Paths(placement, interval, times, Kind.BW, 2 * ranks, 2))
         if walks:
             found.append(Block.of("random", placement, interval, random.choice(walks), split=False, times=times))
     return found
@@ -171,10 +171,10 @@ def random_blocks() -> list[Block]:
 @pytest.mark.parametrize(
     "block", [*(known_block(name, 4) for name in KNOWN), MIXED, FORWARD, *random_blocks()], ids=lambda block: block.name
 )
-@pytest.mark.parametrize("steady", [True, False])
-def test_steps_keep_what_they_promise(block: Block, steady: bool) -> None:
+@pytest.mark.parametrize("keep_steady_phase", [True, False])
+def test_steps_keep_what_they_promise(block: Block, keep_steady_phase: bool) -> None:
     for microbatches in (1, 2, 5, 11):
-        _, repeated, squeezed, reordered = four_steps(block, microbatches, steady=steady)
+        _, repeated, squeezed, reordered = four_steps(block, microbatches, keep_steady_phase=keep_steady_phase)
         assert squeezed.schedule == repeated.schedule
         assert schedule_faults(reordered.schedule) == ()
         assert sorted(op for row in reordered.schedule.rows for op in row) == sorted(op for row in repeated.schedule.rows for op in row)
@@ -189,7 +189,7 @@ def test_steps_keep_what_they_promise(block: Block, steady: bool) -> None:
 
 def test_more_memory_makes_reordering_shorter() -> None:
     squeezed = squeeze(repeat(known_block("v-half", 8), 24))
-    layouts = [reorder(squeezed, limit, steady=False) for limit in (10, 12, 14)]
+    layouts = [reorder(squeezed, limit, keep_steady_phase=False) for limit in (10, 12, 14)]
     assert [max(layout.peaks) for layout in layouts] == [10, 12, 14]
     assert layouts[0].bubble > layouts[1].bubble > layouts[2].bubble
 

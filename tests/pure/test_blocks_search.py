@@ -8,7 +8,7 @@ import pytest
 
 from zerobubble import Costs, InputError, Kind, Op, Placement, make, schedule_faults, simulate
 from zerobubble.blocks import Block, known_block, repeat, search
-from zerobubble.blocks.walks import Walks
+from zerobubble.blocks.paths import Paths
 from zerobubble.costs import NS_PER_MS
 
 ZIGZAG = Placement.custom((0, 1, 2, 2, 1, 0, 0, 1, 2))
@@ -104,7 +104,7 @@ def test_walks_are_all_there_are() -> None:
         except InputError:
             continue
         expected.append(walk)
-    found = list(Walks(Placement.linear(2), 4, (1, 1, 1), Kind.BW, 99, 3))
+    found = list(Paths(Placement.linear(2), 4, (1, 1, 1), Kind.BW, 99, 3))
     assert [walk for walk in found if max(gaps(walk)) <= 4] == expected != []
 
 

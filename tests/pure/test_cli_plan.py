@@ -20,8 +20,8 @@ from zerobubble.cli import plan as verb
 from zerobubble.cli.layers import equal_room, read_layers
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.partition import Layer, stage_costs
-from zerobubble.planning.attempt import News
-from zerobubble.planning.families import FAMILIES
+from zerobubble.planning.attempt import PlanProgress
+from zerobubble.planning.placements import FAMILIES
 
 SHAPE = ("--ranks", "8", "--microbatches", "24", "--times", "18.522,18.086,9.337", "--comm", "0.601", "--held", "0.941")
 WORK_8 = zb.Workload.uniform(8, (18.522, 18.086, 9.337), 0.601, 0.941)
@@ -263,7 +263,7 @@ def test_the_bar_shows_bubble_and_gap_on_a_terminal_only(monkeypatch: pytest.Mon
     monkeypatch.setattr(verb, "Console", lambda **_: Console(file=drawn, force_terminal=True, width=120))
     with verb.progress_bar(5.0) as watch:
         assert watch is not None
-        watch(News("wave-4", 0.0457, 0.012, "annealing"))
+        watch(PlanProgress("wave-4", 0.0457, 0.012, "annealing"))
     assert "wave-4: bubble 4.57 %, gap 1.20 %, annealing" in drawn.getvalue()
     with verb.progress_bar(0.0) as watch:
         assert watch is None
@@ -331,7 +331,7 @@ def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
     assert load_schedule(steady["csv"]).rows == zb.io.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
     text = printed(*asked, "--noise", "5")
     assert "its order was changed for that" in text
-    assert "steadied" in text.splitlines()[1]
+    assert "made robust" in text.splitlines()[1]
 
 
 # Costs of the stages of one placement.

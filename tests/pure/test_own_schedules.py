@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import zerobubble as zb
 from zerobubble import InputError
 from zerobubble.cli import main
-from zerobubble.schedules import SCHEDULES, Recipe, shelf
+from zerobubble.schedules import SCHEDULES, Recipe, registry
 
 BUILDERS = '''
 from zerobubble import make
@@ -40,7 +40,7 @@ def even(ranks: int, microbatches: int, stages_per_rank: int) -> str:
 @pytest.fixture(autouse=True)
 def only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers and imports is gone after it."""
-    monkeypatch.setattr(shelf, "registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -108,7 +108,7 @@ def test_a_taken_name_says_by_whom() -> None:
         zb.schedules.register("mine")(lambda ranks, microbatches, stages_per_rank: zb.make("1f1b", ranks, microbatches))
     with pytest.raises(InputError, match=r"^the schedule name 'zb-v' is taken by zerobubble.schedules.zb_v.zb_v: choose another"):
         register("zb-v")
-    assert list(shelf.registered) == ["mine"]
+    assert list(registry.registered) == ["mine"]
 
 
 def test_an_installed_schedule_is_loaded_when_it_is_asked_for(install: Install) -> None:

@@ -16,12 +16,12 @@ import zerobubble as zb
 from tests.pure.golden import TABLE_5
 from zerobubble import Costs, InputError, Kind, Limits, Placement, ScheduleError, Workload
 from zerobubble.errors import ParseError
-from zerobubble.planning import Problem, Solved, Status, attempt, choose, solve
+from zerobubble.planning import Problem, Solved, Status, attempt, competition, solve
 from zerobubble.planning import search as engine
 from zerobubble.planning.attempt import Budget
-from zerobubble.planning.families import FAMILIES, family, to_try
 from zerobubble.planning.pareto import pareto
-from zerobubble.planning.seeds import ENOUGH, STEADY, one_by_one, promising, published, split, stretched
+from zerobubble.planning.placements import FAMILIES, family, placements_to_try
+from zerobubble.planning.seeds import SEARCH_SECONDS, STEADY_MICROBATCHES, lengthened, promising, published, serial_schedule, split
 from zerobubble.schedules import SCHEDULES
 
 PROFILE = TABLE_5[0]
@@ -58,12 +58,12 @@ def test_families_say_which_rank_holds_which_stage() -> None:
 
 
 def test_a_layout_is_tried_once_and_an_unknown_one_refused() -> None:
-    assert list(to_try("any", 4)) == list(FAMILIES)
-    assert list(to_try(["wave-2", "vee", Placement.vee(4), Placement.custom([0, 1, 2, 3, 3])], 4)) == ["wave-2", "custom"]
+    assert list(placements_to_try("any", 4)) == list(FAMILIES)
+    assert list(placements_to_try(["wave-2", "vee", Placement.vee(4), Placement.custom([0, 1, 2, 3, 3])], 4)) == ["wave-2", "custom"]
     with pytest.raises(InputError, match="no placement 'veee': did you mean 'vee'"):
-        to_try("veee", 4)
+        placements_to_try("veee", 4)
     with pytest.raises(InputError, match="at least one placement"):
-        to_try([], 4)
+        placements_to_try([], 4)
 
 
 # Seeds.
@@ -86,15 +86,15 @@ def test_seeds_are_all_published_schedules_of_the_placement(name: str) -> None:
 @pytest.mark.parametrize(("name", "stages"), [(name, recipe.stages_per_rank) for name, recipe in SCHEDULES.items() if recipe.torch_csv])
 def test_a_stretched_schedule_is_the_long_one(name: str, stages: int) -> None:
     for ranks, more in ((3, 1), (8, 5), (9, 20)):
-        few, many = STEADY * ranks, STEADY * ranks + more
+        few, many = STEADY_MICROBATCHES * ranks, STEADY_MICROBATCHES * ranks + more
         if SCHEDULES[name].allows(ranks, few, stages) and SCHEDULES[name].allows(ranks, many, stages):
-            long = stretched(zb.make(name, ranks, few, stages), many)
+            long = lengthened(zb.make(name, ranks, few, stages), many)
             assert long is None or long.rows == zb.make(name, ranks, many, stages).rows
 
 
 def test_schedules_that_repeat_themselves_are_stretched() -> None:
     def can_be(name: str) -> bool:
-        return stretched(zb.make(name, 8, STEADY * 8), 50) is not None
+        return lengthened(zb.make(name, 8, STEADY_MICROBATCHES * 8), 50) is not None
 
     assert all(map(can_be, ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-min", "v-half", "1f1b-v"]))
     assert not any(map(can_be, ["gpipe", "breadth-first", "interleaved-1f1b", "two-thirds"]))
@@ -117,7 +117,7 @@ def test_the_seed_tried_first_fits_and_has_the_smallest_bubble(placement: str, m
 )
 def test_in_a_hurry_only_a_seed_that_fills_the_memory_is_made(placement: str, memory: float, made: list[str]) -> None:
     problem = problem_on(placement, memory, microbatches=40)
-    assert [seed.name for seed in promising(problem, ENOUGH * problem.num_passes)] == made
+    assert [seed.name for seed in promising(problem, SEARCH_SECONDS * problem.num_passes)] == made
     assert next(promising(problem, 0.0)).name == next(promising(problem)).name
 
 
@@ -125,7 +125,7 @@ def test_in_a_hurry_only_a_seed_that_fills_the_memory_is_made(placement: str, me
 def test_each_microbatch_alone_fits_wherever_anything_does(name: str) -> None:
     work = Workload.uniform(3, (1, 1, 1), held=2.0)
     problem = problem_on(name, 1, work, 4)
-    alone = one_by_one(problem.placement, 4)
+    alone = serial_schedule(problem.placement, 4)
     assert zb.schedule_faults(alone) == ()
     assert zb.simulation.peak_memory(alone, problem.costs) == work.limits(1).memory
     check(solve(problem, evaluations=50))
@@ -187,7 +187,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        for module in (attempt, choose):
+        for module in (attempt, competition):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
 
 
@@ -201,7 +201,7 @@ def test_seeds_take_half_of_the_budget_but_one_is_always_made(seconds: float, ma
             given.append(zb.make("v-half", 8, 24))
             yield given[-1]
 
-    begun = attempt.begin("vee", problem_on("vee", 6), Budget(seconds), slowly())
+    begun = attempt.start_attempt("vee", problem_on("vee", 6), Budget(seconds), slowly())
     assert len(given) == made
     assert set(given) <= set(begun.seeds)
 
@@ -212,13 +212,13 @@ def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyP
     of = Solved.of
 
     def checked(problem: Problem, *parts: Any) -> Solved:
-        clock.now += attempt.CHECKING * problem.num_passes
+        clock.now += attempt.CHECK_SECONDS * problem.num_passes
         return of(problem, *parts)
 
-    def search(problem: Problem, bound: int, seeds: Any, *, seconds: float, **rest: Any) -> engine.Found:
+    def search(problem: Problem, bound: int, seeds: Any, *, seconds: float, **rest: Any) -> engine.SearchResult:
         given.append(seconds)
         clock.now += 1.1 * seconds
-        return engine.Found(one_by_one(problem.placement, problem.num_microbatches), "nothing", 0, seconds)
+        return engine.SearchResult(serial_schedule(problem.placement, problem.num_microbatches), "nothing", 0, seconds)
 
     monkeypatch.setattr(Solved, "of", checked)
     monkeypatch.setattr(engine, "search", search)
@@ -314,7 +314,7 @@ def test_a_placement_that_cannot_win_is_not_searched(monkeypatch: pytest.MonkeyP
 
 
 def test_ctrl_c_ends_the_competition_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = recorded(monkeypatch, lambda found: engine.Found(found.schedule, found.how, 0, 0.0, interrupted=True))
+    searched = recorded(monkeypatch, lambda found: engine.SearchResult(found.schedule, found.how, 0, 0.0, interrupted=True))
     check(zb.plan(WORK, 24, 8, evaluations=700).best)
     assert len(searched) == 1
 
@@ -327,15 +327,15 @@ def test_ctrl_c_ends_the_competition_with_the_best_so_far(monkeypatch: pytest.Mo
     assert solve(problem_on("looped-4"), evaluations=700).schedule == made.schedule
 
 
-def interrupted(*_: object) -> engine.Found:
+def interrupted(*_: object) -> engine.SearchResult:
     raise KeyboardInterrupt
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, change: Callable[[engine.Found], engine.Found]) -> list[str]:
+def recorded(monkeypatch: pytest.MonkeyPatch, change: Callable[[engine.SearchResult], engine.SearchResult]) -> list[str]:
     """The placements searched from now on; `change` is made to what each search finds."""
     search, names = engine.search, []
 
-    def noted(problem: Problem, *parts: Any, **options: Any) -> engine.Found:
+    def noted(problem: Problem, *parts: Any, **options: Any) -> engine.SearchResult:
         names.append(problem.placement.name)
         return change(search(problem, *parts, **options))
 

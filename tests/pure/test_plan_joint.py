@@ -12,8 +12,8 @@ import pytest
 from zerobubble import InputError, Limits, Placement, schedule_faults, simulate
 from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
 from zerobubble.planning import search as engine
-from zerobubble.planning.choose import solve
-from zerobubble.planning.joint import LayersPlan, plan_layers
+from zerobubble.planning.competition import solve
+from zerobubble.planning.layer_plan import LayersPlan, plan_layers
 from zerobubble.planning.problem import Objective, Problem, Solved
 from zerobubble.simulation import memory_faults
 
@@ -130,7 +130,7 @@ def test_placements_compete_and_the_winner_moves_its_cuts() -> None:
 def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     search, times = engine.search, [0]
 
-    def interrupted(*parts: Any, **options: Any) -> engine.Found:
+    def interrupted(*parts: Any, **options: Any) -> engine.SearchResult:
         times[0] += 1
         return replace(search(*parts, **options), interrupted=True)
 

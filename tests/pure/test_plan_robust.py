@@ -18,9 +18,9 @@ from zerobubble.bounds import Bound
 from zerobubble.cli import main
 from zerobubble.planning.problem import Objective, Problem, Solved, Status
 from zerobubble.planning.replay import Replay
-from zerobubble.planning.robust import Sensitivity, jittered, scaled, sensitivity
-from zerobubble.planning.steady import Steady, steadiest
-from zerobubble.planning.what_if import what_if, what_if_text
+from zerobubble.planning.robust_order import RobustOrder, most_robust_order
+from zerobubble.planning.sensitivity_analysis import Sensitivity, jittered, scaled, sensitivity
+from zerobubble.planning.sensitivity_text import what_if, what_if_text
 from zerobubble.simulation import memory_faults, peak_memory
 
 TIMES = Costs.from_ms([20, 22, 18, 30], [21, 19, 18, 31], [9, 11, 10, 15], [0.6, 0.7, 0.8])
@@ -117,8 +117,8 @@ def test_memory_that_is_nearly_full_is_named() -> None:
     peaks = peak_memory(schedule, costs)
     found = sensitivity(schedule, costs, 0.1, limits=Limits((peaks[0] * 2, peaks[1], round(peaks[2] * 1.05))), samples=1)
     assert found.spare == pytest.approx((1.0, 0.0, 0.05))
-    assert found.crowded == (1, 2)
-    assert sensitivity(schedule, costs, samples=1).crowded == ()
+    assert found.ranks_over_limit == (1, 2)
+    assert sensitivity(schedule, costs, samples=1).ranks_over_limit == ()
 
 
 def test_only_the_named_times_are_scaled() -> None:
@@ -210,8 +210,8 @@ def mean_under_noise(problem: Problem, schedule: Schedule) -> float:
     return fmean(map(once, drawn))
 
 
-def tried(problem: Problem, candidates: list[Schedule], evaluations: int = 20_000, seed: int = 0) -> Steady:
-    return steadiest(problem, candidates, error=NOISE, evaluations=evaluations, seed=seed)
+def tried(problem: Problem, candidates: list[Schedule], evaluations: int = 20_000, seed: int = 0) -> RobustOrder:
+    return most_robust_order(problem, candidates, error=NOISE, evaluations=evaluations, seed=seed)
 
 
 @pytest.mark.parametrize("objective", Objective)
@@ -250,10 +250,10 @@ def test_an_order_that_nothing_improves_is_given_back() -> None:
 def test_of_orders_equally_short_the_one_that_stands_noise_better_is_taken_and_no_longer_one() -> None:
     long, short = make("1f1b", 4, 8), make("zb-h1", 4, 8)
     problem = problem_of(short, PLAIN)
-    steady = tried(problem, [short]).schedule
-    assert simulate(steady, PLAIN).span == simulate(short, PLAIN).span < simulate(long, PLAIN).span
-    found = tried(problem, [long, short, steady], 0)
-    assert found.schedule.rows == steady.rows
+    robust = tried(problem, [short]).schedule
+    assert simulate(robust, PLAIN).span == simulate(short, PLAIN).span < simulate(long, PLAIN).span
+    found = tried(problem, [long, short, robust], 0)
+    assert found.schedule.rows == robust.rows
     assert found.before.measured == simulate(short, PLAIN).span
 
 
@@ -268,21 +268,22 @@ def test_candidates_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ScheduleError, match="zb-h1"):
         tried(problem, [stopped])
     with pytest.raises(InputError, match="a share between 0 and 1"):
-        steadiest(problem, [short], error=1.5)
+        most_robust_order(problem, [short], error=1.5)
 
 
 def test_ctrl_c_ends_the_annealing_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerobubble.planning.kernels import robust_anneal
+
     schedule = make("zb-h1", 4, 8)
     problem = problem_of(schedule, PLAIN)
     whole = tried(problem, [schedule], 500)
-    from zerobubble.planning.kernels import noise
 
-    cool = noise.cool
+    anneal_from_best = robust_anneal.anneal_from_best
 
     def interrupted(*args: Any) -> None:
-        cool(*args)
+        anneal_from_best(*args)
         if args[-1].evaluations == 500:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(noise, "cool", interrupted)
+    monkeypatch.setattr(robust_anneal, "anneal_from_best", interrupted)
     assert tried(problem, [schedule], 500) == whole

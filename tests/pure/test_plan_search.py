@@ -14,7 +14,7 @@ from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, sched
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
 from zerobubble.planning.problem import Objective, Problem, Workload
-from zerobubble.planning.search import Found, Progress, play, search
+from zerobubble.planning.search import Progress, SearchResult, search, simulate_compiled
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, peak_memory
 
@@ -58,12 +58,12 @@ def tight(placement: Placement, costs: Costs, extra: int = 0) -> Limits:
     return Limits(tuple(max(1, peak + extra) for peak in peak_memory(one_at_a_time(placement, 1), costs)))
 
 
-def check(problem: Problem, found: Found) -> int:
+def check(problem: Problem, found: SearchResult) -> int:
     """Hold what was found against the plain judges; its time."""
     assert schedule_faults(found.schedule) == ()
     assert memory_faults(found.schedule, problem.costs, problem.limits) == ()
     timeline = simulate(found.schedule, problem.costs)
-    assert play(problem, found.schedule) == (timeline.span, timeline.makespan, True)
+    assert simulate_compiled(problem, found.schedule) == (timeline.span, timeline.makespan, True)
     return problem.objective.of(timeline)
 
 
@@ -96,10 +96,10 @@ def test_the_compiled_simulator_gives_the_plain_ones_times(name: str) -> None:
         timeline, peaks = simulate(pieces, costs), peak_memory(pieces, costs)
         room = Limits(tuple(max(1, peak) for peak in peaks))
         problem = Problem(schedule.placement, m, costs, room)
-        assert play(problem, schedule) == (timeline.span, timeline.makespan, True)
+        assert simulate_compiled(problem, schedule) == (timeline.span, timeline.makespan, True)
         if max(peaks) > 1:
             short = Limits(tuple(max(1, limit - (limit == max(peaks))) for limit in room.memory))
-            assert play(replace(problem, limits=short), schedule)[2] is False
+            assert simulate_compiled(replace(problem, limits=short), schedule)[2] is False
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: f"{placement.name}-{placement.num_ranks}-{placement.num_stages}")

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from docs.gallery.generate import families, gallery
 from zerobubble.cli import main
 from zerobubble.planning import load_plan
-from zerobubble.schedules import shelf
+from zerobubble.schedules import registry
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 OWN = README.partition("## Your own schedule")[2]
@@ -22,7 +22,7 @@ COMMAND = r"^\$ (?:\.venv/bin/)?zerobubble (.*)\n((?:(?!\$ |```).*\n)*)"
 
 
 def test_programs_print_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     programs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", OWN, re.DOTALL)
     assert len(programs) == OWN.count("```python") == 2
     names: dict[str, object] = {"__name__": "own"}

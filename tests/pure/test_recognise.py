@@ -12,7 +12,7 @@ from tests.pure.shapes import EVERY
 from zerobubble import InputError, Op, Placement, Schedule, make
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.recognition import recognise
-from zerobubble.schedules import SCHEDULES, Recipe, shelf
+from zerobubble.schedules import SCHEDULES, Recipe, registry
 
 SHAPES = [(2, 4), (4, 8), (4, 9), (6, 13)]
 
@@ -135,7 +135,7 @@ def test_schedules_of_ones_own_are_known_and_may_refuse(monkeypatch: pytest.Monk
             raise InputError("too many")
         return replace(renumbered(make("gpipe", ranks, microbatches), list(range(microbatches))[::-1]), name="mine")
 
-    monkeypatch.setitem(shelf.registered, "mine", Recipe("mine", backwards))
+    monkeypatch.setitem(registry.registered, "mine", Recipe("mine", backwards))
     assert recognise(replace(backwards(2, 4), name="file")).name == "mine"
     assert recognise(make("gpipe", 2, 5)).name == "gpipe"
 

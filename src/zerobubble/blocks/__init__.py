@@ -6,18 +6,18 @@ schedule = four_steps(block, 12).reordered.schedule
 
 from __future__ import annotations
 
-from zerobubble.blocks.block import Block, Start, walk, with_weights
+from zerobubble.blocks.block import Block, Start, path_slots, with_weights
+from zerobubble.blocks.block_search import FoundBlock, search
 from zerobubble.blocks.known import KNOWN, known_block
 from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.blocks.memory import Lifespan, lifespans, memory_law, steady_peaks
-from zerobubble.blocks.reorder import reorder
-from zerobubble.blocks.search import Found, search
+from zerobubble.blocks.reordering import reorder
 from zerobubble.blocks.steps import Steps, four_steps
 
 __all__ = [
     "KNOWN",
     "Block",
-    "Found",
+    "FoundBlock",
     "Layout",
     "Lifespan",
     "Start",
@@ -26,11 +26,11 @@ __all__ = [
     "known_block",
     "lifespans",
     "memory_law",
+    "path_slots",
     "reorder",
     "repeat",
     "search",
     "squeeze",
     "steady_peaks",
-    "walk",
     "with_weights",
 ]

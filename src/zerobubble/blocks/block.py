@@ -121,19 +121,19 @@ class Block:
         name: str,
         placement: Placement,
         interval: int,
-        *walks: Sequence[int],
+        *paths: Sequence[int],
         split: bool = True,
         times: Times = UNIT,
     ) -> Block:
-        """The block in which microbatch j starts its passes in the slots `walks[j]`: F from first to last stage, B from last to first.
+        """The block in which microbatch j starts its passes in the slots `paths[j]`: F from first to last stage, B from last to first.
 
-        `walk` writes one. With `split`, each rank's W take the first free slots modulo the interval, each after its B; without,
+        `path_slots` writes one. With `split`, each rank's W take the first free slots modulo the interval, each after its B; without,
         backward is BW. Raises `InputError` where the numbers do not fit the stages or no slot is left for a W.
         """
         back = Kind.B if split else Kind.BW
         stages = placement.num_stages
         rows: list[list[Start]] = [[] for _ in range(placement.num_ranks)]
-        for microbatch, slots_of in enumerate(walks):
+        for microbatch, slots_of in enumerate(paths):
             if len(slots_of) != 2 * stages:
                 raise InputError(f"block {name!r}: a walk over {stages} stages has {2 * stages} slots, got {len(slots_of)}")
             chain = [*((Kind.F, s) for s in range(stages)), *((back, s) for s in reversed(range(stages)))]
@@ -152,7 +152,7 @@ def lengths(times: Times) -> dict[Kind, int]:
     return {Kind.F: forward, Kind.B: backward, Kind.W: weight, Kind.BW: backward + weight}
 
 
-def walk(first: int, *legs: tuple[int, int]) -> list[int]:
+def path_slots(first: int, *legs: tuple[int, int]) -> list[int]:
     """The slots of passes one after the other: the first in `first`, then for each leg (hops, gap) as many more, `gap` slots apart."""
     found = [first]
     for hops, gap in legs:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from math import gcd
 
-from zerobubble.blocks.block import Block, Start, walk
+from zerobubble.blocks.block import Block, Start, path_slots
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Kind, Op, Placement
 
@@ -25,12 +25,12 @@ def gpipe(ranks: int) -> Block:
 
 def one_f_one_b(ranks: int) -> Block:
     """1F1B: out one slot a rank, back two, so a stage lives three slots longer for every rank behind it."""
-    return Block.of("1f1b", Placement.linear(ranks), 3, walk(0, (ranks - 1, 1), (1, 1), (ranks - 1, 2)), split=False)
+    return Block.of("1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 1), (1, 1), (ranks - 1, 2)), split=False)
 
 
 def eager_1f1b(ranks: int) -> Block:
     """Eager 1F1B: a slot or two of slack on every hop, for messages to travel in."""
-    return Block.of("eager-1f1b", Placement.linear(ranks), 3, walk(0, (ranks - 1, 2), (1, 1), (ranks - 1, 4)), split=False)
+    return Block.of("eager-1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 2), (1, 1), (ranks - 1, 4)), split=False)
 
 
 def zb_h1(ranks: int) -> Block:
@@ -67,7 +67,7 @@ def _vee(name: str, ranks: int, forward: tuple[int, int], loss: int, backward: t
     """A block of the V: gaps out and home for F, at the loss on the first rank, out and home for B, and where B turns at the last."""
     hops = ranks - 1
     legs = [(hops, forward[0]), (1, 1), (hops, forward[1]), (1, loss), (hops, backward[0]), (1, turn), (hops, backward[1])]
-    return Block.of(name, Placement.vee(ranks), 6, walk(0, *legs))
+    return Block.of(name, Placement.vee(ranks), 6, path_slots(0, *legs))
 
 
 def one_f_one_b_v(ranks: int) -> Block:
@@ -84,7 +84,7 @@ def two_thirds(ranks: int) -> Block:
     The paper tells that there is such a block, of pairs; these offsets are this project's own.
     """
     apart, turn = (4, 3) if ranks % 3 == 0 else (2, 1)
-    pair = (walk(first, (ranks - 1, 1), (1, loss), (ranks - 1, 1)) for first, loss in ((0, turn), (apart, 1)))
+    pair = (path_slots(first, (ranks - 1, 1), (1, loss), (ranks - 1, 1)) for first, loss in ((0, turn), (apart, 1)))
     return Block.of("two-thirds", Placement.linear(ranks), 6, *pair)
 
 
@@ -95,7 +95,7 @@ def interleaved_uniform(ranks: int, stages_per_rank: int = 2) -> Block:
     home = next(gap for gap in range(2, 9 * v) if _spreads(2 * (ranks - 1) + gap, v))
     forward = [(ranks - 1, 1), *[(1, out), (ranks - 1, 1)] * (v - 1)]
     backward = [(ranks - 1, 2), *[(1, home), (ranks - 1, 2)] * (v - 1)]
-    return Block.of("interleaved-uniform", Placement.looped(ranks, v), 3 * v, walk(0, *forward, (1, 1), *backward), split=False)
+    return Block.of("interleaved-uniform", Placement.looped(ranks, v), 3 * v, path_slots(0, *forward, (1, 1), *backward), split=False)
 
 
 def _spreads(turn: int, count: int) -> bool:

@@ -75,7 +75,7 @@ def repeat(block: Block, num_microbatches: int) -> Layout:
     Raises `InputError` where copies collide, naming the two passes, or where a pass starts before what it uses is there;
     `ScheduleError` where a pass is missing or misplaced.
     """
-    check(block)
+    check_repeatable(block)
     if num_microbatches < 1:
         raise InputError(f"a block is repeated for at least 1 microbatch, got {num_microbatches}")
     size = block.num_microbatches
@@ -92,7 +92,7 @@ def repeat(block: Block, num_microbatches: int) -> Layout:
     return Layout(block.name, block.placement, num_microbatches, (), block.times).moved(rows)
 
 
-def check(block: Block) -> None:
+def check_repeatable(block: Block) -> None:
     """Raise `InputError` or `ScheduleError` where `block` cannot be repeated, as `repeat` says."""
     for rank, row in enumerate(block.starts):
         _refuse_collision(block, rank, row)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zerobubble.blocks.block import Block
 from zerobubble.blocks.layout import Layout, repeat, squeeze
-from zerobubble.blocks.reorder import reorder
+from zerobubble.blocks.reordering import reorder
 
 
 class Steps(NamedTuple):
@@ -18,8 +18,8 @@ class Steps(NamedTuple):
     reordered: Layout
 
 
-def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *, steady: bool = True) -> Steps:
-    """The steps from `block` to a schedule of `num_microbatches` microbatches; `limit` and `steady` are those of `reorder`."""
+def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *, keep_steady_phase: bool = True) -> Steps:
+    """The steps from `block` to a schedule of `num_microbatches` microbatches; `limit` and `keep_steady_phase` are those of `reorder`."""
     repeated = repeat(block, num_microbatches)
     squeezed = squeeze(repeated)
-    return Steps(repeat(block, block.num_microbatches), repeated, squeezed, reorder(squeezed, limit, steady=steady))
+    return Steps(repeat(block, block.num_microbatches), repeated, squeezed, reorder(squeezed, limit, keep_steady_phase=keep_steady_phase))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from zerobubble.bounds.chain import Home, Window, alone, ends, homes_of, spans_of
-from zerobubble.bounds.memory import area, steps
-from zerobubble.bounds.reasons import tell_area, tell_room, tell_wait, tell_waits
+from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, passes_by_rank, spans_of
+from zerobubble.bounds.memory import memory_energy, memory_wait
+from zerobubble.bounds.reasons import energy_reason, head_and_tail_reason, head_reason, memory_wait_reason
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
@@ -37,14 +37,14 @@ def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limi
     _check(placement, costs, limits)
     if num_microbatches < 1:
         raise InputError(f"a bound needs at least 1 microbatch, got {num_microbatches}")
-    chain = alone(placement, costs)
-    homes = homes_of(placement, num_microbatches, costs, limits, chain)
-    spans = [claim for home in homes for claim in _by_itself(home, home.starts[0])]
-    makespans = [claim for home in homes for claim in _by_itself(home, 0)]
-    for window in spans_of(homes, chain, costs):
-        spans.append(_in_window(homes, window, spans))
-    makespans.append(_in_window(homes, Window(None, 0, 0, ends(chain, chain, costs)), spans + makespans))
-    return Bounds(_told(spans), _told(spans + makespans))
+    chain = earliest_starts(placement, costs)
+    by_rank = passes_by_rank(placement, num_microbatches, costs, limits, chain)
+    spans = [claim for here in by_rank for claim in _rank_alone(here, here.starts[0])]
+    makespans = [claim for here in by_rank for claim in _rank_alone(here, 0)]
+    for window in spans_of(by_rank, chain, costs):
+        spans.append(_in_window(by_rank, window, spans))
+    makespans.append(_in_window(by_rank, Window(None, 0, 0, ends(chain, chain, costs)), spans + makespans))
+    return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
 def shortage(placement: Placement, costs: Costs, limits: Limits | None) -> str:
@@ -81,47 +81,47 @@ class Claim(NamedTuple):
     why: Callable[[], str]
 
 
-def _told(claims: Sequence[Claim]) -> Bound:
+def _strongest(claims: Sequence[Claim]) -> Bound:
     best = max(claims, key=lambda claim: claim.time)
     return Bound(best.time, best.why())
 
 
-def _by_itself(home: Home, begin: int) -> Iterator[Claim]:
+def _rank_alone(here: RankPasses, begin: int) -> Iterator[Claim]:
     """What the rank needs from its first pass to its last, or from time 0 if that is `begin`."""
-    load = home.load
-    for turn, start in enumerate(home.starts):
-        yield Claim(start - begin + load.work - load.before[turn], partial(tell_wait, home, turn, start - begin - load.before[turn]))
-    full = area(load, home.starts)
-    yield Claim(home.starts[0] - begin + full, partial(tell_area, home, full))
+    load = here.load
+    for visit, start in enumerate(here.starts):
+        yield Claim(start - begin + load.work - load.before[visit], partial(head_reason, here, visit, start - begin - load.before[visit]))
+    full = memory_energy(load, here.starts)
+    yield Claim(here.starts[0] - begin + full, partial(energy_reason, here, full))
 
 
-def _in_window(homes: Sequence[Home], window: Window, known: Sequence[Claim]) -> Claim:
+def _in_window(by_rank: Sequence[RankPasses], window: Window, known: Sequence[Claim]) -> Claim:
     """The strongest claim about `window`, those that are `known` among them."""
-    claims = [*known, *(claim for home in homes for claim in _seen_from(home, window))]
+    claims = [*known, *(claim for here in by_rank for claim in _head_and_tail(here, window))]
     best = max(claims, key=lambda claim: claim.time)
-    return max([best, *_for_room(homes, window, best.time)], key=lambda claim: claim.time)
+    return max([best, *_waits_for_memory(by_rank, window, best.time)], key=lambda claim: claim.time)
 
 
-def _seen_from(home: Home, window: Window) -> Iterator[Claim]:
+def _head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
     """What `window` needs so that the rank can do its work between the way of the first microbatch to it and that of the last from it."""
-    load, turns = home.load, range(len(home.passes))
-    for last in turns:
-        back = window.ends[home.places[last]] - home.starts[last]
-        if not window.ends[home.places[last]]:
+    load, visits = here.load, range(len(here.passes))
+    for last in visits:
+        back = window.ends[here.places[last]] - here.starts[last]
+        if not window.ends[here.places[last]]:
             continue
-        for first in turns:
-            if home.places[first] >= window.place and load.in_turn[first][last]:
-                there = home.starts[first] - window.start
-                between = load.work - load.before[first] - load.after[last] - load.turns[last]
-                yield Claim(there + max(0, between) + back, partial(tell_waits, home, window, first, last))
+        for first in visits:
+            if here.places[first] >= window.place and load.in_order[first][last]:
+                there = here.starts[first] - window.start
+                between = load.work - load.before[first] - load.after[last] - load.pass_times[last]
+                yield Claim(there + max(0, between) + back, partial(head_and_tail_reason, here, window, first, last))
 
 
-def _for_room(homes: Sequence[Home], window: Window, enough: int) -> Iterator[Claim]:
+def _waits_for_memory(by_rank: Sequence[RankPasses], window: Window, enough: int) -> Iterator[Claim]:
     """What `window` needs so that forwards find room, each claim stronger than `enough` and the one before."""
-    for home in homes:
-        for turn in range(home.load.num_stages):
-            alone = window.ends[home.places[turn]] - window.start
-            between = steps(home.load, home.starts, turn, enough - alone) if home.places[turn] >= window.place else 0
-            if alone + between > enough:
-                enough = alone + between
-                yield Claim(enough, partial(tell_room, home, turn, between))
+    for here in by_rank:
+        for visit in range(here.load.num_stages):
+            unhindered = window.ends[here.places[visit]] - window.start
+            between = memory_wait(here.load, here.starts, visit, enough - unhindered) if here.places[visit] >= window.place else 0
+            if unhindered + between > enough:
+                enough = unhindered + between
+                yield Claim(enough, partial(memory_wait_reason, here, visit, between))

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
 
-from zerobubble.bounds.load import Load
+from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.costs import Costs, Limits
 from zerobubble.ir import Kind, Op, Placement
 from zerobubble.rules import makers, uses
@@ -19,7 +19,7 @@ Chain = dict[Op, int]
 """The passes F and B of one microbatch, in their order, with their starts (ns) if nothing else is in the way."""
 
 
-def alone(placement: Placement, costs: Costs) -> Chain:
+def earliest_starts(placement: Placement, costs: Costs) -> Chain:
     """The chain on a placement of one route."""
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
@@ -38,33 +38,33 @@ def _lag(maker: Op, user: Op, home: Sequence[int], costs: Costs) -> int:
 
 
 @dataclass(frozen=True)
-class Home:
+class RankPasses:
     """A rank with its load, and its turns: their passes, their places in the chain of a microbatch, their starts if it is alone."""
 
     rank: int
-    load: Load
+    load: RankLoad
     passes: tuple[Op, ...]
     places: tuple[int, ...]
     starts: tuple[int, ...]
 
 
-def homes_of(placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, chain: Chain) -> list[Home]:
+def passes_by_rank(placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, chain: Chain) -> list[RankPasses]:
     """The ranks in order. Those alike share what is worked out for one of them."""
-    turns: list[list[tuple[int, Op]]] = [[] for _ in range(placement.num_ranks)]
+    visits: list[list[tuple[int, Op]]] = [[] for _ in range(placement.num_ranks)]
     for place, op in enumerate(chain):
-        turns[placement.routes[0][op.stage]].append((place, op))
-    load = cache(lambda *columns: Load(*columns))
-    homes = []
-    for rank, own in enumerate(turns):
+        visits[placement.routes[0][op.stage]].append((place, op))
+    load = cache(lambda *columns: RankLoad(*columns))
+    by_rank = []
+    for rank, own in enumerate(visits):
         stages = [op.stage for _, op in own if op.kind is Kind.F]
         columns = _columns(stages, costs, microbatches, limits.memory[rank] if limits else None)
         places, passes = zip(*own, strict=True)
-        homes.append(Home(rank, load(*columns), passes, places, tuple(chain[op] for op in passes)))
-    return homes
+        by_rank.append(RankPasses(rank, load(*columns), passes, places, tuple(chain[op] for op in passes)))
+    return by_rank
 
 
 def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int | None) -> tuple[object, ...]:
-    """What makes a `Load`, with bytes in the largest unit that fits them all, and room for at least one microbatch, at most for all."""
+    """What makes a `RankLoad`, with bytes in the largest unit that fits them all, and room for at least one microbatch, at most for all."""
     saved = [costs.held_after_f[s] for s in stages]
     pending = [min(costs.held_after_f[s], costs.held_after_b[s]) for s in stages]
     unit = gcd(*saved, *pending) or 1
@@ -94,17 +94,19 @@ def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
     return list(accumulate(last, max))[::-1]
 
 
-def spans_of(homes: Sequence[Home], chain: Chain, costs: Costs) -> list[Window]:
+def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[Window]:
     """The spans that are worth a look: that of the rank with the first stage, and any that is longer for a microbatch alone.
 
     Whatever makes another one long makes the first one longer still.
     """
-    first = min(homes, key=lambda home: home.places[0])
-    worth = [home for home in homes if home is first or _end(home, chain, costs) - home.starts[0] > _end_of(first.passes[-1], chain, costs)]
+    first = min(by_rank, key=lambda home: home.places[0])
+    worth = [
+        home for home in by_rank if home is first or _end(home, chain, costs) - home.starts[0] > _end_of(first.passes[-1], chain, costs)
+    ]
     return [Window(home.rank, home.places[0], home.starts[0], ends(chain, home.passes, costs)) for home in worth]
 
 
-def _end(home: Home, chain: Chain, costs: Costs) -> int:
+def _end(home: RankPasses, chain: Chain, costs: Costs) -> int:
     return max(_end_of(op, chain, costs) for op in home.passes if op.kind is Kind.B)
 
 

@@ -8,25 +8,25 @@ from itertools import product, zip_longest
 from math import ceil
 from typing import NamedTuple
 
-from zerobubble.bounds.load import Load
+from zerobubble.bounds.rank_load import RankLoad
 
-CHOICES = 4
+MAX_CHOICES = 4
 
 
-def steps(load: Load, starts: Sequence[int], turn: int, enough: int) -> int:
+def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) -> int:
     """The least time (ns) from the first F of a turn to its last, as far as F waits for room; 0 if not over `enough`.
 
     `starts` are those of the rank's turns for a microbatch alone. When an F begins, some number of microbatches before it still wait for
     B of its stage and hold what the stages up to it saved. The oldest of them must have had what leaves room for the others, now or, if
     it has not had all its F, when it has; and the one before it what leaves room for them all.
     """
-    pace, last, each = load.forward[turn], load.microbatches - 1, load.during(turn)
+    pace, last, each = load.forward[visit], load.microbatches - 1, load.during(visit)
     if not each:
         return 0
-    others, slowest = min(load.limit // each - 1, last), starts[-1] - starts[turn] + load.backwards[-1]
+    others, slowest = min(load.limit // each - 1, last), starts[-1] - starts[visit] + load.backwards[-1]
     if _at_most((others, slowest, slowest), pace, last) <= enough:
         return 0
-    waits = _waits(load, _ways(load, starts, turn), turn, others)
+    waits = _waits(load, _backward_states(load, starts, visit), visit, others)
     if min(_at_most(wait, pace, last) for wait in waits) <= enough:
         return 0
     first = [0] * load.microbatches
@@ -42,7 +42,7 @@ def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
     return last * max(pace, ceil(own / max(count, 1)), ceil(older / (count + 1))) + max(own, older)
 
 
-class Way(NamedTuple):
+class BackwardState(NamedTuple):
     """How a microbatch may stand on its way back: the stages that wait for B, the bytes held, and the least time (ns) since some F."""
 
     left: int
@@ -50,40 +50,40 @@ class Way(NamedTuple):
     time: int
 
 
-def _ways(load: Load, starts: Sequence[int], turn: int) -> list[Way]:
-    """Every way, with the time since F of `turn`: the passes since B of one of the rank's stages ran one after the other.
+def _backward_states(load: RankLoad, starts: Sequence[int], visit: int) -> list[BackwardState]:
+    """Every way, with the time since F of `visit`: the passes since B of one of the rank's stages ran one after the other.
 
-    W of a stage is done or kept pending; beyond `CHOICES` stages it is taken to cost neither time nor room, so that ways stay few.
+    W of a stage is done or kept pending; beyond `MAX_CHOICES` stages it is taken to cost neither time nor room, so that ways stay few.
     """
-    ways, stages = [Way(load.num_stages, load.held[-1], 0)], load.num_stages
+    states, stages = [BackwardState(load.num_stages, load.held[-1], 0)], load.num_stages
     for left in range(stages):
-        for kept in product((0, 1), repeat=min(CHOICES, stages - left)):
+        for kept in product((0, 1), repeat=min(MAX_CHOICES, stages - left)):
             held, time, passed = load.held[left], 0, 0
             for n, keep in zip_longest(range(left, stages), kept):
                 held += load.pending[n] * (keep == 1)
                 passed += load.backward[n] + load.weight[n] * (keep == 0)
-                time = max(time, starts[2 * stages - 1 - n] - starts[turn] + passed)
-            ways.append(Way(left, held, time))
-    return ways
+                time = max(time, starts[2 * stages - 1 - n] - starts[visit] + passed)
+            states.append(BackwardState(left, held, time))
+    return states
 
 
-def _waits(load: Load, ways: Sequence[Way], turn: int, most: int) -> list[tuple[int, int, int]]:
+def _waits(load: RankLoad, states: Sequence[BackwardState], visit: int, most: int) -> list[tuple[int, int, int]]:
     """For numbers of microbatches that wait for B of a turn's stage: how long after its F the oldest, and the one before, leave room.
 
     Of numbers with equal waits only the largest counts: it asks for the least. The waits grow where a way no longer fits.
     """
-    each = load.during(turn)
-    early, late = ([way for way in ways if (way.left > turn) == waiting] for waiting in (True, False))
-    counts = {most, *((load.limit - way.held) // each for way in early), *((load.limit - way.held) // each - 1 for way in late)}
+    each = load.during(visit)
+    early, late = ([state for state in states if (state.left > visit) == waiting] for waiting in (True, False))
+    counts = {most, *((load.limit - state.held) // each for state in early), *((load.limit - state.held) // each - 1 for state in late)}
     waits = {}
     for count in sorted(count for count in counts if 0 <= count <= most):
         room = load.limit - count * each
-        own = min(way.time for way in early if way.held <= room)
-        waits[own, min(way.time for way in late if way.held <= room - each)] = count
+        own = min(state.time for state in early if state.held <= room)
+        waits[own, min(state.time for state in late if state.held <= room - each)] = count
     return [(count, own, older) for (own, older), count in waits.items()]
 
 
-def area(load: Load, starts: Sequence[int]) -> int:
+def memory_energy(load: RankLoad, starts: Sequence[int]) -> int:
     """The least span (ns) of a rank whose limit holds what all its microbatches hold, over time, for at least as long as one alone.
 
     Memory cannot be full while the first forwards fill it and while the last weight passes empty it (Little's law, CM section 3).
@@ -98,14 +98,14 @@ def area(load: Load, starts: Sequence[int]) -> int:
     return ceil((load.microbatches * (saved + pending) + unused) / load.limit)
 
 
-def _filling(load: Load, pace: int) -> tuple[Fraction, Fraction]:
+def _filling(load: RankLoad, pace: int) -> tuple[Fraction, Fraction]:
     """How long memory takes to fill, a stage each `pace` ns, and the room (byte ns) that is not used meanwhile."""
     largest = max(load.saved)
     count = load.limit // largest
     return Fraction(count * pace), Fraction(pace * (count * load.limit - largest * count * (count + 1) // 2))
 
 
-def _emptying(load: Load) -> tuple[Fraction, Fraction]:
+def _emptying(load: RankLoad) -> tuple[Fraction, Fraction]:
     """How long memory takes to empty, and the room that is not used meanwhile.
 
     Each stage that holds something needs its W, so this is filling backwards. Where W leaves little to be held, B tells more: bytes
@@ -117,4 +117,4 @@ def _emptying(load: Load) -> tuple[Fraction, Fraction]:
         return by_weight
     rate = max(max(Fraction(saved, b + w), Fraction(held, w or 1)) for b, w, saved, held in stages)
     time = max(Fraction(0), load.limit / rate - max(*load.backward, *load.weight))
-    return max(by_weight, (time, time * time * rate / 2), key=lambda way: way[1])
+    return max(by_weight, (time, time * time * rate / 2), key=lambda state: state[1])

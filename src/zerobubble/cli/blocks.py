@@ -51,7 +51,7 @@ def block(
     made = _find(name, ranks)
     count = 3 * made.placement.num_ranks if microbatches is None else microbatches
     require_size(name, 3 * made.placement.num_stages * count)
-    steps = four_steps(made, count, memory, steady=not through)
+    steps = four_steps(made, count, memory, keep_steady_phase=not through)
     for file, text in ((svg, block_svg), (html, block_html)):
         if file is not None:
             write_text(file, text(made, steps))

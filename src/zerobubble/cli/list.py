@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from zerobubble.cli.options import json_option
-from zerobubble.schedules import Recipe, shelf
+from zerobubble.schedules import Recipe, registry
 
 
 @click.command("list")
@@ -21,7 +21,7 @@ def list_schedules(as_json: bool) -> None:
       zerobubble list
       zerobubble list --json
     """
-    recipes, notes = shelf.everything()
+    recipes, notes = registry.everything()
     for note in notes:
         click.echo(f"note: {note}", err=True)
     if as_json:

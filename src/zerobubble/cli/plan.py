@@ -20,11 +20,11 @@ from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.export.units import ms
 from zerobubble.planning import Plan, Solved, plan, plan_layers
-from zerobubble.planning.attempt import News, Watch
+from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.reasons import percent
-from zerobubble.planning.steady import steadied, steady_dict, steady_text
-from zerobubble.planning.what_if import what_if, what_if_text
+from zerobubble.planning.robust_order import robust_order_dict, robust_order_text, with_robust_winner
+from zerobubble.planning.sensitivity_text import what_if, what_if_text
 
 Told = tuple[dict[str, object], str]
 """What is told beside the plan: keys for the JSON form, and text."""
@@ -126,9 +126,9 @@ def plan_verb(
             together = plan_layers(model, named, microbatches, limits, **search)
             found, told = together.plan, [(cuts_dict(together), cuts_text(together, len(model)))]
     if noise is not None:
-        found, steady = steadied(found, noise / 100, seconds=budget, seed=seed, evaluations=evaluations)
+        found, robust = with_robust_winner(found, noise / 100, seconds=budget, seed=seed, evaluations=evaluations)
         problem = found.best.problem
-        told.append(({"noise": steady_dict(problem, steady)}, steady_text(problem, steady, noise / 100)))
+        told.append(({"noise": robust_order_dict(problem, robust)}, robust_order_text(problem, robust, noise / 100)))
     schedule = found.schedule
     if output is not None:
         write_text(output, plan_text(found.best))
@@ -144,7 +144,7 @@ def plan_verb(
 
 
 @contextmanager
-def progress_bar(seconds: float | None) -> Iterator[Watch | None]:
+def progress_bar(seconds: float | None) -> Iterator[ProgressCallback | None]:
     """What to call with news of a search, to be shown as a bar on a terminal; None where there is none, or nothing to wait for."""
     console = Console(stderr=True)
     if not console.is_terminal or seconds == 0:
@@ -154,10 +154,10 @@ def progress_bar(seconds: float | None) -> Iterator[Watch | None]:
         yield _shown(bar, seconds)
 
 
-def _shown(bar: Progress, seconds: float | None) -> Watch:
+def _shown(bar: Progress, seconds: float | None) -> ProgressCallback:
     task = bar.add_task("getting ready", total=seconds)
 
-    def watch(news: News) -> None:
+    def watch(news: PlanProgress) -> None:
         told = f"{news.placement}: bubble {percent(news.bubble)}, gap {percent(news.gap)}, {news.how}"
         bar.update(task, completed=bar.tasks[0].elapsed or 0.0, description=told)
 

@@ -13,7 +13,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Placement
 from zerobubble.planning import Objective, Workload
-from zerobubble.planning.families import ANY, FAMILIES, family, to_try
+from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
 
 Times = tuple[float, float, float]
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -89,7 +89,7 @@ def asked_stages(file: str, ranks: int | None, microbatches: int | None, placeme
 
 def asked_placements(placement: str, num_ranks: int, microbatches: int) -> dict[str, Placement]:
     """The placements to try by their names; raises `InputError` for an unknown one and for too many passes."""
-    named = to_try([name.strip() for name in placement.split(",")], num_ranks)
+    named = placements_to_try([name.strip() for name in placement.split(",")], num_ranks)
     most = max(made.num_stages for made in named.values())
     require_size("a plan", 3 * most * microbatches)
     return named

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.export.units import ticks
-from zerobubble.planning.choose import Choice
+from zerobubble.planning.competition import Choice
 from zerobubble.planning.pareto import TITLES, Front, Point, cells
 from zerobubble.planning.problem import Objective, Status
 from zerobubble.planning.reasons import percent

@@ -6,7 +6,7 @@ costs = stage_costs(layers, cuts)
 
 from __future__ import annotations
 
-from zerobubble.partition.balance import balance, balance_placement
+from zerobubble.partition.balancing import balance, balance_placement
 from zerobubble.partition.layers import (
     Cuts,
     Layer,

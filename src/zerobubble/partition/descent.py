@@ -12,14 +12,17 @@ Score = tuple[int, int, int, int]
 """Bytes over the memory, the largest rank time in ns, and how rough the ranks and the stages are (sums of squares)."""
 
 
-def descend(loads: Loads, home: Sequence[int], caps: Sequence[int] | None, cuts: Cuts) -> tuple[Score, Cuts]:
-    """The cuts reached from `cuts` for stages on the ranks `home`, where no move makes the score less; `caps[r]` is rank r's memory."""
-    best = score(loads, home, caps, cuts)
+def descend(loads: Loads, home: Sequence[int], memory_limits: Sequence[int] | None, cuts: Cuts) -> tuple[Score, Cuts]:
+    """The cuts reached from `cuts` for stages on the ranks `home`, where no move makes the score less.
+
+    `memory_limits[r]` is what rank r may hold in bytes; None for no limits.
+    """
+    best = score(loads, home, memory_limits, cuts)
     improved = True
     while improved:
         improved = False
         for moved in moves(cuts, len(loads.time) - 1):
-            now = score(loads, home, caps, moved)
+            now = score(loads, home, memory_limits, moved)
             if now < best:
                 best, cuts, improved = now, moved, True
                 break
@@ -36,7 +39,7 @@ def moves(cuts: Cuts, num_layers: int) -> Iterator[Cuts]:
                     yield moved
 
 
-def score(loads: Loads, home: Sequence[int], caps: Sequence[int] | None, cuts: Cuts) -> Score:
+def score(loads: Loads, home: Sequence[int], memory_limits: Sequence[int] | None, cuts: Cuts) -> Score:
     """How good the cuts are; less is better."""
     edges = (0, *cuts, len(loads.time) - 1)
     busy, held, rough = [0] * (max(home) + 1), [0] * (max(home) + 1), 0
@@ -45,5 +48,5 @@ def score(loads: Loads, home: Sequence[int], caps: Sequence[int] | None, cuts: C
         busy[rank] += time
         held[rank] += loads.memory[end] - loads.memory[begin]
         rough += time * time
-    over = 0 if caps is None else sum(max(0, have - cap) for have, cap in zip(held, caps, strict=True))
+    over = 0 if memory_limits is None else sum(max(0, have - cap) for have, cap in zip(held, memory_limits, strict=True))
     return over, max(busy), sum(time * time for time in busy), rough

@@ -11,7 +11,7 @@ from zerobubble.partition.layers import Cuts, Layer
 Left = tuple[int, int]
 """The layers that no rank has taken: from the first number up to the second."""
 
-Join = Callable[[int, Sequence[int]], int]
+Accumulate = Callable[[int, Sequence[int]], int]
 """The worth of a split so far and the stage times of the next rank make the worth of the split with that rank."""
 
 
@@ -31,21 +31,21 @@ class Loads:
 
 
 @dataclass(frozen=True)
-class Chain:
+class CutProblem:
     """Layers to cut for the ranks in this order, stages from the front alone, or also from the back (`folded`).
 
-    `caps` is the memory of each of the ranks in bytes, None for no limit.
+    `memory_limits` is the memory of each of the ranks in bytes, None for no limit.
     """
 
     loads: Loads
     num_ranks: int
     folded: bool
-    caps: Sequence[int] | None = None
+    memory_limits: Sequence[int] | None = None
 
     def takes(self, left: Left, rank: int, limit: int) -> Iterator[tuple[Left, tuple[int, ...]]]:
         """What may be left once `rank` has taken its stages of at most `limit` ns together, and the times of these."""
         time, memory = self.loads.time, self.loads.memory
-        room = memory[-1] if self.caps is None else self.caps[rank]
+        room = memory[-1] if self.memory_limits is None else self.memory_limits[rank]
         begin, end = left
         for front in range(begin + 1, end + 1):
             first, held = time[front] - time[begin], memory[front] - memory[begin]
@@ -61,7 +61,7 @@ class Chain:
                 yield (front, back), (first, second)
 
 
-def exact_cuts(chain: Chain) -> Cuts | None:
+def exact_cuts(chain: CutProblem) -> Cuts | None:
     """The cuts with the smallest largest rank time, among them those with the smoothest stage times; None where none fits."""
     time = chain.loads.time
     total, heaviest = time[-1], max(after - before for before, after in pairwise(time))
@@ -82,7 +82,7 @@ def _roughness(worth: int, times: Sequence[int]) -> int:
     return worth + sum(time * time for time in times)
 
 
-def _best(chain: Chain, limit: int, join: Join) -> tuple[int, Cuts] | None:
+def _best(chain: CutProblem, limit: int, accumulate_worth: Accumulate) -> tuple[int, Cuts] | None:
     """The least worth of a split whose ranks take at most `limit` ns each, and its cuts."""
     time = chain.loads.time
     everything = (0, len(time) - 1)
@@ -92,7 +92,7 @@ def _best(chain: Chain, limit: int, join: Join) -> tuple[int, Cuts] | None:
         rest = limit * (chain.num_ranks - 1 - rank)
         for left, (worth, cuts) in front.items():
             for now, times in chain.takes(left, rank, limit):
-                joined = join(worth, times)
+                joined = accumulate_worth(worth, times)
                 if time[now[1]] - time[now[0]] <= rest and (now not in reached or joined < reached[now][0]):
                     reached[now] = joined, cuts.union(now)
         front = reached

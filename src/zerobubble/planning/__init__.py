@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zerobubble.planning.choose import Choice, Plan, plan, solve
-from zerobubble.planning.joint import LayersPlan, plan_layers
+from zerobubble.planning.competition import Choice, Plan, plan, solve
+from zerobubble.planning.layer_plan import LayersPlan, plan_layers
 from zerobubble.planning.plan_file import load_plan, save_plan
 from zerobubble.planning.problem import Objective, Problem, Solved, Status, Workload
-from zerobubble.planning.robust import Sensitivity, sensitivity
-from zerobubble.planning.steady import steadiest
+from zerobubble.planning.robust_order import most_robust_order
+from zerobubble.planning.sensitivity_analysis import Sensitivity, sensitivity
 
 __all__ = [
     "Choice",
@@ -20,10 +20,10 @@ __all__ = [
     "Status",
     "Workload",
     "load_plan",
+    "most_robust_order",
     "plan",
     "plan_layers",
     "save_plan",
     "sensitivity",
     "solve",
-    "steadiest",
 ]

@@ -17,13 +17,13 @@ from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem import Problem, Solved, Status
 from zerobubble.planning.reasons import split_shortage
-from zerobubble.planning.seeds import MAKING, fitting, one_by_one, promising
+from zerobubble.planning.seeds import MAKE_SECONDS, fitting, promising, serial_schedule
 
 if TYPE_CHECKING:
     from zerobubble.planning.search import Progress
 
 
-class News(NamedTuple):
+class PlanProgress(NamedTuple):
     """What the search on a placement has found so far: the bubble, how far the time is above its bound, and what found it."""
 
     placement: str
@@ -32,7 +32,7 @@ class News(NamedTuple):
     how: str
 
 
-Watch = Callable[[News], None]
+ProgressCallback = Callable[[PlanProgress], None]
 """Called with news of a search."""
 
 
@@ -56,10 +56,10 @@ class Budget(NamedTuple):
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
 
-AT_ONCE, QUICK_PASSES, QUICK_PACE = 3_500, 60_000, 30_000
+PASSES_AT_ONCE, PASSES_WITHOUT_CLOCK, PASSES_PER_SECOND = 3_500, 60_000, 30_000
 """Passes that the papers' planners order in a tenth of a second, in the few seconds they get without a clock, and in one second."""
 
-CHECKING = 4e-6
+CHECK_SECONDS = 4e-6
 """Seconds a pass to check and play an answer."""
 
 
@@ -74,36 +74,36 @@ class Attempt:
     interrupted: bool = False
 
     @property
-    def is_open(self) -> bool:
+    def can_improve(self) -> bool:
         """Whether a search could still find something."""
         return self.solved.status is Status.FEASIBLE
 
     @property
-    def is_blank(self) -> bool:
+    def has_no_schedule(self) -> bool:
         """Whether there is an answer, but none has been made."""
-        return self.is_open and self.solved.schedule is None
+        return self.can_improve and self.solved.schedule is None
 
 
-def quick(problem: Problem, seconds: float) -> Iterator[Schedule]:
+def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
     """What the papers' quick planners find, as far as they have an answer; nothing where it would take more than `seconds`."""
-    if problem.num_passes > (max(AT_ONCE, seconds * QUICK_PACE) if isfinite(seconds) else QUICK_PASSES):
+    if problem.num_passes > (max(PASSES_AT_ONCE, seconds * PASSES_PER_SECOND) if isfinite(seconds) else PASSES_WITHOUT_CLOCK):
         return
     for planner in (zb_v_greedy, zb_heuristic):
         with suppress(InputError):
             yield planner(problem)
 
 
-def begin(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None) -> Attempt:
+def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None) -> Attempt:
     """The best of what quick planners find and of `seeds` (if not given, the published schedules), until one meets the bound.
 
     The first is always made, more while they take up to half of the budget. Where none fits, the attempt is blank.
     """
     started, bound = perf_counter(), problem.bound()
-    if problem.lack:
-        return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.lack))
+    if problem.shortage_reason:
+        return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.shortage_reason))
     best, kept = Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, ""), []
-    given = chain(quick(problem, budget.for_seeds), promising(problem, budget.for_seeds) if seeds is None else seeds)
-    for seed in fitting(_until(given, started + budget.for_seeds - MAKING * problem.num_passes), problem):
+    given = chain(paper_heuristics(problem, budget.for_seeds), promising(problem, budget.for_seeds) if seeds is None else seeds)
+    for seed in fitting(_until_deadline(given, started + budget.for_seeds - MAKE_SECONDS * problem.num_passes), problem):
         kept.append(seed)
         solved = Solved.of(problem, bound, seed, perf_counter() - started, seed.name)
         best = shorter(best, solved)
@@ -112,7 +112,7 @@ def begin(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule]
     return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept))
 
 
-def _until(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
+def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
     """The first of `seeds`, and those that are made while the clock is not past `end`."""
     for seed in seeds:
         yield seed
@@ -120,31 +120,31 @@ def _until(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
             return
 
 
-def sketch(attempt: Attempt) -> Attempt:
+def with_list_schedule(attempt: Attempt) -> Attempt:
     """The attempt after a few passes of the list scheduler, if it is blank."""
-    return _search(attempt, (), Budget(0.0), 0, None) if attempt.is_blank else attempt
+    return _search(attempt, (), Budget(0.0), 0, None) if attempt.has_no_schedule else attempt
 
 
-def settled(attempt: Attempt) -> Attempt:
+def with_serial_schedule(attempt: Attempt) -> Attempt:
     """The attempt with each microbatch by itself, which fits wherever anything does, if it is still blank."""
-    if not attempt.is_blank:
+    if not attempt.has_no_schedule:
         return attempt
     started, problem = perf_counter(), attempt.solved.problem
-    alone = one_by_one(problem.placement, problem.num_microbatches)
+    alone = serial_schedule(problem.placement, problem.num_microbatches)
     solved = Solved.of(problem, attempt.solved.bound, alone, 0.0, alone.name)
     return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + perf_counter() - started))
 
 
-def improve(attempt: Attempt, budget: Budget, seed: int = 0, watch: Watch | None = None) -> Attempt:
+def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
     """The attempt after a search, never worse; checking the answer counts, and so does compiling the search unless it is done before."""
-    if budget.is_empty or not attempt.is_open:
+    if budget.is_empty or not attempt.can_improve:
         return attempt
     best = attempt.solved.schedule
     seeds = attempt.seeds if best is None else (best, *attempt.seeds)
-    return replace(_search(attempt, seeds, budget, seed, watch), searched=True)
+    return replace(_search(attempt, seeds, budget, seed, on_progress), searched=True)
 
 
-def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed: int, watch: Watch | None) -> Attempt:
+def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:
     from zerobubble.planning.search import search
 
     started, solved = perf_counter(), attempt.solved
@@ -154,10 +154,10 @@ def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed:
         solved.problem,
         solved.bound.time,
         seeds,
-        seconds=max(0.0, budget.seconds - CHECKING * solved.problem.num_passes),
+        seconds=max(0.0, budget.seconds - CHECK_SECONDS * solved.problem.num_passes),
         seed=seed,
         evaluations=budget.evaluations,
-        progress=None if watch is None else lambda progress: watch(_news(attempt, progress)),
+        progress=None if on_progress is None else lambda progress: on_progress(_plan_progress(attempt, progress)),
     )
     name, before = f"planned by {found.how}", solved.seconds
     if solved.schedule is None or found.schedule.rows != solved.schedule.rows:
@@ -165,9 +165,9 @@ def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed:
     return replace(attempt, solved=replace(solved, seconds=before + perf_counter() - started), interrupted=found.interrupted)
 
 
-def _news(attempt: Attempt, progress: Progress) -> News:
+def _plan_progress(attempt: Attempt, progress: Progress) -> PlanProgress:
     gap = progress.time_ns / progress.bound - 1 if progress.bound else 0.0
-    return News(attempt.name, attempt.solved.problem.bubble(progress.time_ns), gap, progress.how)
+    return PlanProgress(attempt.name, attempt.solved.problem.bubble(progress.time_ns), gap, progress.how)
 
 
 def shorter(one: Solved, other: Solved) -> Solved:
@@ -175,7 +175,7 @@ def shorter(one: Solved, other: Solved) -> Solved:
     return other if one.time is None or (other.time is not None and other.time < one.time) else one
 
 
-def by_baseline(name: str, baseline: str, problem: Problem) -> Attempt:
+def attempt_by_baseline(name: str, baseline: str, problem: Problem) -> Attempt:
     """What a planner of the papers finds. Raises `InputError` for an unknown one, and where it has no answer, with its reason."""
     if baseline not in BASELINES:
         raise InputError(f"there is no baseline {baseline!r}: {near(baseline, BASELINES)}known are {', '.join(BASELINES)}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
-from zerobubble.planning.attempt import Watch
-from zerobubble.planning.choose import SECONDS, Plan, as_budget, decide, problems_of
-from zerobubble.planning.families import ANY, to_try
+from zerobubble.planning.attempt import ProgressCallback
+from zerobubble.planning.competition import SECONDS, Plan, as_budget, plan_problems, problems_of
+from zerobubble.planning.placements import ANY, placements_to_try
 from zerobubble.planning.problem import Objective, Workload
 from zerobubble.planning.reasons import aligned, percent
 from zerobubble.planning.seeds import published
@@ -57,7 +57,7 @@ def pareto(
     seconds: float = SECONDS,
     seed: int = 0,
     evaluations: int | None = None,
-    progress: Watch | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Front:
     """The best plan for each of `memories`, with the budget for each of them; the rest is as in `plan`.
 
@@ -67,12 +67,12 @@ def pareto(
     limits = sorted(set(memories))
     if not limits:
         raise InputError("a front needs at least one memory limit")
-    tried = to_try(placements, work.num_ranks)
+    tried = placements_to_try(placements, work.num_ranks)
     seeds = {name: list(published(placement, num_microbatches)) for name, placement in tried.items()}
     points: list[Point] = []
     for memory in limits:
         problems = problems_of(work, num_microbatches, memory, tried, objective)
-        made = decide(problems, as_budget(seconds, evaluations), seed, progress, seeds)
+        made = plan_problems(problems, as_budget(seconds, evaluations), seed, progress, seeds)
         points.append(Point(memory, made))
         for choice in made.choices:
             seeds[choice.name] += [choice.solved.schedule] if choice.solved.schedule else []

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError
-from zerobubble.planning.choose import Plan
-from zerobubble.planning.joint import LayersPlan
+from zerobubble.planning.competition import Plan
+from zerobubble.planning.layer_plan import LayersPlan
 from zerobubble.planning.problem import Solved
 
 

@@ -85,13 +85,13 @@ class Problem:
         return 1 - self.work / (self.placement.num_ranks * time) if time else 0.0
 
     @property
-    def lack(self) -> str:
+    def shortage_reason(self) -> str:
         """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits."""
         return shortage(self.placement, self.costs, self.limits)
 
     def bounds(self) -> Bounds:
         """Proven lower bounds on span and makespan; where nothing can run, those for unlimited memory."""
-        limits = None if self.lack else self.limits
+        limits = None if self.shortage_reason else self.limits
         return lower_bounds(self.placement, self.num_microbatches, self.costs, limits)
 
     def bound(self) -> Bound:

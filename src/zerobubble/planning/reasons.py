@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from textwrap import fill
 
 from zerobubble.planning.problem import Problem, Solved, Status, microbatch_bytes
-from zerobubble.planning.seeds import one_by_one, split
+from zerobubble.planning.seeds import serial_schedule, split
 from zerobubble.simulation import peak_memory
 
-WIDTH = 118
+NOTE_WIDTH = 118
 """Columns of the notes under a table."""
 
 TITLES = ("placement", "span bubble", "makespan bubble", "bound", "peak", "messages", "status", "schedule")
@@ -33,10 +33,10 @@ def notes(answers: Sequence[tuple[Solved, bool]]) -> list[str]:
     first = _note(*answers[0])
     if best.status is Status.OPTIMAL and unbeaten:
         first = first.replace(":", ", nor on any other tried:", 1)
-    return [first, *(_note_beside(best, *answer) for answer in answers[1:])]
+    return [first, *(_note_against_winner(best, *answer) for answer in answers[1:])]
 
 
-def _note_beside(best: Solved, solved: Solved, searched: bool) -> str:
+def _note_against_winner(best: Solved, solved: Solved, searched: bool) -> str:
     if solved.status is not Status.FEASIBLE or can_beat(solved, best) or best.bubble is None:
         return _note(solved, searched)
     return f"cannot have less than {percent(solved.least_bubble)}, the winner has {percent(best.bubble)}: {solved.bound.reason}"
@@ -55,7 +55,7 @@ def _note(solved: Solved, searched: bool) -> str:
 
 def split_shortage(problem: Problem) -> str:
     """Why no schedule of the search fits, in all of which B and W are apart: B may leave W more than F saved; empty where one fits."""
-    peaks = peak_memory(split(one_by_one(problem.placement, 1)), problem.costs)
+    peaks = peak_memory(split(serial_schedule(problem.placement, 1)), problem.costs)
     sizes = microbatch_bytes(problem.placement, problem.costs)
     for rank, (peak, limit, whole) in enumerate(zip(peaks, problem.limits.memory, sizes, strict=True)):
         if peak > limit:
@@ -79,13 +79,13 @@ def cells(name: str, solved: Solved) -> tuple[str, ...]:
     return name, *rates, bound, f"{solved.peak_microbatches:.4g}", f"{solved.problem.messages:,}", status, solved.how
 
 
-def show(choices: Iterable[tuple[str, Solved, str]]) -> str:
+def comparison_table(choices: Iterable[tuple[str, Solved, str]]) -> str:
     """A line of figures for each (name, answer, note), then the notes."""
     listed = list(choices)
     lines = aligned([TITLES, *(cells(name, solved) for name, solved, _ in listed)], left=(0, 6, 7))
     width = max(len(name) for name, _, _ in listed)
-    told = [fill(f"{name.ljust(width)}  {note}", WIDTH, subsequent_indent=" " * (width + 2)) for name, _, note in listed]
-    return "\n".join([*lines, "", LEGEND.format(objective=listed[0][1].problem.objective), "", *told])
+    paragraphs = [fill(f"{name.ljust(width)}  {note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for name, _, note in listed]
+    return "\n".join([*lines, "", LEGEND.format(objective=listed[0][1].problem.objective), "", *paragraphs])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

@@ -27,7 +27,7 @@ class Progress(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best schedule of a search, what found it, the schedules played and seconds it took, and whether Ctrl-C ended it."""
 
     schedule: Schedule
@@ -46,7 +46,7 @@ def search(
     seed: int = 0,
     evaluations: int | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> Found:
+) -> SearchResult:
     """The best schedule found in `seconds`, or sooner where its objective meets `bound` (ns); never worse than a seed that fits.
 
     With `evaluations`, the number of schedules to play, the clock is not looked at and the result depends on `seed` alone. Without
@@ -58,44 +58,44 @@ def search(
     for other in seeds:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
             raise InputError(f"the seed {other.name!r} is for another placement or number of microbatches: leave it out")
-    budget = kernels.Budget(seconds, evaluations)
+    budget = kernels.BudgetMeter(seconds, evaluations)
 
     def report(time: int, how: str) -> None:
         if progress is not None:
             progress(Progress(time, bound, how, budget.elapsed))
 
-    desk = kernels.Desk(kernels.tables_of(problem), bound, budget, report)
+    state = kernels.SearchState(kernels.tables_of(problem), bound, budget, report)
     interrupted = False
     try:
-        kernels.run(desk, problem, [kernels.word_of(other) for other in seeds], seed)
+        kernels.search_portfolio(state, problem, [kernels.order_of(other) for other in seeds], seed)
     except KeyboardInterrupt:
-        if desk.word is None:
+        if state.order is None:
             raise
         interrupted = True
-    if desk.word is None:
+    if state.order is None:
         raise InputError("no schedule fits the memory limits: they must hold one microbatch of every rank's stages")
-    schedule = kernels.schedule_of("planned", problem, desk.tables, desk.word)
-    return Found(schedule, desk.how, budget.used, budget.elapsed, interrupted)
+    schedule = kernels.schedule_of("planned", problem, state.tables, state.order)
+    return SearchResult(schedule, state.how, budget.used, budget.elapsed, interrupted)
 
 
-def play(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
+def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
     """Span and makespan of `schedule` in ns by the compiled simulator, and whether it fits the limits.
 
     A backward in one piece is played as B and W. Raises `InputError` for a schedule that cannot run.
     """
     kernels = load_kernels()
-    word = kernels.word_of(schedule)
+    order = kernels.order_of(schedule)
     both = [kernels.tables_of(replace(problem, objective=objective)) for objective in (Objective.SPAN, Objective.MAKESPAN)]
-    span, makespan = (kernels.time_of(tables, kernels.rows_of(tables, word)) for tables in both)
+    span, makespan = (kernels.longest_time(tables, kernels.rows_of(tables, order)) for tables in both)
     if span < 0:
         raise InputError(f"the schedule {schedule.name!r} cannot run: see schedule_faults")
-    return span, makespan, kernels.all_fit(both[0], kernels.rows_of(both[0], word))
+    return span, makespan, kernels.all_ranks_fit(both[0], kernels.rows_of(both[0], order))
 
 
 def compile_kernels() -> float:
     """The seconds it took to compile what `search` uses, or to load it where it was compiled before."""
     start = perf_counter()
-    load_kernels().rehearse(Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2)))
+    load_kernels().compile_all(Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2)))
     return perf_counter() - start
 
 

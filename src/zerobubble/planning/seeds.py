@@ -20,10 +20,10 @@ def published(placement: Placement, num_microbatches: int) -> Iterator[Schedule]
     return (_built(recipe, placement, num_microbatches) for recipe in _recipes(placement, num_microbatches))
 
 
-MAKING, ENOUGH = 10e-6, 6e-6
+MAKE_SECONDS, SEARCH_SECONDS = 10e-6, 6e-6
 """Seconds a pass to make a seed and judge it, and those in which a search without one gets anywhere."""
 
-SNUG = 0.9
+WELL_FILLED = 0.9
 """The share of the memory from which on a schedule leaves little that a search could use."""
 
 
@@ -34,14 +34,14 @@ def promising(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
     `seconds` are few, it is only the first, and only if it fills the memory: else they are better spent on a search, if they do for one.
     """
     recipes = sorted(_recipes(problem.placement, problem.num_microbatches), key=lambda recipe: _promise(recipe, problem))
-    if ENOUGH * problem.num_passes <= seconds < MAKING * problem.num_passes:
-        recipes = [recipe for recipe in recipes[:1] if SNUG <= _fill(recipe, problem) <= 1]
+    if SEARCH_SECONDS * problem.num_passes <= seconds < MAKE_SECONDS * problem.num_passes:
+        recipes = [recipe for recipe in recipes[:1] if WELL_FILLED <= _fill(recipe, problem) <= 1]
     return (_built(recipe, problem.placement, problem.num_microbatches) for recipe in recipes)
 
 
 def _promise(recipe: Recipe, problem: Problem) -> tuple[bool, float]:
     """Less is better: whether it should hold too much, and its bubble in ns."""
-    forms, here = FORMULAS.get(recipe.name), _mean(problem)
+    forms, here = FORMULAS.get(recipe.name), _mean_setting(problem)
     return _fill(recipe, problem) > 1, forms.bubble(here).value(here) if forms else inf
 
 
@@ -49,10 +49,10 @@ def _fill(recipe: Recipe, problem: Problem) -> float:
     """The share of the memory that it should hold, without end where no closed form tells."""
     forms = FORMULAS.get(recipe.name)
     room = fmean(problem.limits.memory)
-    return forms.peak.value(_mean(problem)) * fmean(problem.costs.held_after_f) / room if forms else inf
+    return forms.peak.value(_mean_setting(problem)) * fmean(problem.costs.held_after_f) / room if forms else inf
 
 
-def _mean(problem: Problem) -> Setting:
+def _mean_setting(problem: Problem) -> Setting:
     """The problem as if its ranks and stages were all like their mean, and messages took no time."""
     ranks, costs = problem.placement.num_ranks, problem.costs
     f, b, w = (sum(column) // ranks for column in (costs.forward, costs.backward, costs.weight))
@@ -69,48 +69,48 @@ def _recipes(placement: Placement, num_microbatches: int) -> Iterator[Recipe]:
 
 def _built(recipe: Recipe, placement: Placement, num_microbatches: int) -> Schedule:
     """The schedule; a long one is a short one stretched where that can be, which is the same in less time."""
-    ranks, stages, few = placement.num_ranks, placement.stages_per_rank, STEADY * placement.num_ranks
+    ranks, stages, few = placement.num_ranks, placement.stages_per_rank, STEADY_MICROBATCHES * placement.num_ranks
 
     def built(microbatches: int) -> Schedule:
         return replace(recipe.build(ranks, microbatches, stages), placement=placement, overlaps=frozenset())
 
-    is_long = ranks >= LARGE and num_microbatches > few + ranks and recipe.allows(ranks, few, stages)
-    return (stretched(built(few), num_microbatches) if is_long else None) or built(num_microbatches)
+    is_long = ranks >= LARGE_RANKS and num_microbatches > few + ranks and recipe.allows(ranks, few, stages)
+    return (lengthened(built(few), num_microbatches) if is_long else None) or built(num_microbatches)
 
 
-LARGE = 8
+LARGE_RANKS = 8
 """Ranks from which stretching is worth its while."""
 
-STEADY, MIDDLE = 3, 2
+STEADY_MICROBATCHES, MIDDLE_MICROBATCHES = 3, 2
 """Microbatches per rank at which warm-up, steady state and end all show, and after which of them there is a steady state."""
 
 
-def stretched(short: Schedule, num_microbatches: int) -> Schedule | None:
+def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
     """`short` for more microbatches: in the middle each rank goes on with what it does over and over, a pass of each kind and stage.
 
     None where a rank does not. Microbatches are alike, so the passes of a kind and stage are numbered in their order.
     """
     rows = []
     for row in short.rows:
-        word = [op[:2] for op in row]
-        first = [at for at, letter in enumerate(word) if letter == word[0]]
-        here, there, end = first[MIDDLE * short.num_ranks :][:3]
-        turn = word[here:there]
-        if word[there:end] != turn or set(turn) != set(word) or len(turn) > len(set(turn)):
+        pattern = [op[:2] for op in row]
+        first = [at for at, pass_kind in enumerate(pattern) if pass_kind == pattern[0]]
+        here, there, end = first[MIDDLE_MICROBATCHES * short.num_ranks :][:3]
+        period = pattern[here:there]
+        if pattern[there:end] != period or set(period) != set(pattern) or len(period) > len(set(period)):
             return None
-        long = word[:there] + turn * (num_microbatches - short.num_microbatches) + word[there:]
-        numbers = {letter: count() for letter in turn}
-        rows.append(tuple([Op(*letter, next(numbers[letter])) for letter in long]))
+        long = pattern[:there] + period * (num_microbatches - short.num_microbatches) + pattern[there:]
+        numbers = {pass_kind: count() for pass_kind in period}
+        rows.append(tuple([Op(*pass_kind, next(numbers[pass_kind])) for pass_kind in long]))
     return replace(short, num_microbatches=num_microbatches, rows=tuple(rows))
 
 
 def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
     """Those that fit the limits, backward passes split unless what a split leaves to W takes more room than there is."""
     for schedule in schedules:
-        yield from islice((order for order in (split(schedule), schedule) if fits(order, problem)), 1)
+        yield from islice((order for order in (split(schedule), schedule) if fits_memory(order, problem)), 1)
 
 
-def fits(schedule: Schedule, problem: Problem) -> bool:
+def fits_memory(schedule: Schedule, problem: Problem) -> bool:
     """Whether no rank holds more than its limit."""
     return not memory_faults(schedule, problem.costs, problem.limits)
 
@@ -131,7 +131,7 @@ def _parts(op: Op) -> tuple[Op, ...]:
     return (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind is Kind.BW else (op,)
 
 
-def one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
+def serial_schedule(placement: Placement, num_microbatches: int) -> Schedule:
     """Each microbatch forward and backward before the next one starts: slow, and legal wherever one microbatch fits."""
     home = placement.routes[0]
     passes = [(Kind.F, stage) for stage in range(len(home))] + [(Kind.BW, stage) for stage in reversed(range(len(home)))]

@@ -19,14 +19,14 @@ from zerobubble.schedules.interleaved_lean import interleaved_lean
 from zerobubble.schedules.interleaved_zb import interleaved_zb
 from zerobubble.schedules.one_f_one_b import eager_1f1b, one_f_one_b
 from zerobubble.schedules.one_f_one_b_v import one_f_one_b_v
-from zerobubble.schedules.own import Shelf
 from zerobubble.schedules.recipe import Needs, Recipe, anything
+from zerobubble.schedules.registry import Registry
 from zerobubble.schedules.two_thirds import two_thirds
 from zerobubble.schedules.vee_blocks import v_half, v_min, v_zb
 from zerobubble.schedules.zb_h import zb_h1, zb_h2
 from zerobubble.schedules.zb_v import zb_v
 
-__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "shelf"]
+__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "registry"]
 
 SCHEDULES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -57,7 +57,7 @@ SCHEDULES: dict[str, Recipe] = {
     )
 }
 
-shelf = Shelf(SCHEDULES)
+registry = Registry(SCHEDULES)
 
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
@@ -81,7 +81,7 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None =
 
 def find(name: str) -> Recipe:
     """The recipe by this name; raises `InputError` with the nearest known name where there is none."""
-    recipe = shelf.find(name)
+    recipe = registry.find(name)
     if recipe is None:
         known = known_schedules()
         raise InputError(f"there is no schedule {name!r}: {near(name, known)}known are {', '.join(known)}")
@@ -96,7 +96,7 @@ def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, need
     """
 
     def remember(build: Builder) -> Builder:
-        shelf.register(Recipe(name, build, stages_per_rank, any_stages, needs))
+        registry.register(Recipe(name, build, stages_per_rank, any_stages, needs))
         return build
 
     return remember
@@ -104,4 +104,4 @@ def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, need
 
 def known_schedules() -> dict[str, Recipe]:
     """Every recipe by name: the published, then the registered, then those of installed packages that can be loaded."""
-    return shelf.everything()[0]
+    return registry.everything()[0]

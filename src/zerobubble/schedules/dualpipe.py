@@ -52,8 +52,8 @@ def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedul
     for rank in range(ranks):
         own, other = (0, 1) if rank < half else (1, 0)
         depth = min(rank, ranks - 1 - rank)
-        near = _Flow(depth, range(own * each, (own + 1) * each))
-        far = _Flow(ranks - 1 - depth, range(other * each, (other + 1) * each))
+        near = _StagePasses(depth, range(own * each, (own + 1) * each))
+        far = _StagePasses(ranks - 1 - depth, range(other * each, (other + 1) * each))
         rows.append(_row(near, far, depth, half))
     return Schedule.of_steps("dualpipe", Placement.bidirectional(ranks), microbatches, rows, (0,) * each + (1,) * each)
 
@@ -77,11 +77,11 @@ def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     .  F0 f0 F1 f1 F2 bw0   f2&BW0   F3&bw1   f3&BW1   bw2   BW2   .  b3 B3 w3 W3
     """
     every = range(microbatches)
-    rows = [_row(_Flow(r, every), _Flow(2 * ranks - 1 - r, every), r, ranks) for r in range(ranks)]
+    rows = [_row(_StagePasses(r, every), _StagePasses(2 * ranks - 1 - r, every), r, ranks) for r in range(ranks)]
     return Schedule.of_steps("dualpipe-v", Placement.vee(ranks), microbatches, rows)
 
 
-class _Flow:
+class _StagePasses:
     """The passes of one stage of a rank, each kind in the order of its microbatches."""
 
     def __init__(self, stage: int, microbatches: range) -> None:
@@ -96,13 +96,13 @@ class _Flow:
         return Op(kind, self.stage, next(self._left[Kind.B]))
 
 
-def _row(near: _Flow, far: _Flow, depth: int, half: int) -> Iterator[Step]:
+def _row(near: _StagePasses, far: _StagePasses, depth: int, half: int) -> Iterator[Step]:
     """The steps of a rank `depth` ranks from where its `near` flow starts and `half - 1 - depth` from the middle."""
     to_middle = half - 1 - depth
     pending: deque[Op] = deque()
 
-    def split(flow: _Flow) -> Step:
-        pending.append(flow.backward(Kind.B))
+    def split(passes: _StagePasses) -> Step:
+        pending.append(passes.backward(Kind.B))
         return (pending[-1],)
 
     def weight() -> Step:
@@ -125,8 +125,8 @@ def _row(near: _Flow, far: _Flow, depth: int, half: int) -> Iterator[Step]:
         yield (far.backward(),)
         yield far.forward(), near.backward()
     for turn in range(2 * (depth + 1)):
-        flow = near if turn % 2 else far
-        yield split(flow) if turn > depth else (flow.backward(),)
+        passes = near if turn % 2 else far
+        yield split(passes) if turn > depth else (passes.backward(),)
     for _ in range(to_middle):
         yield weight()
         yield split(near)

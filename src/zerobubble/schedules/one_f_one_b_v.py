@@ -22,4 +22,4 @@ def one_f_one_b_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sc
     F0 F1 F2 f0 bw0   f1 bw1   F3 BW0   f2 bw2   .  BW1   f3 bw3   .  BW2   .  .  BW3
     .  F0 f0 F1 f1 .  bw0   BW0   F2 f2 bw1   BW1   F3 f3 bw2   BW2   bw3   BW3   .  .
     """
-    return four_steps(known_block("1f1b-v", ranks), microbatches, steady=False).reordered.schedule
+    return four_steps(known_block("1f1b-v", ranks), microbatches, keep_steady_phase=False).reordered.schedule

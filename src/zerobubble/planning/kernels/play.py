@@ -14,7 +14,7 @@ from zerobubble.planning.kernels.tables import Ints, Tables
 class Rows(NamedTuple):
     """The rows of a schedule and their times, by position in the concatenation of all rows."""
 
-    word: Ints
+    code: Ints
     microbatch: Ints
     where: Ints
     """The position of code c for microbatch j, at `c * microbatches + j`."""
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     """The ns the rank has idled, up to the pass."""
 
 
-class Stand(NamedTuple):
+class PlayState(NamedTuple):
     """How far a play has come, by rank."""
 
     head: Ints
@@ -36,43 +36,43 @@ class Stand(NamedTuple):
     """Room for the ranks that can go on."""
 
 
-def stand_of(tables: Tables) -> Stand:
+def initial_play_state(tables: Tables) -> PlayState:
     """Where every play begins."""
     first = tables.ranks["first"].copy()
-    return Stand(first, np.zeros_like(first), np.zeros_like(first))
+    return PlayState(first, np.zeros_like(first), np.zeros_like(first))
 
 
-def rows_of(tables: Tables, word: Ints) -> Rows:
+def rows_of(tables: Tables, order: Ints) -> Rows:
     """Rows that have not been played yet."""
-    size = len(word)
-    rows = Rows(word.copy(), *(np.zeros(size, np.int64) for _ in range(5)))
-    number(tables, rows, np.zeros(len(tables.codes), np.int64))
+    size = len(order)
+    rows = Rows(order.copy(), *(np.zeros(size, np.int64) for _ in range(5)))
+    number_microbatches(tables, rows, np.zeros(len(tables.codes), np.int64))
     return rows
 
 
 @inlined
-def copy(into: NDArray[Any], values: NDArray[Any]) -> None:
+def copy_into(into: NDArray[Any], values: NDArray[Any]) -> None:
     """Write `values` into another array."""
     for at in range(len(values)):
         into[at] = values[at]
 
 
 @compiled
-def number(tables: Tables, rows: Rows, count: Ints) -> None:
+def number_microbatches(tables: Tables, rows: Rows, count: Ints) -> None:
     """Fill in `microbatch` and `where` from the word, given a zero per code."""
-    for i in range(len(rows.word)):
-        code = rows.word[i]
+    for i in range(len(rows.code)):
+        code = rows.code[i]
         rows.microbatch[i] = count[code]
         rows.where[code * tables.microbatches + count[code]] = i
         count[code] += 1
 
 
 @compiled
-def fits(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
+def update_held(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
     """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the limit is passed."""
     held = rows.held[start - 1] if start > tables.ranks[rank].first else 0
     for i in range(start, stop):
-        held += tables.codes[rows.word[i]].held
+        held += tables.codes[rows.code[i]].held
         rows.held[i] = held
         if held > tables.ranks[rank].limit:
             return False
@@ -80,23 +80,23 @@ def fits(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
 
 
 @compiled
-def all_fit(tables: Tables, rows: Rows) -> bool:
+def all_ranks_fit(tables: Tables, rows: Rows) -> bool:
     """Whether every rank stays within its limit; fills in `held`."""
     within = True
     for rank in range(len(tables.ranks)):
-        within &= fits(tables, rows, rank, tables.ranks[rank].first, tables.ranks[rank].stop)
+        within &= update_held(tables, rows, rank, tables.ranks[rank].first, tables.ranks[rank].stop)
     return within
 
 
 @compiled
-def play(tables: Tables, rows: Rows, stand: Stand, share: float, cutoff: float) -> tuple[int, int]:
+def play_rows(tables: Tables, rows: Rows, play_state: PlayState, share: float, cutoff: float) -> tuple[int, int]:
     """Play every row from the head of its rank on, what stands before being played already.
 
     Gives the longest time of a rank (span, or makespan if `from_start`) and the sum over ranks; (-1, 0) where the rows stop, or as soon
     as longest + share * sum must pass `cutoff`. Moves the heads to where it came.
     """
     ranks, m = len(tables.ranks), tables.microbatches
-    head, blocked, stack = stand.head, stand.blocked, stand.stack
+    head, blocked, stack = play_state.head, play_state.blocked, play_state.stack
     longest, total, depth = 0, 0, ranks
     for r in range(ranks):
         blocked[r], stack[ranks - 1 - r] = -1, r
@@ -113,7 +113,7 @@ def play(tables: Tables, rows: Rows, stand: Stand, share: float, cutoff: float) 
         free = rows.end[i - 1] if i > first else 0
         idle = rows.idle[i - 1] if i > first else 0
         while i < last:
-            code = rows.word[i]
+            code = rows.code[i]
             need = tables.codes[code].maker
             if need >= 0:
                 at = rows.where[need * m + rows.microbatch[i]]
@@ -147,6 +147,6 @@ def play(tables: Tables, rows: Rows, stand: Stand, share: float, cutoff: float) 
     return longest, total
 
 
-def time_of(tables: Tables, rows: Rows) -> int:
+def longest_time(tables: Tables, rows: Rows) -> int:
     """The longest time of a rank, -1 if the rows stop."""
-    return int(play(tables, rows, stand_of(tables), 0.0, np.inf)[0])
+    return int(play_rows(tables, rows, initial_play_state(tables), 0.0, np.inf)[0])

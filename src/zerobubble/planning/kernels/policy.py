@@ -16,7 +16,7 @@ import numpy as np
 from zerobubble.planning.kernels.compiled import compiled
 from zerobubble.planning.kernels.tables import Floats
 
-PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY = HABITS = range(7)
+PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY = DISPATCH = range(7)
 
 NEVER = 1e300
 """Stands for a habit left out; compiled code compares with it as with any number."""
@@ -26,17 +26,17 @@ _STEP = np.array([0.3, 1.0, 10.0, 1.0, 0.3, 3.0, 10.0])
 """Where each habit starts when it has been left out, and how far it moves."""
 
 
-def plain(legs: int, allowance: float) -> Floats:
+def full_speed_policy(legs: int, allowance: float) -> Floats:
     """Every microbatch at full speed, one every period."""
     policy = np.full(4 * legs + 7, NEVER)
     policy[: 2 * legs], policy[2 * legs : 4 * legs] = 1.0, 0.0
-    habits = policy[4 * legs :]
-    habits[PERIOD], habits[PATIENCE], habits[PATCH], habits[ALLOWANCE] = 1.0, 0.0, 1.0, allowance
+    dispatch = policy[4 * legs :]
+    dispatch[PERIOD], dispatch[PATIENCE], dispatch[PATCH], dispatch[ALLOWANCE] = 1.0, 0.0, 1.0, allowance
     return policy
 
 
 @compiled
-def draw(policy: Floats) -> None:
+def draw_policy(policy: Floats) -> None:
     """Fill in a policy at random, with every habit left out as often as it helps to do without."""
     legs = len(policy) // 4 - 1
     alike = np.random.random() < 0.6
@@ -47,31 +47,31 @@ def draw(policy: Floats) -> None:
             policy[at] = 1.0 if at < 2 * legs else 0.0
         else:
             policy[at] = 1 + 2.2 * np.random.random() if at < 2 * legs else np.random.normal(0, 4)
-    habits = policy[4 * legs :]
-    for at in range(len(habits)):
-        habits[at] = NEVER
-    habits[PERIOD], habits[PATIENCE], habits[PATCH] = 1.0, 0.0, 1.0
+    dispatch = policy[4 * legs :]
+    for at in range(len(dispatch)):
+        dispatch[at] = NEVER
+    dispatch[PERIOD], dispatch[PATIENCE], dispatch[PATCH] = 1.0, 0.0, 1.0
     if np.random.random() < 0.5:
-        habits[PERIOD] = np.random.uniform(0.8, 1.4)
+        dispatch[PERIOD] = np.random.uniform(0.8, 1.4)
     if np.random.random() < 0.75:
-        habits[PATIENCE] = 1.2 * np.random.random()
+        dispatch[PATIENCE] = 1.2 * np.random.random()
     if np.random.random() < 0.5:
-        habits[STRICT] = 20 * np.random.random() ** 2
+        dispatch[STRICT] = 20 * np.random.random() ** 2
     if np.random.random() < 0.5:
-        habits[PATCH] = np.random.random()
+        dispatch[PATCH] = np.random.random()
     if np.random.random() < 0.6:
-        habits[ALLOWANCE] = np.random.uniform(0.85, 1.1) if np.random.random() < 0.7 else np.random.uniform(0, 1.1)
+        dispatch[ALLOWANCE] = np.random.uniform(0.85, 1.1) if np.random.random() < 0.7 else np.random.uniform(0, 1.1)
     if np.random.random() < 0.15:
-        habits[BACKLOG] = 1 + 8 * np.random.random()
+        dispatch[BACKLOG] = 1 + 8 * np.random.random()
     if np.random.random() < 0.15:
-        habits[DELAY] = 30 * np.random.random()
+        dispatch[DELAY] = 30 * np.random.random()
 
 
 @compiled
-def nudge(policy: Floats) -> None:
+def perturb_policy(policy: Floats) -> None:
     """Change one to three numbers of `policy` a little."""
     legs = len(policy) // 4 - 1
-    pace, rest, habits = policy[: 2 * legs], policy[2 * legs : 4 * legs], policy[4 * legs :]
+    pace, rest, dispatch = policy[: 2 * legs], policy[2 * legs : 4 * legs], policy[4 * legs :]
     for _ in range(np.random.randint(1, 4)):
         step = (0.5, 0.15, 0.04)[np.random.randint(3)]
         part = np.random.random()
@@ -85,24 +85,24 @@ def nudge(policy: Floats) -> None:
             for at in range(2 * legs):
                 rest[at] *= factor
         else:
-            habit = np.random.randint(5)
-            if habits[habit] == NEVER:
-                habits[habit] = _START[habit]
+            rule = np.random.randint(5)
+            if dispatch[rule] == NEVER:
+                dispatch[rule] = _START[rule]
             else:
-                habits[habit] = max(0.0, habits[habit] + np.random.normal(0, step * _STEP[habit]))
+                dispatch[rule] = max(0.0, dispatch[rule] + np.random.normal(0, step * _STEP[rule]))
 
 
 @compiled
-def cross(policy: Floats, other: Floats) -> None:
+def cross_policies(policy: Floats, other: Floats) -> None:
     """Take some numbers from `other`, and half the time change the outcome a little."""
     for at in range(len(policy)):
         if np.random.random() < 0.3:
             policy[at] = other[at]
     if np.random.random() < 0.5:
-        nudge(policy)
+        perturb_policy(policy)
 
 
-def stretched(policies: Floats) -> Floats:
+def for_twice_the_ranks(policies: Floats) -> Floats:
     """`policies`, a row each, with rests twice as long: what they may mean for twice as many ranks."""
     legs, wider = policies.shape[1] // 4 - 1, policies.copy()
     wider[:, 2 * legs : 4 * legs] *= 2

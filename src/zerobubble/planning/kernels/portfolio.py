@@ -6,92 +6,92 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zerobubble.planning.kernels.anneal import sow
-from zerobubble.planning.kernels.dates import num_legs
-from zerobubble.planning.kernels.desk import Budget, Desk, Pool
-from zerobubble.planning.kernels.ladder import KEPT, climbed
-from zerobubble.planning.kernels.policy import plain
+from zerobubble.planning.kernels.anneal import seed_random
+from zerobubble.planning.kernels.coarse_to_fine import KEPT, policies_from_coarse
+from zerobubble.planning.kernels.policy import full_speed_policy
+from zerobubble.planning.kernels.priorities import num_legs
+from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Ints, tables_of
 from zerobubble.planning.problem import Problem
 
-HEATS, HOTTER = (0.02, 0.01, 0.05, 0.004), (0.3, 1.0)
+TEMPERATURES, HOT_TEMPERATURES = (0.02, 0.01, 0.05, 0.004), (0.3, 1.0)
 """Starting temperatures of annealing runs in turn, in mean pass times, and those that only small problems have the time for."""
 
 SMALL = 1000
 """Passes of a small problem."""
 
-TRIED = 3
+ANNEALED_SEEDS = 3
 """Seeds that are annealed."""
 
-GUESSES = 20
+RANDOM_POLICIES = 20
 """Policies tried at random where no seed fits."""
 
-NEAR = 1.02
+NEAR_BOUND = 1.02
 """How long a seed may be as a multiple of the bound to be annealed at length before anything else."""
 
 LARGE = 50_000
 """Passes from which the list scheduler is too slow to learn much on the problem itself."""
 
 
-def run(desk: Desk, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
+def search_portfolio(state: SearchState, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
     """Search until the bound is met or the budget is spent; the best stays on the desk."""
-    sow(seed)
-    roots = sorted(((desk.offer(word, "seed"), k) for k, word in enumerate(seeds)))
-    words = [seeds[k] for time, k in roots if time >= 0]
-    if desk.word is None:
-        _begin(desk)
-    if desk.word is None or desk.done:
+    seed_random(seed)
+    roots = sorted(((state.offer(order, "seed"), k) for k, order in enumerate(seeds)))
+    orders = [seeds[k] for time, k in roots if time >= 0]
+    if state.order is None:
+        _first_order(state)
+    if state.order is None or state.done:
         return
-    size, turn = desk.tables.size, 0
-    near = bool(words) and desk.time <= NEAR * desk.bound
-    moves = max(20_000, 12 * size) if near or size <= SMALL else 60_000_000 // size
-    tries = max(20, moves // 80 if near else min(1000, 1_000_000 // size))
-    for word in words[:TRIED]:
-        _polish(desk, word, 20_000_000 // size, 0, 0.05)
-    if near:
-        _polish(desk, desk.word, moves, 0, 0.2)
-    pool = climbed(desk, problem, 0.4 if near else 0.8 if size > LARGE else 0.5)
-    desk.climb(pool, len(pool.costs))
+    size, turn = state.tables.size, 0
+    near_bound = bool(orders) and state.time <= NEAR_BOUND * state.bound
+    moves = max(20_000, 12 * size) if near_bound or size <= SMALL else 60_000_000 // size
+    tries = max(20, moves // 80 if near_bound else min(1000, 1_000_000 // size))
+    for order in orders[:ANNEALED_SEEDS]:
+        _anneal(state, order, 20_000_000 // size, 0, 0.05)
+    if near_bound:
+        _anneal(state, state.order, moves, 0, 0.2)
+    pool = policies_from_coarse(state, problem, 0.4 if near_bound else 0.8 if size > LARGE else 0.5)
+    state.improve_policies(pool, len(pool.costs))
     pool = pool.best(KEPT)
-    while not desk.done:
-        desk.climb(pool, tries)
-        if near or (words and turn > 0):
-            _polish(desk, words[turn % min(len(words), TRIED)], moves, turn + 1, 0.2)
-        if not desk.done:
-            _polish(desk, desk.redate(pool.best(KEPT).policies[turn % KEPT], tries // 2), moves, turn, 0.2)
-        _polish(desk, desk.word, moves, turn, 0.2)
+    while not state.done:
+        state.improve_policies(pool, tries)
+        if near_bound or (orders and turn > 0):
+            _anneal(state, orders[turn % min(len(orders), ANNEALED_SEEDS)], moves, turn + 1, 0.2)
+        if not state.done:
+            _anneal(state, state.improve_due_dates(pool.best(KEPT).policies[turn % KEPT], tries // 2), moves, turn, 0.2)
+        _anneal(state, state.order, moves, turn, 0.2)
         moves, tries, turn = 2 * moves, 2 * tries, turn + 1
 
 
-def rehearse(problem: Problem) -> None:
+def compile_all(problem: Problem) -> None:
     """Call everything compiled once, which compiles it or loads what was compiled before."""
-    desk = Desk(tables_of(problem), 0, Budget(0.0, 1 << 62), lambda time, how: None)
-    sow(0)
-    pool = Pool.of(plain(num_legs(desk.tables), 1.0)[None])
-    desk.climb(pool, 2)
-    desk.polish(desk.redate(pool.policies[0], 1), 1, 1.0)
+    state = SearchState(tables_of(problem), 0, BudgetMeter(0.0, 1 << 62), lambda time, how: None)
+    seed_random(0)
+    pool = PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0)[None])
+    state.improve_policies(pool, 2)
+    state.anneal_order(state.improve_due_dates(pool.policies[0], 1), 1, 1.0)
 
 
-def _polish(desk: Desk, word: Ints, moves: int, turn: int, share: float) -> None:
-    if not desk.done:
-        heats = HOTTER + HEATS if desk.tables.size <= SMALL else HEATS
-        desk.polish(word, moves, heats[turn % len(heats)], share)
+def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float) -> None:
+    if not state.done:
+        temperatures = HOT_TEMPERATURES + TEMPERATURES if state.tables.size <= SMALL else TEMPERATURES
+        state.anneal_order(order, moves, temperatures[turn % len(temperatures)], share)
 
 
-def _begin(desk: Desk) -> None:
+def _first_order(state: SearchState) -> None:
     """A few passes of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
-    desk.climb(Pool.of(plain(num_legs(desk.tables), 1.0)[None]), GUESSES, GUESSES)
-    if desk.word is None:
-        desk.offer(serial(desk), "one microbatch after the other")
+    state.improve_policies(PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0)[None]), RANDOM_POLICIES, RANDOM_POLICIES)
+    if state.order is None:
+        state.offer(serial_order(state), "one microbatch after the other")
 
 
-def serial(desk: Desk) -> Ints:
+def serial_order(state: SearchState) -> Ints:
     """Rows in which every microbatch ends before the next begins."""
-    tables, row = desk.tables, []
-    then = tables.codes["then"]
-    for start, stop in tables.ranks[["lane", "lane_stop"]].tolist():
-        lane = tables.lanes[start:stop]
-        back = then[lane][::-1]
-        once = [*lane, *(code for pair in zip(back, then[back], strict=True) for code in pair)]
+    tables, row = state.tables, []
+    successor = tables.codes["successor"]
+    for start, stop in tables.ranks[["forward", "forward_stop"]].tolist():
+        forward = tables.forwards[start:stop]
+        back = successor[forward][::-1]
+        once = [*forward, *(code for pair in zip(back, successor[back], strict=True) for code in pair)]
         row += once * tables.microbatches
     return np.array(row, np.int64)

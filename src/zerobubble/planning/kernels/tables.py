@@ -22,13 +22,16 @@ KINDS = (Kind.F, Kind.B, Kind.W)
 _MAKER = {stuff: kind for kind in KINDS for stuff in RULES[kind].makes}
 
 
-CODE = np.dtype([(name, "i8") for name in ("rank", "time", "held", "maker", "lag", "user", "after", "then")])
-"""What is known of a code. `held` is by how many bytes a pass changes what its rank holds; `maker` the code whose message it waits for,
-which takes `lag` ns; `user` the code that waits for its own message; `after` the code of the same stage that must have run before, `then`
-the one that comes next. -1 stands for none."""
+CODE = np.dtype([(name, "i8") for name in ("rank", "time", "held", "maker", "lag", "user", "predecessor", "successor")])
+"""What is known of a code, in ns and bytes; -1 stands for no code.
 
-RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "lane", "lane_stop")])
-"""What is known of a rank: where its row starts and ends among all rows, its limit in bytes, the ns it is busy, its part of the lanes."""
+`held` is by how many bytes a pass changes what its rank holds. `maker` is the code whose message it waits for, which takes `lag` ns, and
+`user` the code that waits for its own message. `predecessor` is the code of the same stage that must have run before it, and
+`successor` the one that comes next on the same stage.
+"""
+
+RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "forward", "forward_stop")])
+"""What is known of a rank: where its row starts and ends among all rows, its limit in bytes, the ns it is busy, its part of `forwards`."""
 
 Records = NDArray[np.void]
 
@@ -36,7 +39,7 @@ Records = NDArray[np.void]
 class Tables(NamedTuple):
     """A problem as arrays over codes, where code `k * stages + s` stands for the passes of `KINDS[k]` and stage s.
 
-    Microbatches are alike, so a row is a word of codes and the j-th time a code stands in it is microbatch j.
+    Microbatches are alike, so a row is a sequence of codes, and the j-th time a code stands in it is microbatch j.
     """
 
     microbatches: int
@@ -46,9 +49,9 @@ class Tables(NamedTuple):
     """A `CODE` per code."""
     ranks: Records
     """A `RANK` per rank."""
-    lanes: Ints
+    forwards: Ints
     """Rank after rank, the codes that begin its stages, in the order a microbatch comes by."""
-    life: Ints
+    chain: Ints
     """The codes one microbatch passes from the first message to the last."""
 
     @property
@@ -62,7 +65,7 @@ def tables_of(problem: Problem) -> Tables:
     home, costs, m = problem.placement.routes[0], problem.costs, problem.num_microbatches
     stages = len(home)
     codes = [(kind, stage) for kind in KINDS for stage in range(stages)]
-    maker, after, lag = ([-1] * len(codes) for _ in range(3))
+    maker, predecessor, lag = ([-1] * len(codes) for _ in range(3))
     for code, (kind, stage) in enumerate(codes):
         for stuff, at in used_stages(kind, stage, stages):
             before = KINDS.index(_MAKER[stuff]) * stages + at
@@ -70,44 +73,44 @@ def tables_of(problem: Problem) -> Tables:
                 maker[code] = before
                 lag[code] = 0 if home[at] == home[stage] else costs.comm[min(at, stage)]
             else:
-                after[code] = before
-    user, then = ([column.index(code) if code in column else -1 for code in range(len(codes))] for column in (maker, after))
+                predecessor[code] = before
+    user, successor = ([column.index(code) if code in column else -1 for code in range(len(codes))] for column in (maker, predecessor))
     held = [costs.memory_change(kind, stage) for kind, stage in codes]
     rank = [home[stage] for _, stage in codes]
     time = [costs.time(kind, stage) for kind, stage in codes]
-    life = _life(maker, after, user, then)
-    begins = [code for code in life if after[code] < 0]
-    ranks, row, lane = [], 0, 0
+    chain = _chain(maker, predecessor, user, successor)
+    begins = [code for code in chain if predecessor[code] < 0]
+    ranks, row, forward = [], 0, 0
     for r, limit in enumerate(problem.limits.memory):
         mine = [code for code in range(len(codes)) if rank[code] == r]
         work, visits = m * sum(time[code] for code in mine), home.count(r)
-        ranks.append((row, row + m * len(mine), limit, work, lane, lane + visits))
-        row, lane = row + m * len(mine), lane + visits
+        ranks.append((row, row + m * len(mine), limit, work, forward, forward + visits))
+        row, forward = row + m * len(mine), forward + visits
     return Tables(
         m,
         problem.objective is Objective.MAKESPAN,
-        np.array(list(zip(rank, time, held, maker, lag, user, after, then, strict=True)), CODE),
+        np.array(list(zip(rank, time, held, maker, lag, user, predecessor, successor, strict=True)), CODE),
         np.array(ranks, RANK),
         _ints(sorted(begins, key=rank.__getitem__)),
-        _ints(life),
+        _ints(chain),
     )
 
 
-def _life(maker: list[int], after: list[int], user: list[int], then: list[int]) -> list[int]:
+def _chain(maker: list[int], predecessor: list[int], user: list[int], successor: list[int]) -> list[int]:
     """Follow the messages from the code that needs nothing, turning where the last reader's result stays."""
-    code = next(code for code in range(len(maker)) if maker[code] < 0 and after[code] < 0)
-    life = []
-    while user[code] >= 0 or then[code] >= 0:
-        life.append(code)
-        code = user[code] if user[code] >= 0 else then[code]
-    return life
+    code = next(code for code in range(len(maker)) if maker[code] < 0 and predecessor[code] < 0)
+    chain = []
+    while user[code] >= 0 or successor[code] >= 0:
+        chain.append(code)
+        code = user[code] if user[code] >= 0 else successor[code]
+    return chain
 
 
 def _ints(values: Sequence[int]) -> Ints:
     return np.array(values, np.int64)
 
 
-def word_of(schedule: Schedule) -> Ints:
+def order_of(schedule: Schedule) -> Ints:
     """The rows of `schedule` one after another as codes; a backward in one piece becomes B and W.
 
     Raises `InputError` for a schedule that does not train every microbatch on every stage.
@@ -115,16 +118,16 @@ def word_of(schedule: Schedule) -> Ints:
     stages = schedule.num_stages
     first = {kind: k * stages for k, kind in enumerate(KINDS)}
     pieces = {kind: (first[kind],) for kind in KINDS} | {Kind.BW: (first[Kind.B], first[Kind.W])}
-    word = _ints([start + stage for row in schedule.rows for kind, stage, _ in row for start in pieces[kind]])
-    if (np.bincount(word, minlength=len(KINDS) * stages) != schedule.num_microbatches).any():
+    order = _ints([start + stage for row in schedule.rows for kind, stage, _ in row for start in pieces[kind]])
+    if (np.bincount(order, minlength=len(KINDS) * stages) != schedule.num_microbatches).any():
         raise InputError(f"the schedule {schedule.name!r} lacks passes: see schedule_faults")
-    return word
+    return order
 
 
-def schedule_of(name: str, problem: Problem, tables: Tables, word: Ints) -> Schedule:
-    """The schedule whose rows are `word`."""
+def schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Schedule:
+    """The schedule whose rows are `order`."""
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)
-    rows, letters = [], word.tolist()
+    rows, letters = [], order.tolist()
     for start, end in tables.ranks[["first", "stop"]].tolist():
         row = []
         for code in letters[start:end]:

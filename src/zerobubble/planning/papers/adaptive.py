@@ -13,20 +13,20 @@ from typing import NamedTuple
 from zerobubble.blocks import Block, Layout, reorder, repeat, squeeze, steady_peaks
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning.papers.board import SPLIT, refuse_shortage
+from zerobubble.planning.papers.partial_schedule import SPLIT, check_memory
 from zerobubble.planning.problem import Problem
 from zerobubble.simulation import simulate
 
-WIDEST = 5
+MAX_GAP = 5
 """Slots from a rank to the next at most."""
 
-LEGS, WALKS = 500_000, 4_000
+MAX_LEGS, MAX_PATHS = 500_000, 4_000
 """Legs that are tried of either kind of walk, and walks that are looked at, at most: some seconds."""
 
 SQUEEZED, REORDERED, FINALISTS = 600, 50, 3
 """Blocks that are squeezed, those that are also reordered, and those that become schedules of all microbatches."""
 
-WIDTH = 1_000
+FULL_EFFORT_PASSES = 1_000
 """Passes up to which so many are; of larger schedules fewer, for they take as long."""
 
 Gaps = tuple[int, ...]
@@ -50,17 +50,17 @@ def adaptive(problem: Problem) -> Schedule:
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, appendix A and its public code.
     """
-    refuse_shortage(problem)
+    check_memory(problem)
     placement = problem.placement
     memory = max(1, min(placement.num_stages, *(_activations(problem, rank) for rank in range(placement.num_ranks))))
     few = replace(problem, num_microbatches=min(problem.num_microbatches, 2 * placement.num_ranks))
-    blocks = _squeezed(few, memory)
+    blocks = _fitting_blocks(few, memory)
     if not blocks:
         raise InputError(
             f"no building block on {placement.name!r} makes do with {memory} stage activations per rank: raise the memory limit"
         )
-    finalists = nsmallest(FINALISTS, blocks[: _share(few, REORDERED)], key=lambda block: _time(few, _finished(few, block, memory)))
-    best = min((_finished(problem, block, memory) for block in finalists), key=lambda schedule: _time(problem, schedule))
+    finalists = nsmallest(FINALISTS, blocks[: _share(few, REORDERED)], key=lambda block: _objective(few, _finished(few, block, memory)))
+    best = min((_finished(problem, block, memory) for block in finalists), key=lambda schedule: _objective(problem, schedule))
     return replace(best, name="adaptive")
 
 
@@ -73,34 +73,34 @@ def _activations(problem: Problem, rank: int) -> int:
 
 def _share(problem: Problem, count: int) -> int:
     """So many blocks, or fewer where schedules are large."""
-    return max(FINALISTS, min(count, count * WIDTH // (len(SPLIT) * problem.placement.num_stages * problem.num_microbatches)))
+    return max(FINALISTS, min(count, count * FULL_EFFORT_PASSES // (len(SPLIT) * problem.placement.num_stages * problem.num_microbatches)))
 
 
-def _time(problem: Problem, schedule: Schedule) -> int:
+def _objective(problem: Problem, schedule: Schedule) -> int:
     return problem.objective.of(simulate(schedule, problem.costs))
 
 
 def _finished(problem: Problem, block: Block, memory: int) -> Schedule:
     """The better of the two ways to reorder."""
-    squeezed = _laid(problem, block)
-    both = (reorder(squeezed, memory, steady=steady).schedule for steady in (True, False))
-    return min(both, key=lambda schedule: _time(problem, schedule))
+    squeezed = _squeezed_layout(problem, block)
+    both = (reorder(squeezed, memory, keep_steady_phase=keep_steady_phase).schedule for keep_steady_phase in (True, False))
+    return min(both, key=lambda schedule: _objective(problem, schedule))
 
 
-def _laid(problem: Problem, block: Block) -> Layout:
+def _squeezed_layout(problem: Problem, block: Block) -> Layout:
     return squeeze(repeat(block, problem.num_microbatches))
 
 
-def _squeezed(problem: Problem, memory: int) -> list[Block]:
+def _fitting_blocks(problem: Problem, memory: int) -> list[Block]:
     """The blocks that fit, without those that are the same when squeezed, in order of the time they take then."""
     fitting = ((sum(held), block) for block in _blocks(problem.placement, memory) if max(held := steady_peaks(block)) <= memory)
     chosen = nsmallest(_share(problem, SQUEEZED), fitting, key=lambda pair: (-pair[0], _length(pair[1])))
     found: dict[Schedule, Block] = {}
     for _, block in chosen:
-        layout = _laid(problem, block)
+        layout = _squeezed_layout(problem, block)
         if max(layout.peaks) <= memory:
             found.setdefault(layout.schedule, block)
-    return [found[schedule] for schedule in sorted(found, key=lambda schedule: _time(problem, schedule))]
+    return [found[schedule] for schedule in sorted(found, key=lambda schedule: _objective(problem, schedule))]
 
 
 def _length(block: Block) -> int:
@@ -111,24 +111,24 @@ def _length(block: Block) -> int:
 def _blocks(placement: Placement, memory: int) -> Iterator[Block]:
     """The blocks of both kinds of walks that leave W room."""
     interval = len(SPLIT) * placement.stages_per_rank
-    for choices in (_alone, _alike):
-        for walk in islice(_Walks(placement, interval, memory, choices), WALKS):
+    for choices in (_gap_per_leg, _gap_per_direction):
+        for path in islice(_Paths(placement, interval, memory, choices), MAX_PATHS):
             with suppress(InputError):
-                yield Block.of("adaptive", placement, interval, walk)
+                yield Block.of("adaptive", placement, interval, path)
 
 
 Choices = Callable[[list[Leg]], Iterable[tuple[Gaps, ...]]]
 """The gaps that legs of several hops may have, together."""
 
 
-def _alone(legs: list[Leg]) -> Iterable[tuple[Gaps, ...]]:
+def _gap_per_leg(legs: list[Leg]) -> Iterable[tuple[Gaps, ...]]:
     """One gap for each leg."""
-    return product(*([(gap,) * leg.hops for gap in range(1, WIDEST + 1)] for leg in legs))
+    return product(*([(gap,) * leg.hops for gap in range(1, MAX_GAP + 1)] for leg in legs))
 
 
-def _alike(legs: list[Leg]) -> Iterable[tuple[Gaps, ...]]:
+def _gap_per_direction(legs: list[Leg]) -> Iterable[tuple[Gaps, ...]]:
     """The same gaps for all legs in one direction, one over the first ranks and a smaller one over the others; by lot, always the same."""
-    pairs = [(first, other) for first in range(1, WIDEST + 1) for other in range(1, first)]
+    pairs = [(first, other) for first in range(1, MAX_GAP + 1) for other in range(1, first)]
     hops = dict(legs)
     ways = ([(first,) * n + (other,) * (hops[step] - n) for first, other in pairs for n in range(1, hops[step] + 1)] for step in hops)
     choices = list(product(*ways))
@@ -138,17 +138,17 @@ def _alike(legs: list[Leg]) -> Iterable[tuple[Gaps, ...]]:
         yield tuple(way[leg.step] for leg in legs)
 
 
-class _Walks:
+class _Paths:
     """The slots in which a microbatch starts its F from first to last stage, then its B back, so that copies do not collide.
 
-    No rank holds more than `memory` stage activations, whole intervals counted. Ends after `LEGS` legs.
+    No rank holds more than `memory` stage activations, whole intervals counted. Ends after `MAX_LEGS` legs.
     """
 
     def __init__(self, placement: Placement, interval: int, memory: int, choices: Choices) -> None:
         there = placement.routes[0]
         self.ranks = there + there[::-1]
         self.interval, self.memory, self.choices = interval, memory, choices
-        self.legs = [leg for step, run in groupby(b - a for a, b in pairwise(self.ranks)) for leg in _legs(step, len(list(run)))]
+        self.legs = [leg for step, run in groupby(b - a for a, b in pairwise(self.ranks)) for leg in _split_legs(step, len(list(run)))]
         self.slots, self.tried = [0], 0
         self.taken, self.held = [0] * placement.num_ranks, [0] * placement.num_ranks
         self.taken[self.ranks[0]] = 1
@@ -163,14 +163,14 @@ class _Walks:
             return
         several = self.legs[leg].hops > 1
         for gaps in chosen[:1] if several else [(gap,) for gap in range(1, self.interval + 1)]:
-            if self.tried == LEGS:
+            if self.tried == MAX_LEGS:
                 return
             self.tried += 1
             come = len(self.slots)
             if all(map(self._step, gaps)):
                 yield from self._from(leg + 1, chosen[several:])
             while len(self.slots) > come:
-                self._back()
+                self._undo_step()
 
     def _step(self, gap: int) -> bool:
         """Take the next pass `gap` slots after the last one, unless its rank has no room for it; whether it was taken."""
@@ -184,7 +184,7 @@ class _Walks:
         self.held[rank] += held
         return True
 
-    def _back(self) -> None:
+    def _undo_step(self) -> None:
         """Take the last pass back."""
         slot, number = self.slots.pop(), len(self.slots)
         self.taken[self.ranks[number]] &= ~(1 << slot % self.interval)
@@ -196,5 +196,5 @@ class _Walks:
         return (slot + 1 - self.slots[forward]) // self.interval if forward < number else 0
 
 
-def _legs(step: int, hops: int) -> list[Leg]:
+def _split_legs(step: int, hops: int) -> list[Leg]:
     return [Leg(step, hops)] if step else [Leg(0, 1)] * hops

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zerobubble.bounds import Bound
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.papers.board import Pass, one_by_one, pass_needs, refuse_shortage
+from zerobubble.planning.papers.partial_schedule import Pass, check_memory, pass_needs, serial_split_schedule
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem import Objective, Problem, Status
@@ -37,16 +37,16 @@ def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Sched
     Source: the integer program of Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 3.1, with starts
     in place of order bits.
     """
-    refuse_shortage(problem)
+    check_memory(problem)
     cp_model = _cp_model()
     best, bound = _start(problem, hint), problem.bound()
-    if _time(problem, best) > bound.time:
+    if _objective(problem, best) > bound.time:
         program = _Program(cp_model, problem, best, bound.time)
         found, proved = program.solve(seconds, workers)
-        best = min([best, *found], key=lambda schedule: _time(problem, schedule))
+        best = min([best, *found], key=lambda schedule: _objective(problem, schedule))
         if proved > bound.time:
             bound = Bound(proved, "no order of the passes takes less: all others are ruled out by exhaustive search")
-    return Exact(best, bound, Status.OPTIMAL if _time(problem, best) == bound.time else Status.FEASIBLE)
+    return Exact(best, bound, Status.OPTIMAL if _objective(problem, best) == bound.time else Status.FEASIBLE)
 
 
 def _cp_model() -> Any:
@@ -56,14 +56,14 @@ def _cp_model() -> Any:
         raise InputError("the exact planner needs OR-Tools: pip install 'zerobubble[exact]'") from error
 
 
-def _time(problem: Problem, schedule: Schedule) -> int:
+def _objective(problem: Problem, schedule: Schedule) -> int:
     return problem.objective.of(simulate(schedule, problem.costs))
 
 
 def _start(problem: Problem, hint: Schedule | None) -> Schedule:
     """The schedule to begin with: `hint`, or the shortest that a heuristic finds, if only one microbatch after the other."""
     if hint is None:
-        return min(_quick(problem), key=lambda schedule: _time(problem, schedule))
+        return min(_quick(problem), key=lambda schedule: _objective(problem, schedule))
     if (hint.placement.routes, hint.num_microbatches) != (problem.placement.routes, problem.num_microbatches):
         raise InputError(f"the hint {hint.name!r} is for another placement or number of microbatches: make one for the problem")
     start = _in_order(hint)
@@ -76,7 +76,7 @@ def _quick(problem: Problem) -> Iterator[Schedule]:
     for planner in (zb_heuristic, zb_v_greedy):
         with suppress(InputError):
             yield planner(problem)
-    yield one_by_one(problem)
+    yield serial_split_schedule(problem)
 
 
 def _in_order(schedule: Schedule) -> Schedule:
@@ -111,11 +111,11 @@ class _Program:
         self.horizon = problem.num_microbatches * (sum(self.length.values()) + 2 * sum(map(self.ticks, costs.comm)))
         self.start = {Op(*one, j): self.variable() for one in self.needs for j in range(problem.num_microbatches)}
         self.end = {op: start + self.length[op.kind, op.stage] for op, start in self.start.items()}
-        self._order()
+        self._precedence()
         for rank in range(problem.placement.num_ranks):
-            self._alone(rank)
-            self._remember(rank)
-        self._aim(self.ticks(least) - self.points, self.ticks(_time(problem, known)) + self.points)
+            self._no_overlap(rank)
+            self._limit_memory(rank)
+        self._minimise(self.ticks(least) - self.points, self.ticks(_objective(problem, known)) + self.points)
         for span in (span for row in simulate(known, costs).rows for span in row):
             self.model.add_hint(self.start[span.op], self.ticks(span.start))
 
@@ -126,7 +126,7 @@ class _Program:
         """A time in ns, rounded up to whole units: every time of a schedule is one."""
         return -(-time // self.unit) * self.grain
 
-    def _order(self) -> None:
+    def _precedence(self) -> None:
         """Passes wait for what they use, and for the microbatch before."""
         microbatches, home = self.problem.num_microbatches, self.problem.placement.routes[0]
         firsts = {Op(Kind.F, home.index(rank), 0) for rank in set(home)}
@@ -139,13 +139,13 @@ class _Program:
                 arrival = self.end[Op(kind, stage, op.microbatch)] + link
                 self.model.add(start == arrival if op in firsts else start >= arrival)
 
-    def _alone(self, rank: int) -> None:
+    def _no_overlap(self, rank: int) -> None:
         """A rank runs one pass at a time."""
         here = [op for op in self.start if self.problem.placement.routes[0][op.stage] == rank]
         intervals = [self.model.new_fixed_size_interval_var(self.start[op], self.length[op.kind, op.stage], "") for op in here]
         self.model.add_no_overlap(intervals)
 
-    def _remember(self, rank: int) -> None:
+    def _limit_memory(self, rank: int) -> None:
         """What F saved is held until B ends, what B leaves until W ends; the part that is both is one stretch, which proves more."""
         held = [stretch for _, stage in self.problem.placement.stages(rank) for stretch in self._stretches(stage)]
         parts = [(bytes_, self.model.new_interval_var(begin, self.variable(), end, "")) for bytes_, begin, end in held]
@@ -163,7 +163,7 @@ class _Program:
             stretches += [(both, taken, freed), (saved - both, taken, turned), (work - both, turned, freed)]
         return [stretch for stretch in stretches if stretch[0]]
 
-    def _aim(self, least: int, most: int) -> None:
+    def _minimise(self, least: int, most: int) -> None:
         """Make the objective small."""
         objective = self.model.new_int_var(max(0, least), most, "")
         last = self.problem.num_microbatches - 1

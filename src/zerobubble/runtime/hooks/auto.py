@@ -17,8 +17,8 @@ from zerobubble.errors import InputError
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Problem, Solved, seeds, solve
-from zerobubble.planning.beside import Planner
-from zerobubble.planning.families import family
+from zerobubble.planning.background import BackgroundPlanner
+from zerobubble.planning.placements import family
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
 from zerobubble.runtime.transport.collective import collective
 from zerobubble.runtime.transport.transport import Transport
@@ -46,12 +46,12 @@ class Auto:
     def __init__(self, placement: Placement, num_microbatches: int, limits: Limits | None) -> None:
         if find_spec("numba") is None:
             raise InputError("schedule='auto' searches for plans with numba: pip install 'zerobubble[plan]', or name a schedule")
-        self.schedule = replace(one_by_one(seeds.one_by_one(placement, num_microbatches)), name="one by one")
+        self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
         self.solved: Solved | None = None
         self._limits = limits
         self._measured: list[Timeline] = []
         self._problem: Problem | None = None
-        self._planner: Planner | None = None
+        self._planner: BackgroundPlanner | None = None
         self._is_waiting = False
         self._steps = 0
         self._drifted = False
@@ -107,8 +107,8 @@ class Auto:
         costs = costs_of(placement, self._measured[0], self._measured[1:])
         limits = self._limits or Limits((_plenty(costs, self.schedule.num_microbatches),) * placement.num_ranks)
         self._problem = Problem(placement, self.schedule.num_microbatches, costs, limits, Objective.MAKESPAN)
-        if self._problem.lack:
-            raise InputError(f"no schedule fits into the memory limit: {self._problem.lack}")
+        if self._problem.shortage_reason:
+            raise InputError(f"no schedule fits into the memory limit: {self._problem.shortage_reason}")
         self._measured.clear()
         self._is_waiting = True
         return self._change(solve(self._problem, evaluations=0))
@@ -117,7 +117,7 @@ class Auto:
         """Ask for the plan, on rank 0, which makes it; the others hear of it."""
         assert self._problem is not None
         if transport.rank == 0 and self._planner is None:
-            self._planner = Planner(self._problem, SECONDS)
+            self._planner = BackgroundPlanner(self._problem, SECONDS)
         found = self._planner.answer() if self._planner is not None else None
         with collective("waiting for a plan"):
             told = transport.gather_objects(None if found is None else found.to_dict())[0]

@@ -38,7 +38,7 @@ def _wave(num_ranks: int, legs: int) -> Placement:
     return Placement.custom(down_and_back + tuple(range(num_ranks))) if odd else Placement.wave(num_ranks, waves)
 
 
-def to_try(placements: str | Placement | Iterable[str | Placement], num_ranks: int) -> dict[str, Placement]:
+def placements_to_try(placements: str | Placement | Iterable[str | Placement], num_ranks: int) -> dict[str, Placement]:
     """The placements to try, by name and each layout once: names of families, `any` for all of them, or placements themselves.
 
     Raises `InputError` for an unknown name, and for nothing to try.

@@ -15,13 +15,13 @@ from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, activation_limits, balance_placement, slices, stage_costs
 from zerobubble.partition.descent import moves
-from zerobubble.planning.attempt import Attempt, Budget, Watch, improve
-from zerobubble.planning.choose import SECONDS, Choice, Plan, as_budget, decide
+from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve
+from zerobubble.planning.competition import SECONDS, Choice, Plan, as_budget, plan_problems
 from zerobubble.planning.problem import Objective, Problem, Solved
 from zerobubble.planning.reasons import notes
 from zerobubble.planning.replay import Replay
 
-WIDTH = 4
+BEAM_WIDTH = 4
 """How many cuts are kept, and how many new ones get a quick plan in a round."""
 
 ROUNDS = 6
@@ -66,7 +66,7 @@ class LayersPlan:
 
 
 @dataclass(frozen=True)
-class Model:
+class LayerProblem:
     """Layers to be placed: with any cuts they are a `Problem`. `limits` bound parameters and activations together."""
 
     layers: Sequence[Layer]
@@ -97,7 +97,7 @@ def plan_layers(
     seconds: float = SECONDS,
     seed: int = 0,
     evaluations: int | None = None,
-    progress: Watch | None = None,
+    progress: ProgressCallback | None = None,
 ) -> LayersPlan:
     """Cuts of `layers` and a schedule, together at most as long as the best plan over `placements` on balanced cuts with the same budget.
 
@@ -107,34 +107,34 @@ def plan_layers(
     """
     named = {placements.name: placements} if isinstance(placements, Placement) else placements
     aim, budget = Objective.named(objective), as_budget(seconds, evaluations)
-    models = {name: Model(layers, placement, num_microbatches, limits, aim) for name, placement in named.items()}
-    starts, left_out = _balanced(models)
-    balanced = decide({name: problem for name, (_, problem) in starts.items()}, budget, seed, progress)
+    layer_problems = {name: LayerProblem(layers, placement, num_microbatches, limits, aim) for name, placement in named.items()}
+    starts, left_out = _balanced(layer_problems)
+    balanced = plan_problems({name: problem for name, (_, problem) in starts.items()}, budget, seed, progress)
     winner, *others = balanced.choices
     if winner.solved.schedule is None:
         raise InputError(f"nothing can run with balanced cuts: {winner.solved.reason}")
     began, cuts = perf_counter(), starts[winner.name][0]
-    tried = [Sketch(cuts, Attempt(winner.name, winner.solved))]
+    tried = [Candidate(cuts, Attempt(winner.name, winner.solved))]
     with suppress(KeyboardInterrupt):
-        for sketch in _turns(models[winner.name], tried[0], budget.share(2), seed, progress):
-            tried.append(sketch)
-            if sketch.attempt.interrupted:
+        for candidate in _beam_search(layer_problems[winner.name], tried[0], budget.share(2), seed, progress):
+            tried.append(candidate)
+            if candidate.attempt.interrupted:
                 break
-    best = min(tried, key=lambda sketch: sketch.time)
+    best = min(tried, key=lambda candidate: candidate.time)
     (note,) = notes([(best.attempt.solved, not budget.is_empty)])
     choices = (Choice(winner.name, best.attempt.solved, note), *others)
     plan = replace(balanced, choices=choices, seconds=balanced.seconds + perf_counter() - began)
-    return LayersPlan(best.cuts, plan, cuts, winner.solved, len({sketch.cuts for sketch in tried}), left_out)
+    return LayersPlan(best.cuts, plan, cuts, winner.solved, len({candidate.cuts for candidate in tried}), left_out)
 
 
-def _balanced(models: Mapping[str, Model]) -> tuple[dict[str, tuple[Cuts, Problem]], tuple[str, ...]]:
+def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tuple[Cuts, Problem]], tuple[str, ...]]:
     """The balanced cuts and their problem for each model that has them, and of the others why not; raises that where none has them."""
     starts: dict[str, tuple[Cuts, Problem]] = {}
     left_out: list[str] = []
-    for name, model in models.items():
+    for name, layer_problem in layer_problems.items():
         try:
-            cuts = balance_placement(model.layers, model.placement, model.limits)
-            starts[name] = cuts, model.problem(cuts)
+            cuts = balance_placement(layer_problem.layers, layer_problem.placement, layer_problem.limits)
+            starts[name] = cuts, layer_problem.problem(cuts)
         except InputError as error:
             left_out.append(f"{name}: {error}")
     if not starts:
@@ -143,7 +143,7 @@ def _balanced(models: Mapping[str, Model]) -> tuple[dict[str, tuple[Cuts, Proble
 
 
 @dataclass(frozen=True)
-class Sketch:
+class Candidate:
     """Cuts with what is known of them, a schedule at least."""
 
     cuts: Cuts
@@ -153,12 +153,12 @@ class Sketch:
     def time(self) -> int:
         return self.attempt.solved.time or 0
 
-    def searched(self, budget: Budget, seed: int, watch: Watch | None) -> Sketch:
+    def searched(self, budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Candidate:
         """The same cuts after a search, the plan no longer than before."""
-        return Sketch(self.cuts, improve(self.attempt, budget, seed, watch))
+        return Candidate(self.cuts, improve(self.attempt, budget, seed, on_progress))
 
 
-class Idea(NamedTuple):
+class Neighbour(NamedTuple):
     """Cuts one move away from planned ones, the order made there, and the objective in ns that this order has here."""
 
     time: int
@@ -166,50 +166,52 @@ class Idea(NamedTuple):
     schedule: Schedule
 
 
-def _turns(model: Model, start: Sketch, budget: Budget, seed: int, watch: Watch | None) -> Iterator[Sketch]:
+def _beam_search(
+    layer_problem: LayerProblem, start: Candidate, budget: Budget, seed: int, on_progress: ProgressCallback | None
+) -> Iterator[Candidate]:
     """Other cuts, each after a quick search: in each round the most promising neighbours of the best so far. Last the best in full."""
-    quick = budget.share(WIDTH * ROUNDS)
+    quick = budget.share(BEAM_WIDTH * ROUNDS)
     ends = inf if budget.evaluations is not None else perf_counter() + budget.seconds
-    beam, known, ideas = [start], {start.cuts: start}, list[Idea]()
+    beam, known, neighbours = [start], {start.cuts: start}, list[Neighbour]()
     for turn in range(ROUNDS):
-        best = min(sketch.time for sketch in known.values())
-        ideas += [idea for sketch in beam for idea in _neighbours(model, sketch, ends)]
-        ideas = sorted((idea for idea in ideas if idea.cuts not in known), key=lambda idea: idea[:2])
+        best = min(candidate.time for candidate in known.values())
+        neighbours += [neighbour for candidate in beam for neighbour in _neighbours(layer_problem, candidate, ends)]
+        neighbours = sorted((neighbour for neighbour in neighbours if neighbour.cuts not in known), key=lambda neighbour: neighbour[:2])
         beam = []
-        for sketch in islice(_promising(model, start.attempt.name, ideas, best), WIDTH):
-            beam.append(sketch.searched(quick, seed + turn, watch))
+        for candidate in islice(_promising(layer_problem, start.attempt.name, neighbours, best), BEAM_WIDTH):
+            beam.append(candidate.searched(quick, seed + turn, on_progress))
             yield beam[-1]
-        known |= {sketch.cuts: sketch for sketch in beam}
-        if perf_counter() > ends or min((sketch.time for sketch in beam), default=best) >= best:
+        known |= {candidate.cuts: candidate for candidate in beam}
+        if perf_counter() > ends or min((candidate.time for candidate in beam), default=best) >= best:
             break
-    yield min(known.values(), key=lambda sketch: sketch.time).searched(budget, seed + 1, watch)
+    yield min(known.values(), key=lambda candidate: candidate.time).searched(budget, seed + 1, on_progress)
 
 
-def _neighbours(model: Model, sketch: Sketch, ends: float) -> Iterator[Idea]:
-    """Every move of layers from the cuts of `sketch`, as far as the clock allows."""
-    schedule = sketch.attempt.solved.schedule
+def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbour]:
+    """Every move of layers from the cuts of `candidate`, as far as the clock allows."""
+    schedule = candidate.attempt.solved.schedule
     assert schedule is not None
     replay = Replay.of(schedule)
-    for cuts in moves(sketch.cuts, len(model.layers)):
+    for cuts in moves(candidate.cuts, len(layer_problem.layers)):
         if perf_counter() > ends:
             return
-        yield Idea(replay.time(model.objective, stage_costs(model.layers, cuts)), cuts, schedule)
+        yield Neighbour(replay.time(layer_problem.objective, stage_costs(layer_problem.layers, cuts)), cuts, schedule)
 
 
-def _promising(model: Model, name: str, ideas: Iterable[Idea], best: int) -> Iterator[Sketch]:
+def _promising(layer_problem: LayerProblem, name: str, neighbours: Iterable[Neighbour], best: int) -> Iterator[Candidate]:
     """The ideas that can be shorter than `best` and whose order fits the memory, each of different cuts."""
     taken: set[Cuts] = set()
-    for idea in ideas:
-        solved = None if idea.cuts in taken else _solved(model, idea)
+    for neighbour in neighbours:
+        solved = None if neighbour.cuts in taken else _as_solved(layer_problem, neighbour)
         if solved is not None and solved.bound.time < best:
-            taken.add(idea.cuts)
-            yield Sketch(idea.cuts, Attempt(name, solved))
+            taken.add(neighbour.cuts)
+            yield Candidate(neighbour.cuts, Attempt(name, solved))
 
 
-def _solved(model: Model, idea: Idea) -> Solved | None:
+def _as_solved(layer_problem: LayerProblem, neighbour: Neighbour) -> Solved | None:
     """The idea as a plan; None where the order does not fit the memory."""
     try:
-        problem = model.problem(idea.cuts)
-        return Solved.of(problem, problem.bound(), idea.schedule, 0.0, "the order of other cuts")
+        problem = layer_problem.problem(neighbour.cuts)
+        return Solved.of(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")
     except (InputError, ScheduleError):
         return None

@@ -30,7 +30,7 @@ class StuckError(InputError):
     """A planner's rule comes to a pass that cannot run."""
 
 
-class Board:
+class PartialSchedule:
     """The rows so far, each pass as early as it can be.
 
     Per rank: `clock` the time at which it is free, `held` the bytes it holds, `idle` how long it has waited since its first pass,
@@ -39,7 +39,7 @@ class Board:
     """
 
     def __init__(self, problem: Problem) -> None:
-        refuse_shortage(problem)
+        check_memory(problem)
         ranks, stages = problem.placement.num_ranks, problem.placement.num_stages
         self.problem = problem
         self.home = problem.placement.routes[0]
@@ -136,23 +136,23 @@ class Board:
         return Schedule(name, self.problem.placement, self.problem.num_microbatches, tuple(map(tuple, self.rows)))
 
 
-def refuse_shortage(problem: Problem) -> None:
+def check_memory(problem: Problem) -> None:
     """Raise `InputError` where no schedule fits the limits, saying which ranks lack how much."""
     reason = shortage(problem.placement, problem.costs, problem.limits)
     if reason:
         raise InputError(reason)
 
 
-def shortest(boards: Iterable[Board]) -> Board:
+def shortest(finished: Iterable[PartialSchedule]) -> PartialSchedule:
     """The finished board of the smallest cost, the first of several."""
-    return min(boards, key=lambda board: board.cost)
+    return min(finished, key=lambda partial: partial.cost)
 
 
-def one_by_one(problem: Problem) -> Schedule:
+def serial_split_schedule(problem: Problem) -> Schedule:
     """One microbatch after the other, each W after its B: the least memory that split passes can do with, and the most time."""
-    board = Board(problem)
-    chain = [one for one in TopologicalSorter(board.needs).static_order() if one[0] is not Kind.W]
+    partial = PartialSchedule(problem)
+    chain = [one for one in TopologicalSorter(partial.needs).static_order() if one[0] is not Kind.W]
     for kind, stage in chain * problem.num_microbatches:
-        board.run(kind, stage)
-        board.run_weights()
-    return board.schedule("one by one")
+        partial.run(kind, stage)
+        partial.run_weights()
+    return partial.schedule("one by one")

@@ -8,7 +8,7 @@ from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.partition.descent import descend
-from zerobubble.partition.exact import Chain, Loads, exact_cuts
+from zerobubble.partition.exact import CutProblem, Loads, exact_cuts
 from zerobubble.partition.layers import Cuts, Layer
 
 _NO_FIT = "no cuts fit the memory limits: raise them, use more ranks, or keep fewer microbatches in flight"
@@ -38,18 +38,18 @@ def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Lim
         raise InputError(f"the placement has {placement.num_ranks} ranks, the limits describe {len(limits.memory)}")
     home, ranks, loads = placement.routes[0], placement.num_ranks, Loads.of(layers, in_flight)
     if len(home) == ranks or (len(home) == 2 * ranks and home == home[::-1]):
-        caps = None if limits is None else [limits.memory[rank] for rank in home[:ranks]]
-        found = exact_cuts(Chain(loads, ranks, len(home) > ranks, caps))
+        memory_limits = None if limits is None else [limits.memory[rank] for rank in home[:ranks]]
+        found = exact_cuts(CutProblem(loads, ranks, len(home) > ranks, memory_limits))
     else:
-        found = _descended(loads, home, None if limits is None else limits.memory)
+        found = _by_descent(loads, home, None if limits is None else limits.memory)
     if found is None:
         raise InputError(_NO_FIT)
     return found
 
 
-def _descended(loads: Loads, home: Sequence[int], caps: Sequence[int] | None) -> Cuts | None:
+def _by_descent(loads: Loads, home: Sequence[int], memory_limits: Sequence[int] | None) -> Cuts | None:
     """The better end of two descents, from equal stage times and from equal numbers of layers; None where both are over the memory."""
     stages, num_layers = len(home), len(loads.time) - 1
-    starts = [exact_cuts(Chain(loads, stages, False)), tuple(num_layers * stage // stages for stage in range(1, stages))]
-    (over, *_), cuts = min(descend(loads, home, caps, start) for start in starts if start is not None)
+    starts = [exact_cuts(CutProblem(loads, stages, False)), tuple(num_layers * stage // stages for stage in range(1, stages))]
+    (over, *_), cuts = min(descend(loads, home, memory_limits, start) for start in starts if start is not None)
     return None if over else cuts

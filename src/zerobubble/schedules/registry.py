@@ -15,7 +15,7 @@ ENTRY_POINTS = "zerobubble.schedules"
 """The entry point group: name of the schedule = its builder function, or a `Recipe`."""
 
 
-class Shelf:
+class Registry:
     """The recipes beside the `published` ones, each name once."""
 
     def __init__(self, published: dict[str, Recipe]) -> None:
@@ -29,7 +29,7 @@ class Shelf:
             raise InputError(f"the schedule name {recipe.name!r} is taken by {_home(taken)}: choose another")
         self.registered[recipe.name] = recipe
 
-    def offers(self) -> dict[str, EntryPoint]:
+    def offered(self) -> dict[str, EntryPoint]:
         """What installed packages offer, by name, nothing imported yet. Raises `InputError` naming both packages for a name taken."""
         from importlib.metadata import entry_points  # slow to import, and seldom needed
 
@@ -62,14 +62,14 @@ class Shelf:
     def find(self, name: str) -> Recipe | None:
         """The recipe by this name; installed packages are asked last."""
         recipe = self.published.get(name) or self.registered.get(name)
-        if recipe is None and name in (offers := self.offers()):
-            return self.load(offers[name])
+        if recipe is None and name in (offered := self.offered()):
+            return self.load(offered[name])
         return recipe
 
     def everything(self) -> tuple[dict[str, Recipe], list[str]]:
         """Every recipe by name, and a sentence for each installed one that cannot be loaded."""
         recipes, notes = self.published | self.registered, []
-        for name, offer in self.offers().items():
+        for name, offer in self.offered().items():
             try:
                 recipes[name] = self.load(offer)
             except InputError as error:

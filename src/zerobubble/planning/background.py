@@ -1,6 +1,6 @@
 """A plan made beside other work: in a process of its own, at low priority.
 
-`python -m zerobubble.planning.beside PROBLEM ANSWER SECONDS` is that process.
+`python -m zerobubble.planning.background PROBLEM ANSWER SECONDS` is that process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 
 from zerobubble.errors import InputError
-from zerobubble.planning.choose import solve
+from zerobubble.planning.competition import solve
 from zerobubble.planning.problem import Problem, Solved
 
 
-class Planner:
+class BackgroundPlanner:
     """Searches `seconds` for the best schedule for `problem`; ask `answer` now and then, and `close` what is not needed any more."""
 
     def __init__(self, problem: Problem, seconds: float) -> None:
@@ -26,10 +26,10 @@ class Planner:
         self._answer = Path(self._folder.name, "answer.json")
         asked = Path(self._folder.name, "problem")
         asked.write_bytes(pickle.dumps(problem))
-        self._complaint = Path(self._folder.name, "complaint")
-        with self._complaint.open("wb") as complaint:
-            command = [sys.executable, "-m", "zerobubble.planning.beside", str(asked), str(self._answer), str(seconds)]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaint)
+        self._stderr = Path(self._folder.name, "complaint")
+        with self._stderr.open("wb") as stderr:
+            command = [sys.executable, "-m", "zerobubble.planning.background", str(asked), str(self._answer), str(seconds)]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
 
     def answer(self) -> Solved | None:
         """The plan, None while it is being made. Raises `InputError` with the planner's last words when it failed."""
@@ -37,7 +37,7 @@ class Planner:
         if code is None:
             return None
         if code != 0:
-            words = self._complaint.read_text(errors="replace").strip().splitlines()
+            words = self._stderr.read_text(errors="replace").strip().splitlines()
             raise InputError(f"the planner ended with code {code}: {words[-1] if words else 'it said nothing'}")
         return Solved.from_dict(json.loads(self._answer.read_text(encoding="utf-8")))
 

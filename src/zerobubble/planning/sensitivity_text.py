@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from zerobubble.errors import InputError
 from zerobubble.planning.problem import Solved
 from zerobubble.planning.reasons import aligned, percent
-from zerobubble.planning.robust import Effect, Scope, Sensitivity, Spread, sensitivity
+from zerobubble.planning.sensitivity_analysis import Effect, Scope, Sensitivity, Spread, sensitivity
 
 SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
 """How many effects of each scope are shown: those that move the plan most."""
@@ -51,7 +51,7 @@ def _spread(spread: Spread) -> str:
 
 
 def _memory(found: Sensitivity, error: str) -> Iterator[str]:
-    if found.spare is not None and found.crowded:
-        tightest = min(found.crowded, key=found.spare.__getitem__)
-        short, left = f"{len(found.crowded)} of {len(found.spare)} ranks", percent(found.spare[tightest])
+    if found.spare is not None and found.ranks_over_limit:
+        tightest = min(found.ranks_over_limit, key=found.spare.__getitem__)
+        short, left = f"{len(found.ranks_over_limit)} of {len(found.spare)} ranks", percent(found.spare[tightest])
         yield f"Memory: with activations larger by {error} it does not do on {short}; rank {tightest} has {left} left."

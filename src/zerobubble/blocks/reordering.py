@@ -21,13 +21,13 @@ _TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 
 
 @garbage_collection_paused()
-def reorder(layout: Layout, limit: int | None = None, *, steady: bool = True) -> Layout:
+def reorder(layout: Layout, limit: int | None = None, *, keep_steady_phase: bool = True) -> Layout:
     """`layout`, repeated or squeezed, with passes moved up into idle slots.
 
     No rank holds more than `limit` stage activations; not given, that is the most any rank holds already. Passes go in order of
     their slots, each to the first idle slot after what it uses and after the same stage's pass of the microbatch before; F only as
     far as memory allows. Then all W are lifted out, passes of the cool-down move up once more, and the W flow back into the idle
-    slots. Warm-up are the passes before the first microbatch is through, cool-down those after the last has entered; `steady`
+    slots. Warm-up are the passes before the first microbatch is through, cool-down those after the last has entered; `keep_steady_phase`
     leaves the passes between in peace. Raises `InputError` for a limit below what `layout` holds already.
     """
     most = max(layout.peaks) if limit is None else limit
@@ -35,18 +35,18 @@ def reorder(layout: Layout, limit: int | None = None, *, steady: bool = True) ->
         raise InputError(
             f"{layout.name} holds up to {max(layout.peaks)} stage activations, more than the limit of {most}: reordering frees none"
         )
-    board = _Board(layout)
-    _advance(board, [_held(row, board.horizon, layout.times) for row in layout.rows], most, steady)
-    board.squeeze()
+    passes = _MovablePasses(layout)
+    _advance(passes, [_held_per_slot(row, passes.horizon, layout.times) for row in layout.rows], most, keep_steady_phase)
+    passes.squeeze()
     if layout.schedule.split_stages:
-        weights = board.lift()
-        _advance_lifted(board, [_Flow(row, layout.times) for row in board.rows()], most)
-        board.put([start for row in board.rows() for start in _weights(row, layout.times)], weights)
-        board.squeeze()
-    return layout.moved(board.rows())
+        weights = passes.lift()
+        _advance_lifted(passes, [_RowWithWeights(row, layout.times) for row in passes.rows()], most)
+        passes.put([start for row in passes.rows() for start in _weights(row, layout.times)], weights)
+        passes.squeeze()
+    return layout.moved(passes.rows())
 
 
-class _Board:
+class _MovablePasses:
     """Where the passes of a layout stand while they move, by number; `active` are those on it."""
 
     def __init__(self, layout: Layout) -> None:
@@ -100,29 +100,29 @@ class _Board:
 class _Sweep:
     """The passes of a board placed one after the other, each in the first idle slot that will do."""
 
-    def __init__(self, board: _Board) -> None:
-        self.board = board
-        self._taken = [bytearray(board.horizon) for _ in board.graph.first[1:]]
+    def __init__(self, passes: _MovablePasses) -> None:
+        self.passes = passes
+        self._taken = [bytearray(passes.horizon) for _ in passes.graph.first[1:]]
         self._last: dict[tuple[Kind, int], int] = {}
 
     def earliest(self, number: int) -> int:
         """The slot before which a pass cannot start: what it uses, and the same stage's pass of the microbatch before."""
-        board, (kind, stage, _) = self.board, self.board.graph.ops[number]
-        before = [*board.graph.needs[number], *[self._last[key] for key in [(kind, stage)] if key in self._last]]
-        return max([board.begin[other] + board.length[other] for other in before], default=0)
+        passes, (kind, stage, _) = self.passes, self.passes.graph.ops[number]
+        before = [*passes.graph.needs[number], *[self._last[key] for key in [(kind, stage)] if key in self._last]]
+        return max([passes.begin[other] + passes.length[other] for other in before], default=0)
 
     def idle(self, number: int, earliest: int) -> Iterator[int]:
         """The slots from `earliest` on, and before its own, in which a pass fits between those placed already."""
-        gap = bytes(self.board.length[number])
-        taken = self._taken[self.board.graph.rank[number]]
+        gap = bytes(self.passes.length[number])
+        taken = self._taken[self.passes.graph.rank[number]]
         slot = taken.find(gap, earliest)
-        while 0 <= slot < self.board.begin[number]:
+        while 0 <= slot < self.passes.begin[number]:
             yield slot
             slot = taken.find(gap, slot + 1)
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Leave passes, given in order of their slots, where they are."""
-        ops, rank, begin, length, taken = self.board.graph.ops, self.board.graph.rank, self.board.begin, self.board.length, self._taken
+        ops, rank, begin, length, taken = self.passes.graph.ops, self.passes.graph.rank, self.passes.begin, self.passes.length, self._taken
         full = {slots: b"\1" * slots for slots in set(length)}
         for number in numbers:
             slot, slots = begin[number], length[number]
@@ -131,39 +131,39 @@ class _Sweep:
 
     def place(self, number: int, slot: int) -> None:
         """Put a pass in its final slot."""
-        kind, stage, _ = self.board.graph.ops[number]
-        length = self.board.length[number]
-        self.board.begin[number] = slot
-        self._taken[self.board.graph.rank[number]][slot : slot + length] = b"\1" * length
+        kind, stage, _ = self.passes.graph.ops[number]
+        length = self.passes.length[number]
+        self.passes.begin[number] = slot
+        self._taken[self.passes.graph.rank[number]][slot : slot + length] = b"\1" * length
         self._last[kind, stage] = number
 
 
-def _advance(board: _Board, held: list[list[int]], most: int, steady: bool) -> None:
+def _advance(passes: _MovablePasses, held: list[list[int]], most: int, keep_steady_phase: bool) -> None:
     """Move passes up, all or those of warm-up and cool-down; `held` is what each rank holds in each slot."""
-    sweep = _Sweep(board)
-    order, home, entry = board.in_order()
-    home, entered = (home, max(home, entry + 1)) if steady else (len(order), len(order))
+    sweep = _Sweep(passes)
+    order, home, entry = passes.in_order()
+    home, entered = (home, max(home, entry + 1)) if keep_steady_phase else (len(order), len(order))
     for number in order[:home]:
-        sweep.place(number, _move_up(sweep, number, held[board.graph.rank[number]], most))
+        sweep.place(number, _move_up(sweep, number, held[passes.graph.rank[number]], most))
     sweep.keep(order[home:entered])
     for number in order[entered:]:
-        sweep.place(number, _move_up(sweep, number, held[board.graph.rank[number]], most))
+        sweep.place(number, _move_up(sweep, number, held[passes.graph.rank[number]], most))
 
 
 def _move_up(sweep: _Sweep, number: int, held: list[int], most: int) -> int:
     """The first slot a pass can move to, its own if there is none; `held`, of its rank, follows."""
-    board, earliest = sweep.board, sweep.earliest(number)
-    kind, old = board.graph.ops[number].kind, board.begin[number]
+    passes, earliest = sweep.passes, sweep.earliest(number)
+    kind, old = passes.graph.ops[number].kind, passes.begin[number]
     if kind is Kind.F:
         earliest = next((slot + 1 for slot in range(old - 1, earliest - 1, -1) if held[slot] >= most), earliest)
     new = next(sweep.idle(number, earliest), old)
-    shift = 0 if kind is Kind.F else board.length[number]
+    shift = 0 if kind is Kind.F else passes.length[number]
     for slot in range(new + shift, old + shift):
         held[slot] += _TAKES[kind]
     return new
 
 
-def _held(row: Iterable[Start], horizon: int, times: Times) -> list[int]:
+def _held_per_slot(row: Iterable[Start], horizon: int, times: Times) -> list[int]:
     """The stage activations a rank holds in each slot: F takes from its start, W and BW give back at their end."""
     change, takes = [0] * (horizon + 1), lengths(times)
     for (kind, _, _), slot in row:
@@ -171,28 +171,28 @@ def _held(row: Iterable[Start], horizon: int, times: Times) -> list[int]:
     return list(accumulate(change))
 
 
-def _advance_lifted(board: _Board, flows: list[_Flow], most: int) -> None:
+def _advance_lifted(passes: _MovablePasses, rows_with_weights: list[_RowWithWeights], most: int) -> None:
     """On a board without W, move the passes of the cool-down up as far as memory holds once W take the idle slots."""
-    sweep = _Sweep(board)
-    order, _, entry = board.in_order()
+    sweep = _Sweep(passes)
+    order, _, entry = passes.in_order()
     sweep.keep(order[: entry + 1])
     for number in order[entry + 1 :]:
-        slot = board.begin[number]
-        flow, idle = flows[board.graph.rank[number]], sweep.idle(number, sweep.earliest(number))
-        sweep.place(number, next((new for new in idle if flow.move(slot, new, most)), slot))
+        slot = passes.begin[number]
+        row_with_weights, idle = rows_with_weights[passes.graph.rank[number]], sweep.idle(number, sweep.earliest(number))
+        sweep.place(number, next((new for new in idle if row_with_weights.move(slot, new, most)), slot))
 
 
-State = tuple[int, int, int]
+RowState = tuple[int, int, int]
 """The slot from which a rank is free, the activations it holds, its W waiting."""
 
 
-class _Flow:
+class _RowWithWeights:
     """The passes of one rank without W, and the state before each when W take every idle slot they can."""
 
     def __init__(self, row: Iterable[Start], times: Times) -> None:
         self.takes = lengths(times)
         self.row = list(row)
-        self.before: list[State] = [(0, 0, 0)]
+        self.before: list[RowState] = [(0, 0, 0)]
         for start in self.row:
             self.before.append(self._after(self.before[-1], start))
 
@@ -214,7 +214,7 @@ class _Flow:
         self.before[here : here + len(states)] = states
         return True
 
-    def _after(self, state: State, start: Start) -> State:
+    def _after(self, state: RowState, start: Start) -> RowState:
         (kind, _, _), slot = start
         free, held, waiting = state
         done = min(waiting, (slot - free) // self.takes[Kind.W])

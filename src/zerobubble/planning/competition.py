@@ -13,10 +13,19 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning.attempt import Attempt, Budget, Watch, begin, by_baseline, improve, settled, sketch
-from zerobubble.planning.families import ANY, family, to_try
+from zerobubble.planning.attempt import (
+    Attempt,
+    Budget,
+    ProgressCallback,
+    attempt_by_baseline,
+    improve,
+    start_attempt,
+    with_list_schedule,
+    with_serial_schedule,
+)
+from zerobubble.planning.placements import ANY, family, placements_to_try
 from zerobubble.planning.problem import Objective, Problem, Solved, Workload
-from zerobubble.planning.reasons import can_beat, notes, show
+from zerobubble.planning.reasons import can_beat, comparison_table, notes
 from zerobubble.planning.seeds import promising
 
 SECONDS = 5.0
@@ -62,7 +71,7 @@ class Plan:
         return min(solved.least_bubble for solved in able)
 
     def __str__(self) -> str:
-        return show([(choice.name, choice.solved, choice.note) for choice in self.choices])
+        return comparison_table([(choice.name, choice.solved, choice.note) for choice in self.choices])
 
 
 @garbage_collection_paused()
@@ -74,7 +83,7 @@ def solve(
     evaluations: int | None = None,
     baseline: str | None = None,
     seeds: Sequence[Schedule] = (),
-    progress: Watch | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Solved:
     """The best schedule for `problem` found in `seconds`, or by `evaluations` schedules played, which is always the same one.
 
@@ -84,15 +93,15 @@ def solve(
     """
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if baseline is not None:
-        return by_baseline(name, baseline, problem).solved
+        return attempt_by_baseline(name, baseline, problem).solved
     started = perf_counter()
-    attempt = begin(name, problem, budget, chain(seeds, promising(problem, budget.for_seeds)))
+    attempt = start_attempt(name, problem, budget, chain(seeds, promising(problem, budget.for_seeds)))
     with suppress(KeyboardInterrupt):
         spent = perf_counter() - started
-        _compile([attempt], budget)
+        _compile_search([attempt], budget)
         if not budget.is_empty:
-            attempt = sketch(improve(attempt, budget.share(1, spent=spent), seed, progress))
-    return settled(attempt).solved
+            attempt = with_list_schedule(improve(attempt, budget.share(1, spent=spent), seed, progress))
+    return with_serial_schedule(attempt).solved
 
 
 def plan(
@@ -106,7 +115,7 @@ def plan(
     seed: int = 0,
     evaluations: int | None = None,
     baseline: str | None = None,
-    progress: Watch | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Plan:
     """The best schedule over `placements`: names of families, `any` for all, or placements; each answer with a bound and a reason.
 
@@ -116,14 +125,14 @@ def plan(
     be used.
     """
     if isinstance(work, Workload):
-        tried = to_try(ANY if placements is None else placements, work.num_ranks)
+        tried = placements_to_try(ANY if placements is None else placements, work.num_ranks)
     else:
         tried = _placement_of(work, placements)
     problems = problems_of(work, num_microbatches, memory, tried, objective)
     if baseline is not None:
         started = perf_counter()
-        return _ranked(_all_by(baseline, problems), started)
-    return decide(problems, as_budget(seconds, evaluations), seed, progress)
+        return _plan_of(_all_by(baseline, problems), started)
+    return plan_problems(problems, as_budget(seconds, evaluations), seed, progress)
 
 
 def _placement_of(costs: Costs, given: str | Placement | Iterable[str | Placement] | None) -> dict[str, Placement]:
@@ -133,69 +142,71 @@ def _placement_of(costs: Costs, given: str | Placement | Iterable[str | Placemen
         known = family(known, costs.placement.num_ranks)
     if not isinstance(known, Placement):
         raise InputError("costs of stages belong to one placement: give it as placements, or give the work of each rank as a Workload")
-    return to_try(known, known.num_ranks)
+    return placements_to_try(known, known.num_ranks)
 
 
 @garbage_collection_paused()
-def decide(
+def plan_problems(
     problems: Mapping[str, Problem],
     budget: Budget,
     seed: int = 0,
-    watch: Watch | None = None,
+    on_progress: ProgressCallback | None = None,
     seeds: Mapping[str, Iterable[Schedule]] | None = None,
 ) -> Plan:
     """The plan over `problems`, by the name of their placement, started from `seeds` or else from the published schedules."""
     started, given = perf_counter(), seeds or {}
-    attempts = [begin(name, problem, budget.share(len(problems)), given.get(name)) for name, problem in problems.items()]
+    attempts = [start_attempt(name, problem, budget.share(len(problems)), given.get(name)) for name, problem in problems.items()]
     compiling = 0.0
     with suppress(KeyboardInterrupt):
         spent = perf_counter() - started
-        compiling = _compile(_open(attempts), budget)
-        attempts = attempts if budget.is_empty else compete(attempts, budget.share(1, spent=spent), seed, watch)
-    return _ranked(list(map(settled, attempts)), started, compiling)
+        compiling = _compile_search(_contenders(attempts), budget)
+        attempts = attempts if budget.is_empty else successive_halving(attempts, budget.share(1, spent=spent), seed, on_progress)
+    return _plan_of(list(map(with_serial_schedule, attempts)), started, compiling)
 
 
-def _ranked(attempts: Sequence[Attempt], started: float, compiling: float = 0.0) -> Plan:
-    ranked = sorted(attempts, key=_merit)
-    told = zip(ranked, notes([(attempt.solved, attempt.searched) for attempt in ranked]), strict=True)
-    return Plan(tuple(Choice(a.name, a.solved, note) for a, note in told), perf_counter() - started - compiling, compiling)
+def _plan_of(attempts: Sequence[Attempt], started: float, compiling: float = 0.0) -> Plan:
+    ranked = sorted(attempts, key=_rank_key)
+    explained = zip(ranked, notes([(attempt.solved, attempt.searched) for attempt in ranked]), strict=True)
+    return Plan(tuple(Choice(a.name, a.solved, note) for a, note in explained), perf_counter() - started - compiling, compiling)
 
 
-def compete(attempts: Sequence[Attempt], budget: Budget, seed: int = 0, watch: Watch | None = None) -> list[Attempt]:
+def successive_halving(
+    attempts: Sequence[Attempt], budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None
+) -> list[Attempt]:
     """The attempts after rounds of search, in each of which the better half of those that can still win goes on.
 
     An attempt whose bound is not below the best bubble found cannot win; it stays as it is. Ctrl-C ends the competition.
     """
     known = {attempt.name: attempt for attempt in attempts}
     with suppress(KeyboardInterrupt):
-        for attempt in _turns(known, budget, seed, watch):
+        for attempt in _search_rounds(known, budget, seed, on_progress):
             known[attempt.name] = attempt
             if attempt.interrupted:
                 break
     return list(known.values())
 
 
-def _turns(known: Mapping[str, Attempt], budget: Budget, seed: int, watch: Watch | None) -> Iterator[Attempt]:
+def _search_rounds(known: Mapping[str, Attempt], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Iterator[Attempt]:
     """Each attempt as it is after its turn, which the caller makes known before the next."""
     started, keep = perf_counter(), len(known)
     if keep > 1:
-        yield from map(sketch, list(known.values()))
-    rounds = max(1, len(_open(known.values()))).bit_length()
+        yield from map(with_list_schedule, list(known.values()))
+    rounds = max(1, len(_contenders(known.values()))).bit_length()
     for turn in range(rounds):
-        left = _open(known.values())[:keep]
+        left = _contenders(known.values())[:keep]
         for done, attempt in enumerate(left, turn * len(left)):
-            yield improve(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, watch)
+            yield improve(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, on_progress)
         keep = ceil(len(left) / 2)
 
 
-def _open(attempts: Iterable[Attempt]) -> list[Attempt]:
+def _contenders(attempts: Iterable[Attempt]) -> list[Attempt]:
     """Those whose search may still give the winner, the best so far first."""
-    ranked = sorted(attempts, key=_merit)
+    ranked = sorted(attempts, key=_rank_key)
     best = ranked[0].solved
-    return [attempt for attempt in ranked if attempt.is_open and (best.time is None or can_beat(attempt.solved, best))]
+    return [attempt for attempt in ranked if attempt.can_improve and (best.time is None or can_beat(attempt.solved, best))]
 
 
-def _merit(attempt: Attempt) -> tuple[float, int, float]:
+def _rank_key(attempt: Attempt) -> tuple[float, int, float]:
     """Less is better: the bubble to nine digits, then messages, then memory."""
     solved = attempt.solved
     if solved.bubble is None or solved.peak_microbatches is None:
@@ -203,9 +214,9 @@ def _merit(attempt: Attempt) -> tuple[float, int, float]:
     return round(solved.bubble, 9), solved.problem.messages, solved.peak_microbatches
 
 
-def _compile(attempts: Sequence[Attempt], budget: Budget) -> float:
+def _compile_search(attempts: Sequence[Attempt], budget: Budget) -> float:
     """Seconds to compile the search, 0 where none will run."""
-    if budget.is_empty or not any(attempt.is_open for attempt in attempts):
+    if budget.is_empty or not any(attempt.can_improve for attempt in attempts):
         return 0.0
     from zerobubble.planning.search import compile_kernels
 
@@ -217,7 +228,7 @@ def _all_by(baseline: str, problems: Mapping[str, Problem]) -> list[Attempt]:
     attempts, refusals = [], []
     for name, problem in problems.items():
         try:
-            attempts.append(by_baseline(name, baseline, problem))
+            attempts.append(attempt_by_baseline(name, baseline, problem))
         except InputError as error:
             refusals.append(error)
     if not attempts:

@@ -9,7 +9,7 @@ from zerobubble.blocks.block import Times, lengths
 from zerobubble.ir import Kind, Placement
 
 
-class Walks:
+class Paths:
     """The slots a microbatch starts its passes in, F from first to last stage, then backward from last to first.
 
     A leg is a run of hops in one direction over the ranks, or a single hop that stays on its rank; all hops of a leg have one gap.
@@ -17,12 +17,12 @@ class Walks:
     holds more than `memory` stage activations, whole intervals counted.
     """
 
-    def __init__(self, placement: Placement, interval: int, times: Times, back: Kind, memory: int, slack: int) -> None:
+    def __init__(self, placement: Placement, interval: int, times: Times, backward_kind: Kind, memory: int, slack: int) -> None:
         there = placement.routes[0]
         self.interval, self.memory, self.slack = interval, memory, slack
         self._ranks = there + there[::-1]
-        self._length = [lengths(times)[kind] for kind in (Kind.F, back) for _ in there]
-        self._legs = _legs(self._ranks)
+        self._length = [lengths(times)[kind] for kind in (Kind.F, backward_kind) for _ in there]
+        self._leg_lengths = _leg_lengths(self._ranks)
         self._slots: list[int] = []
         self._taken = [0] * placement.num_ranks
         self._held = [0] * placement.num_ranks
@@ -31,22 +31,22 @@ class Walks:
         """Every walk, in order of its gaps."""
         self._step(0)
         yield from self._from(0)
-        self._back()
+        self._undo_step()
 
     def _from(self, leg: int) -> Iterator[list[int]]:
-        if leg == len(self._legs):
+        if leg == len(self._leg_lengths):
             yield list(self._slots)
             return
         shortest = self._length[len(self._slots) - 1]
-        waits = self.slack + 1 if self._legs[leg] > 1 else self.interval
+        waits = self.slack + 1 if self._leg_lengths[leg] > 1 else self.interval
         for gap in range(shortest, shortest + waits):
             hops = 0
-            while hops < self._legs[leg] and self._step(gap):
+            while hops < self._leg_lengths[leg] and self._step(gap):
                 hops += 1
-            if hops == self._legs[leg]:
+            if hops == self._leg_lengths[leg]:
                 yield from self._from(leg + 1)
             for _ in range(hops):
-                self._back()
+                self._undo_step()
 
     def _step(self, gap: int) -> bool:
         """Take the next pass `gap` slots after the last one, unless its rank has no room for it; whether it was taken."""
@@ -61,7 +61,7 @@ class Walks:
         self._held[rank] += held
         return True
 
-    def _back(self) -> None:
+    def _undo_step(self) -> None:
         """Take the last pass back."""
         number = len(self._slots) - 1
         slot = self._slots.pop()
@@ -77,7 +77,7 @@ class Walks:
         return (slot + self._length[number] - self._slots[forward]) // self.interval if forward < number else 0
 
 
-def _legs(ranks: tuple[int, ...]) -> list[int]:
+def _leg_lengths(ranks: tuple[int, ...]) -> list[int]:
     """The number of hops in each leg."""
     legs: list[int] = []
     for step, run in groupby(there - here for here, there in pairwise(ranks)):

@@ -68,7 +68,7 @@ class Sensitivity:
     spare: tuple[float, ...] | None
 
     @property
-    def crowded(self) -> tuple[int, ...]:
+    def ranks_over_limit(self) -> tuple[int, ...]:
         """The ranks whose memory would not do if activations were larger than measured by `error`."""
         return tuple(rank for rank, spare in enumerate(self.spare or ()) if spare < self.error)
 
@@ -103,7 +103,7 @@ def sensitivity(
 
     Raises `ScheduleError` when the schedule cannot run, `InputError` for an error outside 0 to 1 or without samples.
     """
-    refuse_no_share(error)
+    check_error_share(error)
     if samples < 1:
         raise InputError(f"a spread needs at least 1 sample, got {samples}")
     replay, dice = Replay.of(schedule), Random(seed)
@@ -121,7 +121,7 @@ def sensitivity(
     return Sensitivity(objective, time, error, effects, off(entries, error), profile, _spread(time, noisy), spare)
 
 
-def refuse_no_share(error: float) -> None:
+def check_error_share(error: float) -> None:
     """Raise `InputError` unless the error of measured times is a share."""
     if not 0 < error < 1:
         raise InputError(f"the error of measured times is a share between 0 and 1, such as 0.1 for 10 %, got {error}")

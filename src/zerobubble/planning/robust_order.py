@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.planning.choose import Plan
+from zerobubble.planning.competition import Plan
 from zerobubble.planning.problem import Problem, Solved
-from zerobubble.planning.reasons import WIDTH, percent
-from zerobubble.planning.robust import refuse_no_share
+from zerobubble.planning.reasons import NOTE_WIDTH, percent
 from zerobubble.planning.search import load_kernels
-from zerobubble.planning.seeds import fits, split
+from zerobubble.planning.seeds import fits_memory, split
+from zerobubble.planning.sensitivity_analysis import check_error_share
 from zerobubble.simulation import simulate
 
 
-class Standing(NamedTuple):
+class NoisyObjective(NamedTuple):
     """The objective of an order in ns: by the measured times, and on average where every pass takes its own."""
 
     measured: int
@@ -26,12 +26,12 @@ class Standing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Steady:
+class RobustOrder:
     """The order that stands noise best of those as short as the shortest; `before` is how that one stands it, `after` how this one does."""
 
     schedule: Schedule
-    before: Standing
-    after: Standing
+    before: NoisyObjective
+    after: NoisyObjective
 
     @property
     def gain(self) -> float:
@@ -39,32 +39,32 @@ class Steady:
         return 1 - self.after.noisy / self.before.noisy if self.before.noisy else 0.0
 
 
-def steadied(found: Plan, error: float, **search: Any) -> tuple[Plan, Steady]:
-    """The plan with its winner made steady, and what that gains; `error` and `search` as in `steadiest`."""
+def with_robust_winner(found: Plan, error: float, **search: Any) -> tuple[Plan, RobustOrder]:
+    """The plan with its winner made steady, and what that gains; `error` and `search` as in `most_robust_order`."""
     best = found.best
-    steady = steadiest(best.problem, [found.schedule], error=error, **search)
-    if steady.gain > 0:
-        solved = Solved.of(best.problem, best.bound, steady.schedule, best.seconds, f"{best.how}, steadied")
+    robust = most_robust_order(best.problem, [found.schedule], error=error, **search)
+    if robust.gain > 0:
+        solved = Solved.of(best.problem, best.bound, robust.schedule, best.seconds, f"{best.how}, made robust")
         found = replace(found, choices=(replace(found.choices[0], solved=solved), *found.choices[1:]))
-    return found, steady
+    return found, robust
 
 
-def steady_dict(problem: Problem, steady: Steady) -> dict[str, float]:
+def robust_order_dict(problem: Problem, robust: RobustOrder) -> dict[str, float]:
     """The bubble under noise before and after, and the gain as a share of the time."""
-    before, after = (problem.bubble(standing.noisy) for standing in (steady.before, steady.after))
-    return {"bubble_before": before, "bubble_after": after, "gain": steady.gain}
+    before, after = (problem.bubble(objective.noisy) for objective in (robust.before, robust.after))
+    return {"bubble_before": before, "bubble_after": after, "gain": robust.gain}
 
 
-def steady_text(problem: Problem, steady: Steady, error: float) -> str:
+def robust_order_text(problem: Problem, robust: RobustOrder, error: float) -> str:
     """The same in a sentence."""
-    before, after = (percent(problem.bubble(standing.noisy)) for standing in (steady.before, steady.after))
+    before, after = (percent(problem.bubble(objective.noisy)) for objective in (robust.before, robust.after))
     noise = f"Where every pass takes {percent(error)} more or less, the winner has a bubble of"
-    if steady.gain == 0:
-        return fill(f"{noise} {before}, and no order as short by the measured times was found that has less.", WIDTH)
-    return fill(f"{noise} {after}; its order was changed for that, from {before}, and is as short by the measured times.", WIDTH)
+    if robust.gain == 0:
+        return fill(f"{noise} {before}, and no order as short by the measured times was found that has less.", NOTE_WIDTH)
+    return fill(f"{noise} {after}; its order was changed for that, from {before}, and is as short by the measured times.", NOTE_WIDTH)
 
 
-def steadiest(
+def most_robust_order(
     problem: Problem,
     candidates: Sequence[Schedule],
     *,
@@ -72,7 +72,7 @@ def steadiest(
     seconds: float = 3.0,
     seed: int = 0,
     evaluations: int | None = None,
-) -> Steady:
+) -> RobustOrder:
     """The order with the shortest mean objective where every pass takes its own time, `error` being the standard deviation as a share.
 
     By the measured times it takes no longer than the shortest of the `candidates` that fit the limits: slack moves where it is free. It
@@ -82,19 +82,19 @@ def steadiest(
     apart. Raises `InputError` for an error outside 0 to 1, for candidates of another placement or number of microbatches, where none
     fits and where numba is missing, `ScheduleError` for one that cannot run.
     """
-    refuse_no_share(error)
+    check_error_share(error)
     kernels = load_kernels()
     for other in candidates:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
             raise InputError(f"the candidate {other.name!r} is for another placement or number of microbatches: leave it out")
-    fitting = [each for each in map(split, candidates) if fits(each, problem)]
+    fitting = [each for each in map(split, candidates) if fits_memory(each, problem)]
     if not fitting:
         raise InputError(f"none of the {len(candidates)} candidates fits the memory limits")
     tables = kernels.tables_of(problem)
-    words = [kernels.word_of(each) for each in fitting]
-    found = kernels.steadied(tables, words, error, seconds=seconds, seed=seed, evaluations=evaluations)
+    orders = [kernels.order_of(each) for each in fitting]
+    found = kernels.with_robust_winner(tables, orders, error, seconds=seconds, seed=seed, evaluations=evaluations)
     first = fitting[found.first]
-    steady = first if found.word is None else kernels.schedule_of(f"{first.name}, steadied", problem, tables, found.word)
-    times = (problem.objective.of(simulate(schedule, problem.costs)) for schedule in (first, steady))
-    before, after = (Standing(time, judged.noisy) for time, judged in zip(times, (found.before, found.after), strict=True))
-    return Steady(steady, before, after)
+    robust = first if found.order is None else kernels.schedule_of(f"{first.name}, made robust", problem, tables, found.order)
+    times = (problem.objective.of(simulate(schedule, problem.costs)) for schedule in (first, robust))
+    before, after = (NoisyObjective(time, judged.noisy) for time, judged in zip(times, (found.before, found.after), strict=True))
+    return RobustOrder(robust, before, after)

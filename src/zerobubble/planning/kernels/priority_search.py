@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled
-from zerobubble.planning.kernels.dates import Keys, copy_keys, follow, shake
-from zerobubble.planning.kernels.greedy import Sheet, greedy
-from zerobubble.planning.kernels.play import copy
-from zerobubble.planning.kernels.policy import cross, draw, nudge
+from zerobubble.planning.kernels.list_scheduler import ListScratch, list_schedule
+from zerobubble.planning.kernels.play import copy_into
+from zerobubble.planning.kernels.policy import cross_policies, draw_policy, perturb_policy
+from zerobubble.planning.kernels.priorities import Priorities, apply_policy, copy_priorities, perturb_priorities
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 
 CROSSED = 0.5
@@ -16,9 +16,12 @@ CROSSED = 0.5
 
 
 @compiled
-def cost_of(tables: Tables, keys: Keys, sheet: Sheet, weight: float) -> tuple[float, int]:
-    """The longest time plus `weight` times the mean over ranks of what `keys` lead to, and the longest alone; infinite if it stops."""
-    longest, total = greedy(tables, keys.due, keys.habits, sheet)
+def cost_of(tables: Tables, priorities: Priorities, scratch: ListScratch, weight: float) -> tuple[float, int]:
+    """The cost of the schedule that `priorities` lead to, and the time of its longest rank in ns.
+
+    The cost is that time plus `weight` times the mean time of a rank; infinite, with the time -1, where no schedule comes out.
+    """
+    longest, total = list_schedule(tables, priorities.due, priorities.dispatch, scratch)
     return (longest + weight * total / len(tables.ranks) if longest >= 0 else np.inf), longest
 
 
@@ -26,8 +29,8 @@ def cost_of(tables: Tables, keys: Keys, sheet: Sheet, weight: float) -> tuple[fl
 def search_policies(
     tables: Tables,
     leg: Ints,
-    sheet: Sheet,
-    keys: Keys,
+    scratch: ListScratch,
+    priorities: Priorities,
     pool: Floats,
     costs: Floats,
     policy: Floats,
@@ -48,45 +51,53 @@ def search_policies(
         at = int(np.argmax(costs))
         if np.isnan(costs[at]):
             costs[at] = np.inf
-            copy(policy, pool[at])
+            copy_into(policy, pool[at])
         elif attempt < fresh:
-            draw(policy)
+            draw_policy(policy)
         else:
             at = np.random.randint(len(costs))
-            copy(policy, pool[at])
+            copy_into(policy, pool[at])
             if np.random.random() < CROSSED:
-                cross(policy, pool[np.random.randint(len(costs))])
+                cross_policies(policy, pool[np.random.randint(len(costs))])
             else:
-                nudge(policy)
-        follow(tables, leg, policy, bound, keys)
-        cost, longest = cost_of(tables, keys, sheet, 0.02)
+                perturb_policy(policy)
+        apply_policy(tables, leg, policy, bound, priorities)
+        cost, longest = cost_of(tables, priorities, scratch, 0.02)
         if cost <= costs[at]:
             costs[at] = cost
-            copy(pool[at], policy)
+            copy_into(pool[at], policy)
         if 0 <= longest < goal:
             goal = longest
-            copy(best, sheet.word)
+            copy_into(best, scratch.order)
     return goal, tries
 
 
 @compiled
 def search_dates(
-    tables: Tables, sheet: Sheet, new: Keys, keys: Keys, best: Ints, goal: int, bound: int, done: float, tries: int
+    tables: Tables,
+    scratch: ListScratch,
+    new: Priorities,
+    priorities: Priorities,
+    best: Ints,
+    goal: int,
+    bound: int,
+    done: float,
+    tries: int,
 ) -> tuple[int, int]:
-    """The same from the due dates `keys`, by so many small changes; worse ones are taken early on, if hardly worse.
+    """The same from the due dates `priorities`, by so many small changes; worse ones are taken early on, if hardly worse.
 
-    `keys` change too; `done` is the share of the search that is over.
+    `priorities` change too; `done` is the share of the search that is over.
     """
-    cost, longest = cost_of(tables, keys, sheet, 0.1)
+    cost, longest = cost_of(tables, priorities, scratch, 0.1)
     for attempt in range(tries):
         if 0 <= longest < goal:
             goal = longest
-            copy(best, sheet.word)
+            copy_into(best, scratch.order)
         if goal <= bound:
             return goal, attempt
-        shake(tables, new, keys)
-        found, longest = cost_of(tables, new, sheet, 0.1)
+        perturb_priorities(tables, new, priorities)
+        found, longest = cost_of(tables, new, scratch, 0.1)
         if found <= cost * (1 + 5e-4 * np.random.random() * (1 - done)):
-            copy_keys(keys, new)
+            copy_priorities(priorities, new)
             cost = found
     return goal, tries

@@ -15,7 +15,7 @@ from math import floor
 from typing import NamedTuple
 
 
-class State(NamedTuple):
+class MicrobatchState(NamedTuple):
     """Where a microbatch may stand on a rank: the bytes and the number of stages that wait for B, and a time of work that goes with it.
 
     W of the stages from number `waiting` on may be pending besides.
@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
+class RankLoad:
     """What one rank has to do: times (ns) and bytes of its stages in the order of their F, the microbatches, and its memory limit.
 
     `saved` is held from F until B, `pending` from B until W.
@@ -47,14 +47,14 @@ class Load:
         return len(self.forward)
 
     @cached_property
-    def turns(self) -> tuple[int, ...]:
+    def pass_times(self) -> tuple[int, ...]:
         """The time of the pass at each turn."""
         return self.forward + self.backward[::-1]
 
     @cached_property
     def work(self) -> int:
         """The time of all passes."""
-        return self.microbatches * (sum(self.turns) + sum(self.weight))
+        return self.microbatches * (sum(self.pass_times) + sum(self.weight))
 
     @cached_property
     def forwards(self) -> tuple[int, ...]:
@@ -71,46 +71,48 @@ class Load:
         """The bytes that the first so many stages of a microbatch save."""
         return (0, *accumulate(self.saved))
 
-    def open(self, turn: int) -> int:
+    def open(self, visit: int) -> int:
         """How many stages of a microbatch wait for B while it has had so many turns."""
-        return min(turn, 2 * self.num_stages - turn)
+        return min(visit, 2 * self.num_stages - visit)
 
-    def during(self, turn: int) -> int:
+    def during(self, visit: int) -> int:
         """The bytes that a microbatch saves while this turn runs."""
-        return self.held[max(self.open(turn), self.open(turn + 1))]
+        return self.held[max(self.open(visit), self.open(visit + 1))]
 
-    def done(self, turn: int) -> State:
+    def done(self, visit: int) -> MicrobatchState:
         """A microbatch after so many turns, its W included, and the work that took."""
-        left, everything = self.open(turn), self.backwards[-1]
-        work = self.forwards[turn] if turn <= self.num_stages else self.forwards[-1] + everything - self.backwards[left]
-        return State(self.held[left], left, work, self.num_stages)
+        left, everything = self.open(visit), self.backwards[-1]
+        work = self.forwards[visit] if visit <= self.num_stages else self.forwards[-1] + everything - self.backwards[left]
+        return MicrobatchState(self.held[left], left, work, self.num_stages)
 
-    def left(self, turn: int) -> State:
+    def left(self, visit: int) -> MicrobatchState:
         """A microbatch after so many turns, and the work that remains but W of the stages that had their B."""
-        stages = self.open(turn)
-        if turn < self.num_stages:
-            return State(self.held[stages], stages, self.forwards[-1] - self.forwards[turn] + self.backwards[-1], self.num_stages)
-        return State(self.held[stages], stages, self.backwards[stages], stages)
+        stages = self.open(visit)
+        if visit < self.num_stages:
+            return MicrobatchState(
+                self.held[stages], stages, self.forwards[-1] - self.forwards[visit] + self.backwards[-1], self.num_stages
+            )
+        return MicrobatchState(self.held[stages], stages, self.backwards[stages], stages)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
         """For each turn, the most time of work before any microbatch has it."""
         return tuple(map(self._before, range(2 * self.num_stages)))
 
-    def _before(self, turn: int) -> int:
-        others = [self.done(n) for n in range(turn + 1)]
-        return self.done(turn).work + self._most(others, self.limit - self.during(turn), ())
+    def _before(self, visit: int) -> int:
+        others = [self.done(n) for n in range(visit + 1)]
+        return self.done(visit).work + self._most(others, self.limit - self.during(visit), ())
 
     @cached_property
     def after(self) -> tuple[int, ...]:
         """For each turn, the most time of work once the last microbatch begins it, itself not counted."""
         return tuple(map(self._after, range(2 * self.num_stages)))
 
-    def _after(self, turn: int) -> int:
-        own, others = self.left(turn), [self.left(n) for n in range(turn + 1, 2 * self.num_stages + 1)]
-        return own.work - self.turns[turn] + self._most(others, self.limit - self.during(turn), range(own.waiting, self.num_stages))
+    def _after(self, visit: int) -> int:
+        own, others = self.left(visit), [self.left(n) for n in range(visit + 1, 2 * self.num_stages + 1)]
+        return own.work - self.pass_times[visit] + self._most(others, self.limit - self.during(visit), range(own.waiting, self.num_stages))
 
-    def _most(self, states: Sequence[State], room: int, waiting: Iterable[int]) -> int:
+    def _most(self, states: Sequence[MicrobatchState], room: int, waiting: Iterable[int]) -> int:
         """The most work of all microbatches but one, each in one of `states`, in `room` bytes, and of W of `waiting` of that one."""
         extra = tuple(waiting)
         prices = [(0, 1), *((state.work, state.held) for state in states)]
@@ -119,13 +121,13 @@ class Load:
         by_price = min(self._at_price(*price, states, room, extra) for price in prices if price[1])
         return by_price if room >= (self.microbatches - 1) * self.held[-1] else min(by_price, self._by_number(states, room, len(extra)))
 
-    def _at_price(self, work: int, held: int, states: Sequence[State], room: int, extra: Iterable[int]) -> int:
+    def _at_price(self, work: int, held: int, states: Sequence[MicrobatchState], room: int, extra: Iterable[int]) -> int:
         """A bound on `_most`: fill the room at this price, and take what is worth more than its bytes for nothing (LP duality)."""
         gains = [max(0, self.weight[s] * held - self.pending[s] * work) for s in range(self.num_stages)]
         best = max(state.work * held - state.held * work + sum(gains[state.waiting :]) for state in states)
         return (room * work + (self.microbatches - 1) * best + sum(gains[s] for s in extra)) // held
 
-    def _by_number(self, states: Sequence[State], room: int, extra: int) -> int:
+    def _by_number(self, states: Sequence[MicrobatchState], room: int, extra: int) -> int:
         """A bound on `_most` by whole numbers: stages that wait for B and for W, each as small and as long as the rank has them."""
         others = self.microbatches - 1
         saved, pending = min(self.saved), min(self.pending)
@@ -143,10 +145,10 @@ class Load:
         return best
 
     @cached_property
-    def in_turn(self) -> tuple[tuple[bool, ...], ...]:
-        """`in_turn[first][last]`: some microbatch has the turn `first` before the last one has `last`, in any order that fits."""
-        turns = range(2 * self.num_stages)
-        return tuple(tuple(first <= last or self._crowded(last + 1, first + 1) for last in turns) for first in turns)
+    def in_order(self) -> tuple[tuple[bool, ...], ...]:
+        """`in_order[first][last]`: some microbatch has the turn `first` before the last one has `last`, in any order that fits."""
+        visits = range(2 * self.num_stages)
+        return tuple(tuple(first <= last or self._crowded(last + 1, first + 1) for last in visits) for first in visits)
 
     def _crowded(self, begin: int, end: int) -> bool:
         """Whether not all microbatches fit when each has had from `begin` to `end` - 1 turns."""

@@ -8,19 +8,19 @@ from time import perf_counter
 
 import numpy as np
 
-from zerobubble.planning.kernels.anneal import anneal, trial_of
-from zerobubble.planning.kernels.climb import search_dates, search_policies
-from zerobubble.planning.kernels.dates import follow, keys_for, legs_of, mean_pass
-from zerobubble.planning.kernels.greedy import sheet_of
-from zerobubble.planning.kernels.play import Rows, all_fit, play, rows_of, stand_of
+from zerobubble.planning.kernels.anneal import anneal, move_scratch
+from zerobubble.planning.kernels.list_scheduler import list_scratch
+from zerobubble.planning.kernels.play import Rows, all_ranks_fit, initial_play_state, play_rows, rows_of
+from zerobubble.planning.kernels.priorities import apply_policy, empty_priorities, legs_of, mean_pass
+from zerobubble.planning.kernels.priority_search import search_dates, search_policies
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 
-MOVED, LISTED = 3_000_000, 300_000
+ANNEALED_PASSES, LISTED_PASSES = 3_000_000, 300_000
 """Passes of moved schedules, and of listed ones, between two looks at the clock: some hundredths of a second."""
 
 
 @dataclass
-class Budget:
+class BudgetMeter:
     """What a search may spend: seconds, or a number of schedules to play where it must be repeatable."""
 
     seconds: float
@@ -40,100 +40,102 @@ class Budget:
 
 
 @dataclass
-class Pool:
+class PolicyPool:
     """The best policies so far, a row each, and what each costs; NaN where that is not known yet."""
 
     policies: Floats
     costs: Floats
 
     @classmethod
-    def of(cls, policies: Floats) -> Pool:
+    def of(cls, policies: Floats) -> PolicyPool:
         return cls(policies, np.full(len(policies), np.nan))
 
-    def best(self, count: int) -> Pool:
+    def best(self, count: int) -> PolicyPool:
         """The best so many, best first."""
         order = np.argsort(self.costs, kind="stable")[:count]
-        return Pool(self.policies[order], self.costs[order])
+        return PolicyPool(self.policies[order], self.costs[order])
 
 
-class Desk:
-    """A problem being searched. `word` and `time` are the best rows and their objective, `report` hears of every new best."""
+class SearchState:
+    """A problem being searched. `order` and `time` are the best rows and their objective, `report` hears of every new best."""
 
-    def __init__(self, tables: Tables, bound: int, budget: Budget, report: Callable[[int, str], None]) -> None:
+    def __init__(self, tables: Tables, bound: int, budget: BudgetMeter, report: Callable[[int, str], None]) -> None:
         self.tables, self.bound, self.budget, self.report = tables, bound, budget, report
-        self.word: Ints | None = None
+        self.order: Ints | None = None
         self.time, self.how = 1 << 62, ""
-        self._leg, self._sheet, self._keys = legs_of(tables), sheet_of(tables), keys_for(tables)
+        self._leg, self._scratch, self._priorities = legs_of(tables), list_scratch(tables), empty_priorities(tables)
 
     @property
     def done(self) -> bool:
         return self.time <= self.bound or self.budget.spent >= 1
 
-    def offer(self, word: Ints, how: str) -> int:
-        """Play `word` and keep it if it is the best; its longest time, -1 if it stops or does not fit."""
-        rows = self.played(word)
+    def offer(self, order: Ints, how: str) -> int:
+        """Play `order` and keep it if it is the best; its longest time, -1 if it stops or does not fit."""
+        rows = self.played(order)
         longest = -1 if rows is None else self._longest(rows)
         if longest >= 0:
-            self._keep(word, longest, how)
+            self._keep(order, longest, how)
         return longest
 
-    def played(self, word: Ints) -> Rows | None:
-        """The rows of `word` with their times; None if they stop or do not fit."""
+    def played(self, order: Ints) -> Rows | None:
+        """The rows of `order` with their times; None if they stop or do not fit."""
         self.budget.used += 1
-        rows = rows_of(self.tables, word)
-        if not all_fit(self.tables, rows) or play(self.tables, rows, stand_of(self.tables), 0.0, np.inf)[0] < 0:
+        rows = rows_of(self.tables, order)
+        if not all_ranks_fit(self.tables, rows) or play_rows(self.tables, rows, initial_play_state(self.tables), 0.0, np.inf)[0] < 0:
             return None
         return rows
 
     def _longest(self, rows: Rows) -> int:
         return int((self.tables.ranks["work"] + rows.idle[self.tables.ranks["stop"] - 1]).max())
 
-    def _keep(self, word: Ints, longest: int, how: str) -> None:
+    def _keep(self, order: Ints, longest: int, how: str) -> None:
         if longest < self.time:
-            self.word, self.time, self.how = word.copy(), longest, how
+            self.order, self.time, self.how = order.copy(), longest, how
             self.report(longest, how)
 
-    def climb(self, pool: Pool, tries: int, fresh: int = 0) -> None:
+    def improve_policies(self, pool: PolicyPool, tries: int, fresh: int = 0) -> None:
         """Try what is in the pool and not known, then `fresh` policies at random, then some near those of the pool, which gets better.
 
         A few are tried even where the budget is spent.
         """
         best, policy, tried = np.empty(self.tables.size, np.int64), np.empty(pool.policies.shape[1]), 0
         while tried == 0 or (tried < tries and not self.done):
-            chunk = max(1, min(tries - tried, LISTED // self.tables.size))
-            room = (self._sheet, self._keys, pool.policies, pool.costs, policy, best)
+            chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size))
+            room = (self._scratch, self._priorities, pool.policies, pool.costs, policy, best)
             longest, used = search_policies(self.tables, self._leg, *room, self.time, self.bound, chunk, fresh - tried)
             self.budget.used += used
             tried += chunk
             self._keep(best, longest, "policy")
 
-    def redate(self, policy: Floats, tries: int) -> Ints:
+    def improve_due_dates(self, policy: Floats, tries: int) -> Ints:
         """The best rows that so many small changes to the due dates of `policy` lead to."""
-        keys = keys_for(self.tables)
-        follow(self.tables, self._leg, policy, self.bound, keys)
+        priorities = empty_priorities(self.tables)
+        apply_policy(self.tables, self._leg, policy, self.bound, priorities)
         best, longest, tried = np.empty(self.tables.size, np.int64), 1 << 62, 0
         while tried < tries and not self.done:
-            chunk = max(1, min(tries - tried, LISTED // self.tables.size))
-            longest, used = search_dates(self.tables, self._sheet, self._keys, keys, best, longest, self.bound, tried / tries, chunk)
+            chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size))
+            longest, used = search_dates(
+                self.tables, self._scratch, self._priorities, priorities, best, longest, self.bound, tried / tries, chunk
+            )
             self.budget.used += used
             tried += chunk
             self._keep(best, longest, "due dates")
         return best
 
-    def polish(self, word: Ints, moves: int, hot: float, share: float = 1.0) -> Ints:
-        """Anneal `word` from `hot` mean pass times to a tenth of it; the best rows of this run.
+    def anneal_order(self, order: Ints, moves: int, hot: float, share: float = 1.0) -> Ints:
+        """Anneal `order` from `hot` mean pass times to a tenth of it; the best rows of this run.
 
         It is over after so many moves or a share of the budget, and cools down for whichever comes first.
         """
-        rows, best = self.played(word), word.copy()
+        rows, best = self.played(order), order.copy()
         assert rows is not None, "only rows that have been played are polished"
-        trial, start, over = trial_of(self.tables, rows), self.budget.spent, 0.0
+        scratch, start, over = move_scratch(self.tables, rows), self.budget.spent, 0.0
         goal, mean, tried = self._longest(rows), mean_pass(self.tables), 0
         while over < 1 and not self.done:
-            chunk = max(1, min(moves - tried, MOVED // len(word)))
+            chunk = max(1, min(moves - tried, ANNEALED_PASSES // len(order)))
             next_over = max((tried + chunk) / moves, over)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
-            goal, used = anneal(self.tables, rows, trial, best, goal, self.bound, 1 / len(self.tables.ranks), warm, cool, chunk)
+            goal, used = anneal(self.tables, rows, scratch, best, goal, self.bound, 1 / len(self.tables.ranks), warm, cool, chunk)
             self.budget.used += used
             tried += chunk
             over = max(next_over, (self.budget.spent - start) / share)
