@@ -92,7 +92,7 @@ def most_robust_order(
         raise InputError(f"none of the {len(candidates)} candidates fits the memory limits")
     tables = kernels.tables_of(problem)
     orders = [kernels.order_of(each) for each in fitting]
-    found = kernels.with_robust_winner(tables, orders, error, seconds=seconds, seed=seed, evaluations=evaluations)
+    found = kernels.most_robust(tables, orders, error, seconds=seconds, seed=seed, evaluations=evaluations)
     first = fitting[found.first]
     robust = first if found.order is None else kernels.schedule_of(f"{first.name}, made robust", problem, tables, found.order)
     times = (problem.objective.of(simulate(schedule, problem.costs)) for schedule in (first, robust))

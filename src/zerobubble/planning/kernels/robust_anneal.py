@@ -82,7 +82,7 @@ class RobustResult(NamedTuple):
     first: int
     order: Ints | None
     before: SampledObjective
-    predecessor: SampledObjective
+    after: SampledObjective
 
 
 def most_robust(
@@ -101,9 +101,9 @@ def most_robust(
     anneal_from_best(tables, path_length, found.copy(), shortest, Random(seed), BudgetMeter(0.0, 1))
     with suppress(KeyboardInterrupt):
         anneal_from_best(tables, path_length, found, shortest, Random(seed), BudgetMeter(seconds, evaluations))
-    before, predecessor = (_fresh(tables, order, error, seed) for order in (orders[tied[0]], found))
-    better = predecessor.noisy < before.noisy
-    return RobustResult(tied[0], found if better else None, before, predecessor if better else before)
+    before, after = (_fresh(tables, order, error, seed) for order in (orders[tied[0]], found))
+    better = after.noisy < before.noisy
+    return RobustResult(tied[0], found if better else None, before, after if better else before)
 
 
 def _fresh(tables: Tables, order: Ints, error: float, seed: int) -> SampledObjective:
