@@ -84,7 +84,7 @@ def passes(pipe: zb.Pipeline, x: Tensor, steps: int) -> dict[str, float]:
         pipe.step(x, x)
         for _, span in pipe.timeline().spans():
             if step >= 2:
-                times.setdefault(span.op.kind.value, []).append(span.duration / 1e6)
+                times.setdefault(str(span.op.kind), []).append(span.duration / 1e6)
         for parameter in pipe.parameters():
             parameter.grad = None
     return {kind: statistics.median(values) for kind, values in times.items()}

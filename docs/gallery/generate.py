@@ -19,7 +19,7 @@ from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg
 from zerobubble.export.units import show_ms, show_percent
 from zerobubble.formulas import FORMULAS, Form, setting
-from zerobubble.ir import Kind
+from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, Recipe
 
 FOLDER = Path(__file__).parent
@@ -186,7 +186,7 @@ def _cells(piece: Piece) -> list[str]:
     return [
         f"[{piece.name}](#{piece.name})",
         f"{recipe.stages_per_rank} or any" if recipe.any_stages else str(recipe.stages_per_rank),
-        " ".join(kind.value for kind in Kind if kind in kinds),
+        " ".join(kind for kind in KINDS if kind in kinds),
         show_ms(timeline.makespan),
         show_percent(timeline.bubble_makespan),
         show_percent(timeline.bubble_span),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
 from zerobubble.errors import InputError, reading, whole
-from zerobubble.ir import Kind, Placement, Step
-from zerobubble.rules import RULES, Stuff
+from zerobubble.ir import Placement, Step
+from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
 
 NS_PER_MS = 1_000_000
 UNIT_BYTES = 1_000_000
@@ -25,7 +25,8 @@ class Costs:
     the other, where s is the stage of its first pass; empty stands for nothing. Every tuple has one entry per stage, `comm` one less.
 
     `placement` says on which ranks the stages were measured. With it the costs are for schedules on that placement only; None, where
-    it does not matter or is not known, fits every placement of so many stages.
+    it does not matter or is not known, fits every placement of so many stages. `further` are columns, by name, that kinds of passes
+    added to the table ask for: see `with_columns`.
     """
 
     forward: tuple[int, ...]
@@ -36,12 +37,14 @@ class Costs:
     held_after_b: tuple[int, ...]
     hidden: tuple[int, ...] = ()
     placement: Placement | None = None
+    further: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
         if stages == 0:
             raise InputError("costs need at least one stage")
         object.__setattr__(self, "hidden", self.hidden or (0,) * stages)
+        self._refuse_doubles()
         for name, values in self._columns().items():
             wanted = stages - 1 if name == "comm" else stages
             if len(values) != wanted:
@@ -54,8 +57,14 @@ class Costs:
         if self.placement is not None and self.placement.num_stages != stages:
             raise InputError(f"the costs describe {stages} stages, their placement has {self.placement.num_stages}")
 
+    def _refuse_doubles(self) -> None:
+        names = [name for name, _ in self.further]
+        doubles = [name for place, name in enumerate(names) if name in _COLUMNS or name in names[:place]]
+        if doubles:
+            raise InputError(f"costs have one column {doubles[0]!r}, which cannot be given again as a further one")
+
     def _columns(self) -> dict[str, tuple[int, ...]]:
-        return {name: getattr(self, name) for name in _COLUMNS}
+        return {name: getattr(self, name) for name in _COLUMNS} | dict(self.further)
 
     def require_fit(self, placement: Placement, what: str) -> None:
         """Raise `InputError` unless these are costs of the stages of `placement`, which belongs to `what`.
@@ -76,14 +85,33 @@ class Costs:
         return len(self.forward)
 
     def time(self, kind: Kind, stage: int) -> int:
-        """Nanoseconds a pass takes."""
-        if kind is Kind.F:
-            return self.forward[stage]
-        if kind is Kind.B:
-            return self.backward[stage]
-        if kind is Kind.W:
-            return self.weight[stage]
-        return self.backward[stage] + self.weight[stage]
+        """Nanoseconds a pass takes; raises `InputError` for a kind outside the table of kinds."""
+        return sum([self.column(name)[stage] for name in traits_of(kind).times])
+
+    def column(self, name: str) -> tuple[int, ...]:
+        """The column `name`, one that every costs have or a further one; raises `InputError` where there is none."""
+        if name in _COLUMNS:
+            values: tuple[int, ...] = getattr(self, name)
+            return values
+        for known, further in self.further:
+            if known == name:
+                return further
+        raise InputError(f"these costs lack the column {name!r}, which {' and '.join(_askers(name))} needs: see Costs.with_columns")
+
+    def with_columns(self, **columns: Sequence[int]) -> Costs:
+        """These costs with other columns, ns or bytes, one value per stage.
+
+        Names that not all costs have are further columns, which kinds of passes ask for that were added to the table.
+        """
+        given: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
+        further = {name: given.pop(name) for name in columns if name not in _COLUMNS}
+        return replace(self, **given, further=tuple((dict(self.further) | further).items()))
+
+    @property
+    def time_columns(self) -> tuple[str, ...]:
+        """The names of the columns that tell times of passes."""
+        asked = {name for traits in KINDS.values() for name in traits.times}
+        return tuple(name for name in self._columns() if name in asked)
 
     def step_time(self, step: Step) -> int:
         """Nanoseconds a step takes; two overlapped passes never less than the longer of them."""
@@ -94,14 +122,12 @@ class Costs:
 
     def held(self, stuff: Stuff, stage: int) -> int:
         """Bytes a value occupies on the rank that made it: saved activations and pending weight work."""
-        if stuff is Stuff.SAVED:
-            return self.held_after_f[stage]
-        return self.held_after_b[stage] if stuff is Stuff.WORK else 0
+        return self.column(HELD[stuff])[stage] if stuff in HELD else 0
 
     def memory_change(self, kind: Kind, stage: int) -> int:
         """Bytes that a pass of this kind adds to what its rank holds: what it makes without what it uses up."""
-        used = sum(self.held(stuff, stage) for stuff, hop in RULES[kind].uses if hop == 0)
-        return sum(self.held(stuff, stage) for stuff in RULES[kind].makes) - used
+        used = sum(self.held(stuff, stage) for stuff, hop in traits_of(kind).uses if hop == 0)
+        return sum(self.held(stuff, stage) for stuff in traits_of(kind).makes) - used
 
     @classmethod
     def uniform(
@@ -159,20 +185,28 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns and bytes; `from_dict` reads it back."""
-        columns = {name: list(values) for name, values in self._columns().items()}
+        columns = {name: list(getattr(self, name)) for name in _COLUMNS}
         placement = {} if self.placement is None else {"placement": self.placement.to_dict()}
-        return {"format": "zerobubble costs 2", **placement, **columns}
+        further = {"further": {name: list(values) for name, values in self.further}} if self.further else {}
+        return {"format": "zerobubble costs 2", **placement, **columns, **further}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
         with reading("costs", data, newest=2):
             columns = {name: tuple(map(whole, ({"hidden": ()} | data)[name])) for name in _COLUMNS}
+            further = {str(name): tuple(map(whole, values)) for name, values in data.get("further", {}).items()}
             placement = Placement.from_dict(data["placement"]) if "placement" in data else None
-            return cls(**columns, placement=placement)
+            return cls(**columns, placement=placement, further=tuple(further.items()))
 
 
-_COLUMNS = tuple(column.name for column in fields(Costs) if column.name != "placement")
+_COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in ("placement", "further"))
+
+
+def _askers(column: str) -> list[Kind]:
+    """The kinds whose times or bytes stand in `column`."""
+    held = {stuff for stuff, name in HELD.items() if name == column}
+    return [kind for kind, traits in KINDS.items() if column in traits.times or held.intersection(traits.makes)]
 
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,17 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median_low
+from typing import TypeVar
 
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
-from zerobubble.ir import Kind
-from zerobubble.rules import BACKWARD, MOVES, Stuff, makers, uses
+from zerobubble.kinds import HELD, MOVES, Kind, Stuff, kinds_making, traits_of
+from zerobubble.rules import makers, uses
 from zerobubble.timeline import Span, Timeline, together
 
 __all__ = ["fit_comm", "fit_costs"]
 
-Samples = dict[tuple[Kind, int], list[int]]
-"""Measurements of each kind of pass, by (kind, stage)."""
+T = TypeVar("T")
+
+Times = dict[tuple[tuple[str, ...], int], list[int]]
+"""Measured durations by the columns of `Costs` that they are the sum of, and the stage."""
+
+Changes = dict[tuple[Kind, int], list[int]]
+"""By how many bytes passes changed what their rank held, by kind and stage."""
 
 
 def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
@@ -24,20 +30,34 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
 
     A stage that ran only BW gets its time as `backward` and 0 as `weight`, and counts as holding until W what it held until BW.
     A timeline without memory gives `UNIT_BYTES` everywhere. Messages are taken to last `comm_ms`. Overlapped passes tell what
-    overlapping hides and are left out of the rest.
+    overlapping hides and are left out of the rest. The further columns that added kinds of passes ask for are fitted alike, with 0 for
+    stages without such passes.
 
     Raises `InputError` for a stage without F or without a backward pass, and for memory that was not recorded pass by pass.
     """
     times = _times(timeline)
-    num_stages = _num_stages(times)
-    changes = _memory_changes(timeline)
-    forward = tuple(median_low(times[Kind.F, stage]) for stage in range(num_stages))
-    backward = tuple(median_low(times[_backward_kind(times, stage), stage]) for stage in range(num_stages))
-    weight = tuple(median_low(times.get((Kind.W, stage), [0])) for stage in range(num_stages))
-    after_f = tuple(_held_after_f(changes, stage) for stage in range(num_stages))
-    after_b = tuple(held + _change_at_b(changes, stage) for stage, held in enumerate(after_f))
-    apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), after_f, after_b)
+    num_stages = _num_stages(timeline, times)
+    stages, changes = range(num_stages), _memory_changes(timeline)
+    forward = tuple(_median(times, ("forward",), stage) for stage in stages)
+    backward = tuple(
+        _median(times, ("backward",) if (("backward",), stage) in times else ("backward", "weight"), stage) for stage in stages
+    )
+    weight = tuple(_median(times, ("weight",), stage) for stage in stages)
+    saved = tuple(_held(changes, Stuff.SAVED, stage, UNIT_BYTES) for stage in stages)
+    work = tuple(_held(changes, Stuff.WORK, stage, saved[stage]) for stage in stages)
+    apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), saved, work)
+    apart = apart.with_columns(**_further(times, changes, stages))
     return replace(apart, hidden=tuple(_hidden(timeline, apart)))
+
+
+def _further(times: Times, changes: Changes, stages: range) -> dict[str, list[int]]:
+    """The columns of the kinds in the timeline that not all costs have."""
+    alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
+    found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
+    made = {stuff for kind, _ in changes for stuff in traits_of(kind).makes if stuff in HELD}
+    for stuff in made - {Stuff.SAVED, Stuff.WORK}:
+        found[HELD[stuff]] = [_held(changes, stuff, stage, 0) for stage in stages]
+    return found
 
 
 def fit_comm(timeline: Timeline) -> tuple[int, ...]:
@@ -48,7 +68,7 @@ def fit_comm(timeline: Timeline) -> tuple[int, ...]:
 
     Raises `InputError` for a link whose messages nobody had to wait for.
     """
-    links = range(_num_stages(_times(timeline)) - 1)
+    links = range(_num_stages(timeline, _times(timeline)) - 1)
     delays = _delays(timeline, len(links) + 1)
     return tuple(_link_time([delays[stuff, link] for stuff in sorted(MOVES) if (stuff, link) in delays], link) for link in links)
 
@@ -80,9 +100,9 @@ def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list
     return dict(delays)
 
 
-def _times(timeline: Timeline) -> Samples:
+def _times(timeline: Timeline) -> Times:
     alone = (span for row in timeline.rows for span in _alone(row))
-    return _collect((span.op.kind, span.op.stage, span.duration) for span in alone)
+    return _collect(((traits_of(span.op.kind).times, span.op.stage), span.duration) for span in alone)
 
 
 def _alone(row: Sequence[Span]) -> list[Span]:
@@ -100,7 +120,7 @@ def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
         yield max(0, median_low(saved.get(stage, [0])))
 
 
-def _memory_changes(timeline: Timeline) -> Samples:
+def _memory_changes(timeline: Timeline) -> Changes:
     """How many bytes each pass added to what its rank held; empty for a timeline without memory."""
     found = []
     for rank, steps in enumerate(timeline.memory):
@@ -111,37 +131,38 @@ def _memory_changes(timeline: Timeline) -> Samples:
             )
         before, alone = [0, *(held for _, held in steps)], set(_alone(row))
         changes = zip(row, steps, before, strict=False)
-        found += [(span.op.kind, span.op.stage, held - was) for span, (_, held), was in changes if span in alone]
+        found += [((span.op.kind, span.op.stage), held - was) for span, (_, held), was in changes if span in alone]
     return _collect(found)
 
 
-def _collect(measurements: Iterable[tuple[Kind, int, int]]) -> Samples:
-    samples: Samples = defaultdict(list)
-    for kind, stage, value in measurements:
-        samples[kind, stage].append(value)
+def _collect(measurements: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
+    samples: dict[T, list[int]] = defaultdict(list)
+    for key, value in measurements:
+        samples[key].append(value)
     return dict(samples)
 
 
-def _num_stages(times: Samples) -> int:
+def _num_stages(timeline: Timeline, times: Times) -> int:
     """The number of stages, each with the passes it needs."""
     if not times:
         raise InputError("a timeline without passes tells no costs; measure a training step")
     num_stages = 1 + max(stage for _, stage in times)
+    ran = {span.op[:2] for row in timeline.rows for span in _alone(row)}
     for stage in range(num_stages):
-        if (Kind.F, stage) not in times:
-            raise InputError(f"stage {stage} of the timeline has no forward pass; costs need a whole training step")
-        if not any((kind, stage) in times for kind in BACKWARD):
-            raise InputError(f"stage {stage} of the timeline has no backward pass; costs need a whole training step")
+        for stuff, direction in ((Stuff.ACTIVATION, "forward"), (Stuff.GRADIENT, "backward")):
+            if not any((kind, stage) in ran for kind in kinds_making(stuff)):
+                raise InputError(f"stage {stage} of the timeline has no {direction} pass; costs need a whole training step")
     return num_stages
 
 
-def _backward_kind(times: Samples, stage: int) -> Kind:
-    return Kind.B if (Kind.B, stage) in times else Kind.BW
+def _median(times: Times, columns: tuple[str, ...], stage: int) -> int:
+    return median_low(times.get((columns, stage), [0]))
 
 
-def _held_after_f(changes: Samples, stage: int) -> int:
-    return max(0, median_low(changes[Kind.F, stage])) if changes else UNIT_BYTES
-
-
-def _change_at_b(changes: Samples, stage: int) -> int:
-    return max(-_held_after_f(changes, stage), median_low(changes[Kind.B, stage])) if (Kind.B, stage) in changes else 0
+def _held(changes: Changes, stuff: Stuff, stage: int, default: int) -> int:
+    """The bytes of `stuff`: what passes that make it add, and what they use up; `default` where none was measured."""
+    for kind in kinds_making(stuff):
+        if (kind, stage) in changes:
+            used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]
+            return max(0, median_low(changes[kind, stage]) + sum(_held(changes, other, stage, 0) for other in used))
+    return default

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
 
-from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.rules import RULES, Stuff, used_stages
+from zerobubble.ir import Op, Schedule
+from zerobubble.kinds import HELD, MOVES, ByKind, traits_of
+from zerobubble.rules import used_stages
 
 Needs = Sequence[tuple[int, ...]]
 
@@ -45,7 +46,7 @@ def resolve(schedule: Schedule) -> Graph:
     for row in schedule.rows:
         first.append(first[-1] + len(row))
     used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
-    maker = [-1] * (len(Stuff) * schedule.num_stages * schedule.num_microbatches)
+    maker = [-1] * (len((*MOVES, *HELD)) * schedule.num_stages * schedule.num_microbatches)
     for number in reversed(range(len(ops))):
         kind, stage, microbatch = ops[number]
         for value in made[kind][stage]:
@@ -68,11 +69,11 @@ def joint_needs(graph: Graph, needs: Needs) -> Needs:
     return joint
 
 
-def _value_numbers(stages: int, microbatches: int) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[list[int]]]]:
+def _value_numbers(stages: int, microbatches: int) -> tuple[ByKind[list[list[int]]], ByKind[list[list[int]]]]:
     """For each kind and stage, the numbers of the values used and made, for microbatch 0."""
-    start = {stuff: k * stages * microbatches for k, stuff in enumerate(Stuff)}
-    used = {k: [[start[t] + at * microbatches for t, at in used_stages(k, s, stages)] for s in range(stages)] for k in RULES}
-    made = {k: [[start[t] + s * microbatches for t in rule.makes] for s in range(stages)] for k, rule in RULES.items()}
+    start = {stuff: k * stages * microbatches for k, stuff in enumerate((*MOVES, *HELD))}
+    used = ByKind(lambda kind: [[start[t] + at * microbatches for t, at in used_stages(kind, s, stages)] for s in range(stages)])
+    made = ByKind(lambda kind: [[start[t] + s * microbatches for t in traits_of(kind).makes] for s in range(stages)])
     return used, made
 
 

@@ -8,23 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from zerobubble.errors import InputError, ParseError, reading, whole
+from zerobubble.kinds import KINDS, Stuff, kinds_making, kinds_using
+from zerobubble.kinds import Kind as Kind
 
-
-class Kind(StrEnum):
-    """What a pass computes: F forward, B gradient for the input, W gradient for the weights, BW both in one."""
-
-    F = "F"
-    B = "B"
-    W = "W"
-    BW = "BW"
-
-
-_OP = re.compile(r"([0-9]{1,9})(F|BW|B|W)([0-9]{1,9})")
+_OP = re.compile(r"([0-9]{1,9})([A-Z]{1,3})([0-9]{1,9})")
 
 
 class Op(NamedTuple):
@@ -35,14 +26,16 @@ class Op(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Op:
         """Read `<stage><kind><microbatch>`; raises `ParseError` for anything else."""
         match = _OP.fullmatch(text)
-        if match is None:
-            raise ParseError(f"{text!r} is not a pass; write <stage><kind><microbatch> with kind F, B, W or BW, such as 0F3")
+        if match is None or match[2] not in KINDS:
+            *others, last = KINDS
+            kinds = f"{', '.join(others)} or {last}"
+            raise ParseError(f"{text!r} is not a pass; write <stage><kind><microbatch> with kind {kinds}, such as 0F3")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 
@@ -281,8 +274,8 @@ class Schedule:
 
     @property
     def is_forward_only(self) -> bool:
-        """True for an inference schedule: it holds F passes and nothing else."""
-        return all(op.kind is Kind.F for row in self.rows for op in row)
+        """True for an inference schedule: it holds forward passes and nothing else."""
+        return {op[0] for row in self.rows for op in row} <= kinds_making(Stuff.ACTIVATION)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs `stage` for `microbatch`."""
@@ -291,14 +284,19 @@ class Schedule:
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
-        """Stages with at least one W pass of their own."""
-        return frozenset(op.stage for row in self.rows for op in row if op.kind is Kind.W)
+        """Stages with at least one pass that does weight work, as W does: their B leaves it."""
+        weights = kinds_using(Stuff.WORK)
+        return frozenset(op.stage for row in self.rows for op in row if op.kind in weights)
 
     def forward_only(self) -> Schedule:
-        """What evaluation runs: the F passes alone in the same order; with several routes all microbatches on route 0, stage by stage."""
+        """What evaluation runs: the forwards alone, as F, in the same order.
+
+        With several routes all microbatches take route 0, stage by stage.
+        """
         name, route = f"{self.name} (forward only)", self.placement.routes[0]
         if len(self.placement.routes) == 1:
-            rows = tuple(tuple(op for op in row if op.kind is Kind.F) for row in self.rows)
+            forwards = kinds_making(Stuff.ACTIVATION)
+            rows = tuple(tuple(Op(Kind.F, stage, j) for kind, stage, j in row if kind in forwards) for row in self.rows)
         else:
             every = [
                 [Op(Kind.F, s, j) for s, home in enumerate(route) if home == r for j in range(self.num_microbatches)]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zerobubble.errors import ParseError, reading
-from zerobubble.ir import Head, Kind, Placement, Schedule, Step, collect_head, content_lines, parse_step
-from zerobubble.rules import Stuff, Value
+from zerobubble.ir import Head, Placement, Schedule, Step, collect_head, content_lines, parse_step
+from zerobubble.kinds import Stuff, kinds_making
+from zerobubble.rules import Value
 
 
 class Compute(NamedTuple):
@@ -105,7 +106,8 @@ class Program:
     @property
     def is_forward_only(self) -> bool:
         """True when it holds no backward pass, so forwards save nothing."""
-        return all(op.kind is Kind.F for row in self.rows for action in row if isinstance(action, Compute) for op in action.step)
+        steps = (action.step for row in self.rows for action in row if isinstance(action, Compute))
+        return {op.kind for step in steps for op in step} <= kinds_making(Stuff.ACTIVATION)
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
         """Every message action as (rank, position, channel, action)."""
@@ -156,7 +158,7 @@ class Program:
 
 
 _ACTIONS = ("run", "send", "recv", "free")
-_VALUE = re.compile(r"([agsw])([0-9]{1,9})\.([0-9]{1,9})")
+_VALUE = re.compile(r"([a-z])([0-9]{1,9})\.([0-9]{1,9})")
 
 
 def _parse_action(number: int, line: str) -> Action:

@@ -1,33 +1,15 @@
-"""The one table of rules: what each kind of pass uses, makes and holds. Nothing else in the package knows a dependency.
-
-Passes meet only through values. A pass needs another pass exactly when it uses a value the other makes:
-
-    F(s,j)   uses the activation of s-1                      makes its own activation, and what backward will need (saved)
-    B(s,j)   uses saved(s,j) and the gradient from s+1       makes the gradient for s-1, and weight work left to do (work)
-    W(s,j)   uses work(s,j)                                  makes nothing: it adds into the weights' gradients
-    BW(s,j)  uses saved(s,j) and the gradient from s+1       makes the gradient for s-1
-
-The first stage's activation comes from the batch and the last stage's gradient from the loss, so those need no pass.
-Activations and gradients travel between ranks; saved and work stay where they were made and are what fills the memory.
-"""
+"""Who needs whom, by the table of kinds: the values a pass uses and makes. Nothing else in the package knows a dependency."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
+from itertools import combinations
 from typing import NamedTuple
 
-from zerobubble.ir import Kind, Op
-
-
-class Stuff(StrEnum):
-    """What a value is: `a` activation, `g` gradient of an activation, `s` saved for backward, `w` weight work."""
-
-    ACTIVATION = "a"
-    GRADIENT = "g"
-    SAVED = "s"
-    WORK = "w"
+from zerobubble.ir import Op
+from zerobubble.kinds import HELD, KINDS, Kind, kinds_making, kinds_using, traits_of, when_kinds_change
+from zerobubble.kinds import MOVES as MOVES
+from zerobubble.kinds import Stuff as Stuff
 
 
 class Value(NamedTuple):
@@ -38,33 +20,7 @@ class Value(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stuff.value}{self.stage}.{self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """`uses` and `makes`: (stuff, hop) pairs, where the value belongs to stage `s + hop` of a pass of stage `s`."""
-
-    uses: tuple[tuple[Stuff, int], ...]
-    makes: tuple[Stuff, ...]
-    phrase: str
-
-
-RULES: dict[Kind, Rule] = {
-    Kind.F: Rule(((Stuff.ACTIVATION, -1),), (Stuff.ACTIVATION, Stuff.SAVED), "forward"),
-    Kind.B: Rule(((Stuff.SAVED, 0), (Stuff.GRADIENT, +1)), (Stuff.GRADIENT, Stuff.WORK), "input gradient"),
-    Kind.W: Rule(((Stuff.WORK, 0),), (), "weight gradient"),
-    Kind.BW: Rule(((Stuff.SAVED, 0), (Stuff.GRADIENT, +1)), (Stuff.GRADIENT,), "backward"),
-}
-
-MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
-"""Stuff that may travel between ranks."""
-
-MOVING = {kind: stuff for kind, rule in RULES.items() for stuff in rule.makes if stuff in MOVES}
-"""The one stuff that may travel among what a kind makes."""
-
-BACKWARD = frozenset({Kind.B, Kind.BW})
-"""The kinds that turn what F saved into a gradient: each F needs exactly one of them."""
+        return f"{self.stuff}{self.stage}.{self.microbatch}"
 
 
 def uses(op: Op, num_stages: int) -> list[Value]:
@@ -80,17 +36,43 @@ def makes(op: Op, num_stages: int, forward_only: bool = False) -> list[Value]:
 @cache
 def used_stages(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[Stuff, int], ...]:
     """What a pass of `kind` and `stage` uses of its own microbatch, as (stuff, stage it belongs to)."""
-    return tuple((stuff, stage + hop) for stuff, hop in RULES[kind].uses if 0 <= stage + hop < num_stages)
+    return tuple((stuff, stage + hop) for stuff, hop in traits_of(kind).uses if 0 <= stage + hop < num_stages)
 
 
 @cache
 def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False) -> tuple[Stuff, ...]:
     """What a pass of `kind` and `stage` makes for other passes: only what some pass of an existing stage uses."""
-    readers = [Kind.F] if forward_only else list(RULES)
-    used = {stuff for reader in readers for stuff, hop in RULES[reader].uses if 0 <= stage - hop < num_stages}
-    return tuple(stuff for stuff in RULES[kind].makes if stuff in used)
+    readers = kinds_making(Stuff.ACTIVATION) if forward_only else KINDS
+    used = {stuff for reader in readers for stuff, hop in KINDS[reader].uses if 0 <= stage - hop < num_stages}
+    return tuple(stuff for stuff in traits_of(kind).makes if stuff in used)
 
 
 def makers(value: Value) -> list[Op]:
     """The passes that could make `value`: one of them must be in the schedule."""
-    return [Op(kind, value.stage, value.microbatch) for kind, rule in RULES.items() if value.stuff in rule.makes]
+    return [Op(kind, value.stage, value.microbatch) for kind in KINDS if kind in kinds_making(value.stuff)]
+
+
+def moving(kind: Kind) -> Stuff:
+    """The one stuff that may travel among what a kind makes."""
+    return next(stuff for stuff in traits_of(kind).makes if stuff in MOVES)
+
+
+@cache
+def complete_sets() -> frozenset[frozenset[Kind]]:
+    """The sets of kinds that together train one microbatch on one stage.
+
+    Each has one forward, and for what stays on the rank one maker and one user or none of both.
+    """
+    forwards = kinds_making(Stuff.ACTIVATION)
+    sets = (frozenset(kinds) for size in range(1, len(KINDS) + 1) for kinds in combinations(KINDS, size))
+    return frozenset(kinds for kinds in sets if len(kinds & forwards) == 1 and all(_is_passed_on(stuff, kinds) for stuff in HELD))
+
+
+def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
+    """Whether one of `kinds` makes `stuff` and one uses it, or none does either."""
+    num_makers, num_users = len(kinds & kinds_making(stuff)), len(kinds & kinds_using(stuff))
+    return num_makers == num_users <= 1
+
+
+for _derived in (used_stages, made_stuff, complete_sets):
+    when_kinds_change(_derived.cache_clear)

@@ -10,7 +10,8 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph
-from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.ir import Op, Schedule
+from zerobubble.kinds import KINDS, ByKind, Stuff, kinds_making
 from zerobubble.timeline import Cause, Span, Timeline, Why
 from zerobubble.verify import checked
 
@@ -61,7 +62,7 @@ def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, _Played]:
     costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
     graph, order = checked(schedule)
     ops, rank, needs, pairs, comm = graph.ops, graph.rank, graph.needs, graph.pairs, costs.comm
-    times = {kind: [costs.time(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+    times = ByKind(lambda kind: [costs.time(kind, stage) for stage in range(costs.num_stages)])
     starts, played = set(graph.first), _Played(*([0] * len(ops) for _ in range(3)))
     begin, end, after = played
     for number in order:
@@ -89,17 +90,17 @@ def _whys(graph: Graph, after: list[int]) -> Iterator[Why]:
 
 
 def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:
-    """Bytes held by one rank over time, (time, bytes) at each change: F takes at its start, other passes give back at their end."""
+    """Bytes held by one rank over time, (time, bytes) at each change: forwards take at their start, other passes give back at their end."""
     return _steps(row, _changes(costs))
 
 
 def _steps(row: Sequence[Span], changes: Changes) -> tuple[tuple[int, int], ...]:
     held = _held([span[0] for span in row], changes)
     steps = [(row[0].start, 0)] if row else []
-    before = 0
+    before, from_start = 0, {kind for kind, traits in KINDS.items() if traits.fills_from_start}
     for (op, start, end, _), now in zip(row, held, strict=True):
         if now != before:
-            steps.append((start if op[0] is Kind.F else end, now))
+            steps.append((start if op[0] in from_start else end, now))
         before = now
     return tuple(steps)
 
@@ -127,16 +128,16 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     return tuple(faults)
 
 
-Changes = dict[Kind, list[int]]
+Changes = ByKind[list[int]]
 """By how many bytes a pass of each kind and stage changes what its rank holds."""
 
 
 def _changes(costs: Costs) -> Changes:
-    return {kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)] for kind in Kind}
+    return ByKind(lambda kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)])
 
 
 def _held(row: Sequence[Op], changes: Changes) -> list[int]:
     """Bytes held once each pass is done; inference forwards hold nothing."""
-    if all(op[0] is Kind.F for op in row):
+    if {op[0] for op in row} <= kinds_making(Stuff.ACTIVATION):
         return [0] * len(row)
     return list(accumulate([changes[kind][stage] for kind, stage, _ in row]))

@@ -29,7 +29,7 @@ def _boxes(schedule: Schedule, rank: int, row: tuple[Span, ...]) -> list[Box]:
     _, first = schedule.placement.stages(rank)[0]
 
     def name(op: Op) -> str:
-        return f"{op.kind.value if op.stage == first else op.kind.value.lower()}{op.microbatch}"
+        return f"{op.kind if op.stage == first else op.kind.lower()}{op.microbatch}"
 
     steps = groupby(row, lambda span: (span.start // NS_PER_MS, span.end // NS_PER_MS))
     return [(start, end, "&".join(name(span.op) for span in spans)) for (start, end), spans in steps]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import combinations
 from operator import itemgetter
 
 from zerobubble.errors import Fault, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Needs, circles, joint_needs, resolve, walk
-from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.rules import RULES, Stuff
+from zerobubble.ir import Op, Schedule
+from zerobubble.kinds import KINDS, Kind, Stuff, kinds_making, traits_of, when_kinds_change
+from zerobubble.rules import complete_sets
 
 
 def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
@@ -45,9 +45,12 @@ def _judge(schedule: Schedule) -> Judgement:
     return _last[1]
 
 
-def _forget(_: object) -> None:
+def _forget(_: object = None) -> None:
     global _last
     _last = None
+
+
+when_kinds_change(_forget)
 
 
 @garbage_collection_paused()
@@ -55,7 +58,7 @@ def _examine(schedule: Schedule) -> Judgement:
     faults: list[Fault] = []
     if not _is_plain(schedule):
         faults = _count_faults(schedule) or _placement_faults(schedule)
-        if any(fault.code in ("count", "stage-range", "microbatch-range") for fault in faults):
+        if any(fault.code in ("count", "kind", "stage-range", "microbatch-range") for fault in faults):
             return tuple(faults), Graph([], [], [], []), []
         faults += _missing_faults(schedule)
     graph = resolve(schedule)
@@ -90,9 +93,11 @@ def _is_plain(schedule: Schedule) -> bool:
     return len(schedule.placement.routes) == 1 and all(frozenset(kinds[stage]) in wanted for stage in range(len(home)))
 
 
-def _wanted(schedule: Schedule) -> set[frozenset[Kind]]:
+def _wanted(schedule: Schedule) -> frozenset[frozenset[Kind]]:
     """The sets of kinds that may process one microbatch on one stage of `schedule`."""
-    return {frozenset({Kind.F})} if schedule.is_forward_only else COMPLETE
+    if schedule.is_forward_only:
+        return frozenset(frozenset({kind}) for kind in kinds_making(Stuff.ACTIVATION))
+    return complete_sets()
 
 
 def _count_faults(schedule: Schedule) -> list[Fault]:
@@ -105,12 +110,15 @@ def _count_faults(schedule: Schedule) -> list[Fault]:
 
 
 def _placement_faults(schedule: Schedule) -> list[Fault]:
-    """Passes out of range, on a rank that does not hold their stage, or present twice."""
+    """Passes of an unknown kind or out of range, on a rank that does not hold their stage, or present twice."""
     faults: list[Fault] = []
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     seen: dict[Op, tuple[int, int]] = {}
     for rank, position, op in schedule.ops():
-        _, stage, microbatch = op
+        kind, stage, microbatch = op
+        if kind not in KINDS:
+            faults.append(_fault("kind", rank, position, op, f", but {kind} is not a kind of pass; known are {', '.join(KINDS)}"))
+            continue
         if not (0 <= stage < stages and 0 <= microbatch < microbatches):
             faults.append(_out_of_range(schedule, rank, position, op))
             continue
@@ -137,30 +145,14 @@ def _out_of_range(schedule: Schedule, rank: int, position: int, op: Op) -> Fault
     return _fault("microbatch-range", rank, position, op, rest)
 
 
-def _complete_sets() -> set[frozenset[Kind]]:
-    """The sets of kinds that together process one microbatch on one stage: each value that stays has one maker and one user."""
-    complete = set()
-    for size in range(1, len(RULES) + 1):
-        for kinds in combinations(RULES, size):
-            stays = (Stuff.SAVED, Stuff.WORK)
-            made = [[stuff for k in kinds for stuff in RULES[k].makes if stuff is kept] for kept in stays]
-            used = [[stuff for k in kinds for stuff, _ in RULES[k].uses if stuff is kept] for kept in stays]
-            if Kind.F in kinds and made == used and all(len(m) <= 1 for m in made):
-                complete.add(frozenset(kinds))
-    return complete
-
-
-COMPLETE = _complete_sets()
-
-
 def _missing_faults(schedule: Schedule) -> list[Fault]:
     wanted = _wanted(schedule)
-    bit = {kind: 1 << k for k, kind in enumerate(Kind)}
+    bit = {kind: 1 << k for k, kind in enumerate(KINDS)}
     present = [[0] * schedule.num_microbatches for _ in range(schedule.num_stages)]
     for row in schedule.rows:
         for kind, stage, microbatch in row:
             present[stage][microbatch] |= bit[kind]
-    kinds = {bits: frozenset(kind for kind in Kind if bits & bit[kind]) for bits in range(1 << len(Kind))}
+    kinds = {bits: frozenset(kind for kind in KINDS if bits & bit[kind]) for bits in range(1 << len(KINDS))}
     faults = []
     for stage, column in enumerate(present):
         for microbatch, bits in enumerate(column):
@@ -169,23 +161,25 @@ def _missing_faults(schedule: Schedule) -> list[Fault]:
     return faults
 
 
-def _incomplete(rank: int, stage: int, microbatch: int, kinds: frozenset[Kind], wanted: set[frozenset[Kind]]) -> Fault:
+def _incomplete(rank: int, stage: int, microbatch: int, kinds: frozenset[Kind], wanted: frozenset[frozenset[Kind]]) -> Fault:
     who = f"stage {stage}, microbatch {microbatch} on rank {rank}"
     fuller = [full for full in wanted if kinds <= full]
     if not fuller:
+        return _conflict(who, rank, stage, microbatch, kinds, wanted)
+    nearest = min(fuller, key=lambda full: (len(full), sorted(full)))
+    lacking = [kind for kind in KINDS if kind in nearest - kinds]
+    ops = [str(Op(kind, stage, microbatch)) for kind in lacking]
+    return Fault("missing", f"{who} lacks {' and '.join(ops)}, so {traits_of(lacking[0]).lost}: add it to the row", rank, None, ops[0])
+
+
+def _conflict(who: str, rank: int, stage: int, microbatch: int, kinds: frozenset[Kind], wanted: frozenset[frozenset[Kind]]) -> Fault:
+    """Passes of which no complete set holds all."""
+    if kinds <= {Kind.F, Kind.B, Kind.W, Kind.BW}:
         parts = " and ".join(str(Op(kind, stage, microbatch)) for kind in (Kind.BW, Kind.B, Kind.W) if kind in kinds)
         return Fault("conflict", f"{who} has {parts}: BW is B and W in one, keep either BW or the pair", rank, None, parts)
-    lacking = [kind for kind in Kind if kind in min(fuller, key=len) - kinds]
-    ops = [str(Op(kind, stage, microbatch)) for kind in lacking]
-    return Fault("missing", f"{who} lacks {' and '.join(ops)}, so {_LOSS[lacking[0]]}: add it to the row", rank, None, ops[0])
-
-
-_LOSS = {
-    Kind.F: "nothing is computed",
-    Kind.B: "no gradient flows back",
-    Kind.BW: "no gradient flows back",
-    Kind.W: "its weight gradient is lost",
-}
+    parts = " and ".join(str(Op(kind, stage, microbatch)) for kind in KINDS if kind in kinds)
+    sets = " or ".join(sorted(" ".join(kind for kind in KINDS if kind in full) for full in wanted))
+    return Fault("conflict", f"{who} has {parts}, which do not go together: keep those of {sets}", rank, None, parts)
 
 
 def _late_needs(graph: Graph) -> list[tuple[int, int]]:
@@ -215,7 +209,7 @@ def _overlap_faults(graph: Graph, number: int) -> Iterator[Fault]:
     reasons = []
     if number in graph.needs[number + 1]:
         reasons.append(f"which uses its result: run {second} after it")
-    if second.kind is Kind.F and first.kind is not Kind.F:
+    if traits_of(second.kind).fills_from_start and not traits_of(first.kind).fills_from_start:
         reasons.append(f"which takes memory first: write {second}&{first}")
     for reason in reasons:
         yield _fault("overlap", graph.rank[number], graph.position(number), first, f" overlapped with {second}, {reason}")

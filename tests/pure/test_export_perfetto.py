@@ -45,7 +45,7 @@ def test_a_slice_per_pass_and_a_memory_counter_per_rank(name: str) -> None:
     schedule, events = traced(name)
     slices = [event for event in events if event["ph"] == "X"]
     assert Counter(event["name"] for event in slices) == Counter(str(op) for _, _, op in schedule.ops())
-    assert {event["args"]["kind"] for event in slices} == {op.kind.value for _, _, op in schedule.ops()}
+    assert {event["args"]["kind"] for event in slices} == {op.kind for _, _, op in schedule.ops()}
     assert {event["name"] for event in events if event["ph"] == "C"} == {f"memory of rank {rank}" for rank in range(4)}
 
 

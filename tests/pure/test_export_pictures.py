@@ -9,9 +9,10 @@ import pytest
 from tests.pure.shapes import shape
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
-from zerobubble.export.palette import COLOURS, ink, luminance, shade
+from zerobubble.export.palette import ink, luminance, shade
 from zerobubble.export.svg import LEFT, ROW, timeline_svg
 from zerobubble.export.units import show_bytes, show_ms, ticks
+from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, make
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
@@ -119,13 +120,13 @@ DEFICIENCIES = {
 
 @pytest.mark.parametrize("name", DEFICIENCIES)
 def test_colour_blind_readers_can_tell_the_kinds_apart(name: str) -> None:
-    for one, other in combinations(COLOURS.values(), 2):
+    for one, other in combinations([traits.colour for traits in KINDS.values()], 2):
         distance = dist(lab(one, DEFICIENCIES[name]), lab(other, DEFICIENCIES[name]))
         assert distance > 20, (one, other, distance)
 
 
 def test_ink_is_readable_on_every_shade() -> None:
-    for kind in COLOURS:
+    for kind in KINDS:
         for place in range(4):
             paper = shade(kind, place, 4)
             low, high = sorted((luminance(paper), luminance(ink(paper))))

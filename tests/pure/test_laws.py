@@ -19,8 +19,8 @@ from tests.pure.shapes import grid
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, lower, make, schedule_faults, simulate
 from zerobubble.blocks import known_block, repeat
 from zerobubble.errors import Fault
+from zerobubble.kinds import KINDS, change_kind, kinds_restored
 from zerobubble.lowering import program_faults
-from zerobubble.rules import RULES, made_stuff, used_stages
 from zerobubble.schedules import SCHEDULES
 
 ROOT = Path(zerobubble.__file__).parent
@@ -52,7 +52,7 @@ def test_importing_takes_less_than_a_third_of_a_second() -> None:
     assert min(float(python(code)) for _ in range(5)) < 0.3
 
 
-# 2. A dependency is written in rules.py and nowhere else.
+# 2. A dependency is written in kinds.py and nowhere else.
 
 
 def mirrored(schedule: Schedule) -> Schedule:
@@ -66,16 +66,10 @@ def mirrored(schedule: Schedule) -> Schedule:
 @contextmanager
 def mirrored_rules() -> Iterator[None]:
     """Activations flow from stage s+1 to s and gradients from s-1 to s, in the table alone."""
-    kept = dict(RULES)
-    RULES.update({kind: replace(rule, uses=tuple((stuff, -hop) for stuff, hop in rule.uses)) for kind, rule in kept.items()})
-    used_stages.cache_clear()
-    made_stuff.cache_clear()
-    try:
+    with kinds_restored():
+        for kind, traits in tuple(KINDS.items()):
+            change_kind(kind, replace(traits, uses=tuple((stuff, -hop) for stuff, hop in traits.uses)))
         yield
-    finally:
-        RULES.update(kept)
-        used_stages.cache_clear()
-        made_stuff.cache_clear()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -7,15 +7,15 @@ from hypothesis import given
 from tests.pure.problems import needs, schedules
 from zerobubble import Kind, Op, Schedule
 from zerobubble.graph import resolve
-from zerobubble.rules import BACKWARD, MOVES, MOVING, RULES, Stuff, Value, makers, makes, uses
-from zerobubble.verify import COMPLETE
+from zerobubble.kinds import KINDS, MOVES, Stuff, kinds_making, kinds_using
+from zerobubble.rules import Value, complete_sets, makers, makes, moving, uses
 
 
 def test_what_passes_use_and_make_in_the_middle() -> None:
     assert list(map(str, uses(Op(Kind.F, 1, 5), 3))) == ["a0.5"]
     assert list(map(str, uses(Op(Kind.B, 1, 5), 3))) == list(map(str, uses(Op(Kind.BW, 1, 5), 3))) == ["s1.5", "g2.5"]
     assert list(map(str, uses(Op(Kind.W, 1, 5), 3))) == ["w1.5"]
-    assert [[str(value) for value in makes(Op(kind, 1, 5), 3)] for kind in Kind] == [["a1.5", "s1.5"], ["g1.5", "w1.5"], [], ["g1.5"]]
+    assert [[str(value) for value in makes(Op(kind, 1, 5), 3)] for kind in KINDS] == [["a1.5", "s1.5"], ["g1.5", "w1.5"], [], ["g1.5"]]
 
 
 def test_the_ends_of_the_pipeline_need_and_make_less() -> None:
@@ -28,19 +28,23 @@ def test_the_ends_of_the_pipeline_need_and_make_less() -> None:
 
 
 def test_makers_are_the_passes_that_make() -> None:
-    for kind in Kind:
+    for kind in KINDS:
         op = Op(kind, 2, 1)
         assert all(op in makers(value) for value in makes(op, 5))
         assert all(value in makes(maker, 5) for value in uses(op, 5) for maker in makers(value))
 
 
 def test_complete_ways_to_process_a_microbatch() -> None:
-    assert {frozenset({Kind.F, Kind.BW}), frozenset({Kind.F, Kind.B, Kind.W})} == COMPLETE
+    assert {frozenset({Kind.F, Kind.BW}), frozenset({Kind.F, Kind.B, Kind.W})} == complete_sets()
 
 
 def test_what_the_kinds_are_called() -> None:
-    assert {Kind.B, Kind.BW} == BACKWARD
-    assert {kind: stuff for kind, rule in RULES.items() for stuff in rule.makes if stuff in MOVES} == MOVING
+    assert kinds_making(Stuff.ACTIVATION) == {Kind.F}
+    assert kinds_making(Stuff.GRADIENT) == {Kind.B, Kind.BW}
+    assert kinds_using(Stuff.WORK) == {Kind.W}
+    assert {kind: moving(kind) for kind in (Kind.F, Kind.B, Kind.BW)} == {
+        kind: stuff for kind, traits in KINDS.items() for stuff in traits.makes if stuff in MOVES
+    }
 
 
 @given(schedules())

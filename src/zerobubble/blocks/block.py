@@ -57,6 +57,9 @@ class Block:
             raise InputError(f"block {self.name!r} needs at least 1 slot for each of F, B and W, got {self.times}")
         if not any(self.starts):
             raise InputError(f"block {self.name!r} needs at least one pass")
+        foreign = [start.op for row in self.starts for start in row if start.op.kind not in lengths(self.times)]
+        if foreign:
+            raise InputError(f"block {self.name!r} has {foreign[0]}, but blocks are made of {', '.join(lengths(self.times))} alone")
         early = [start for row in self.starts for start in row if start.slot < 0]
         if early:
             raise InputError(f"block {self.name!r} has {early[0].op} in slot {early[0].slot}: count slots from 0")

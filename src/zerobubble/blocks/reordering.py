@@ -14,7 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import resolve
 from zerobubble.ir import Kind, Op
-from zerobubble.rules import BACKWARD
+from zerobubble.kinds import Stuff, kinds_making
 
 _TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 """What a pass adds to the activations its rank holds, in stage activations: B keeps what W needs."""
@@ -61,7 +61,7 @@ class _MovablePasses:
         """The passes in order of their slots, lower ranks first; where in it the first microbatch comes home and the last one enters."""
         order, ops = sorted(self.active, key=self.begin.__getitem__), self.graph.ops
         ends = [k for k, number in enumerate(order) if ops[number][1] == 0]
-        home = next((k for k in ends if ops[order[k]].kind in BACKWARD), len(order))
+        home = next((k for k in ends if ops[order[k]].kind in kinds_making(Stuff.GRADIENT)), len(order))
         return order, home, next(k for k in reversed(ends) if ops[order[k]].kind is Kind.F)
 
     def squeeze(self) -> None:

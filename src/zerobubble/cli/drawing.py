@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
 from zerobubble.export.units import ms, ticks
-from zerobubble.rules import RULES
+from zerobubble.kinds import KINDS, traits_of
 from zerobubble.timeline import Span, Timeline, together
 
 EDGE, DARK = "▏", "#1b1f24"
@@ -91,7 +91,7 @@ def _plain_box(spans: tuple[Span, ...], width: int, places: Sequence[int]) -> Te
 
 def _name(spans: tuple[Span, ...], places: Sequence[int]) -> str:
     """What the passes of a box are called: `F3`, `b0` on a later stage, `F3&bw5` overlapped."""
-    letters = [span.op.kind.value if place == 0 else span.op.kind.value.lower() for span, place in zip(spans, places, strict=True)]
+    letters = [span.op.kind if place == 0 else span.op.kind.lower() for span, place in zip(spans, places, strict=True)]
     return "&".join(f"{letter}{span.op.microbatch}" for letter, span in zip(letters, spans, strict=True))
 
 
@@ -113,11 +113,11 @@ def legend(*timelines: Timeline, coloured: bool) -> Text:
 def _entries(timelines: Sequence[Timeline], coloured: bool) -> Iterator[Text]:
     present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
     shades = num_shades(*timelines)
-    for kind in (kind for kind in RULES if kind in present):
+    for kind in (kind for kind in KINDS if kind in present):
         entry = Text()
         for place in range(shades if coloured else 0):
             entry.append("  ", f"on {shade(kind, place, shades)}")
-        yield entry.append(f"{' ' if coloured else ''}{kind} {RULES[kind].phrase}")
+        yield entry.append(f"{' ' if coloured else ''}{kind} {traits_of(kind).phrase}")
     if shades > 1:
         yield Text("lighter: later stages of the rank" if coloured else "lower case: later stages of the rank")
     yield Text("· idle")

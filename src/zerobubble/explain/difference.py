@@ -202,5 +202,5 @@ def _account_to_dict(account: Account) -> dict[str, Any]:
 
 
 def _drift_to_dict(drift: Drift) -> dict[str, Any]:
-    passes = [[kind.value, stage] for kind, stage in drift.passes]
+    passes = [[str(kind), stage] for kind, stage in drift.passes]
     return drift._asdict() | {"passes": passes, "ranks": list(drift.ranks)}

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.graph import Graph, resolve
-from zerobubble.ir import Kind, Placement, Schedule
+from zerobubble.ir import Placement, Schedule
+from zerobubble.kinds import Stuff, kinds_making
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Span, Timeline
 
@@ -78,9 +79,7 @@ def _evened(costs: Costs, placement: Placement) -> Costs:
     def evened(total: int) -> tuple[int, ...]:
         return tuple(round(sum(total / n for n in at) / len(at)) for at in zip(*parts, strict=True))
 
-    names = ("forward", "backward", "weight", "hidden")
-    forward, backward, weight, hidden = (evened(sum(getattr(costs, name))) for name in names)
-    return replace(costs, forward=forward, backward=backward, weight=weight, hidden=hidden)
+    return costs.with_columns(**{name: evened(sum(costs.column(name))) for name in (*costs.time_columns, "hidden")})
 
 
 def _held_back(graph: Graph, timeline: Timeline, metric: Metric) -> list[int]:
@@ -101,7 +100,7 @@ def _held_back(graph: Graph, timeline: Timeline, metric: Metric) -> list[int]:
 
 def _ready(graph: Graph, number: int, ends: list[int]) -> int:
     """When all that a forward uses is there; never (a time after the last end) for any other pass."""
-    if graph.ops[number].kind is not Kind.F:
+    if graph.ops[number].kind not in kinds_making(Stuff.ACTIVATION):
         return ends[number]
     return max((ends[need] for need in graph.needs[number]), default=0)
 

@@ -12,8 +12,7 @@ from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
 from zerobubble.export.palette import ink, shade
 from zerobubble.export.svg import HATCH, STYLE, describe
-from zerobubble.ir import Kind
-from zerobubble.rules import RULES
+from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span
 
 SHADES = 4
@@ -87,7 +86,7 @@ def _document(frame: _Frame, block: Block, drawn: Sequence[Panel]) -> Iterator[s
     size = f'viewBox="0 0 {frame.width} {bottom + AXIS}" width="{frame.width}" height="{bottom + AXIS}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{escape(title)}: block, repeated, squeezed, reordered</title>"
-    kinds = [kind for kind in Kind if any(start.op.kind is kind for row in block.starts for start in row)]
+    kinds = [kind for kind in KINDS if any(start.op.kind is kind for row in block.starts for start in row)]
     yield f"<style>{STYLE}{''.join(_rules(kinds))}</style><defs>{HATCH}</defs>"
     yield f'<rect class="paper" width="{frame.width}" height="{bottom + AXIS}"/>'
     yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
@@ -110,7 +109,7 @@ def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
 def _legend(frame: _Frame, kinds: Sequence[Kind], later: bool) -> Iterator[str]:
     """Swatches at the top right, written from right to left."""
     right = float(frame.width - 18)
-    entries = [(f"{kind} {RULES[kind].phrase}", f'class="{kind}0"') for kind in kinds] + [("idle", 'fill="url(#idle)"')]
+    entries = [(f"{kind} {traits_of(kind).phrase}", f'class="{kind}0"') for kind in kinds] + [("idle", 'fill="url(#idle)"')]
     for text, fill in entries[::-1]:
         right -= len(text) * 5.6
         yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'

@@ -16,12 +16,11 @@ from typing import Any
 from zerobubble.explain import PARTS, Account, Gap, Waiting
 from zerobubble.explain.words import lines
 from zerobubble.export.lanes import lanes
-from zerobubble.export.palette import COLOURS, WAITING, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import WAITING, ink, num_shades, shade, stage_order
 from zerobubble.export.report import REFERENCE, MemoryRow, Report, ThroughputRow
 from zerobubble.export.svg import caption
 from zerobubble.export.units import ms, show_bytes, show_percent
-from zerobubble.ir import Kind
-from zerobubble.rules import RULES
+from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Timeline
 
 WAITS = {Waiting.PASS: "for a pass of another rank", Waiting.MESSAGE: "for a message", Waiting.HOST: "for the host"}
@@ -132,7 +131,7 @@ def _account_row(account: Account) -> str:
 
 def _kinds(timelines: Iterable[Timeline]) -> list[Kind]:
     present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
-    return [kind for kind in Kind if kind in present]
+    return [kind for kind in KINDS if kind in present]
 
 
 def _legend(report: Report) -> str:
@@ -140,7 +139,7 @@ def _legend(report: Report) -> str:
     items = []
     for kind in _kinds(report.timelines):
         swatches = "".join(f'<i style="background:{shade(kind, place, shades)}"></i>' for place in range(shades))
-        items.append(f"<li>{swatches}<b>{kind}</b> {RULES[kind].phrase}</li>")
+        items.append(f"<li>{swatches}<b>{kind}</b> {traits_of(kind).phrase}</li>")
     items.append('<li><i class="idle"></i>idle</li>')
     if report.gaps:
         items += [f'<li><i style="background:{WAITING[waiting]}"></i>{text}</li>' for waiting, text in WAITS.items()]
@@ -158,7 +157,7 @@ def _losses(report: Report) -> str:
 
 
 def _run_colours(report: Report) -> Iterator[tuple[str, str]]:
-    return zip(report.losses, cycle((COLOURS[Kind.F], COLOURS[Kind.W], COLOURS[Kind.BW], COLOURS[Kind.B])), strict=False)
+    return zip(report.losses, cycle(traits_of(kind).colour for kind in (Kind.F, Kind.W, Kind.BW, Kind.B)), strict=False)
 
 
 def _loss_sentence(report: Report) -> str:
@@ -232,9 +231,9 @@ def _notes(report: Report) -> str:
 
 def _data(report: Report) -> str:
     shades = num_shades(*report.timelines)
-    colours = {kind: [shade(kind, place, shades) for place in range(shades)] for kind in Kind}
+    colours = {kind: [shade(kind, place, shades) for place in range(shades)] for kind in KINDS}
     data = {
-        "phrases": {kind: RULES[kind].phrase for kind in Kind},
+        "phrases": {kind: traits_of(kind).phrase for kind in KINDS},
         "colours": colours,
         "inks": {kind: [ink(colour) for colour in row] for kind, row in colours.items()},
         "timelines": [_timeline_data(timeline, idle) for timeline, idle in zip(report.timelines, report.gaps or repeat(()), strict=False)],

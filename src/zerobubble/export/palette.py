@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 
 from zerobubble.explain import Waiting
-from zerobubble.ir import Kind
+from zerobubble.kinds import Kind, traits_of
 from zerobubble.timeline import Timeline
-
-COLOURS: dict[Kind, str] = {Kind.F: "#3465b8", Kind.B: "#34b58c", Kind.W: "#efb13c", Kind.BW: "#a9305c"}
-"""The colour of each kind of pass on a rank's first stage."""
 
 WAITING: dict[Waiting, str] = {Waiting.PASS: "#bcc6d1", Waiting.MESSAGE: "#8f74dd", Waiting.HOST: "#e2574c"}
 """The colour of idle time by what a rank waits for."""
@@ -20,8 +17,9 @@ _EVEN = 0.207  # where white and near-black have the same contrast
 
 def shade(kind: Kind, index: int, count: int) -> str:
     """The colour of `kind` on the `index`-th of the `count` stages of a rank: later stages are lighter."""
+    colour = traits_of(kind).colour
     mix = _LIGHTEST * index / (count - 1) if count > 1 else 0.0
-    channels = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
+    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * mix):02x}" for c in channels)
 
 

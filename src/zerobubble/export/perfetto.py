@@ -15,7 +15,7 @@ from zerobubble.explain import Gap, Waiting
 from zerobubble.export.lanes import lanes
 from zerobubble.export.messages import Message, messages
 from zerobubble.ir import Op
-from zerobubble.rules import RULES
+from zerobubble.kinds import traits_of
 from zerobubble.timeline import Mark, Span, Timeline
 
 NS_PER_US = 1000
@@ -76,13 +76,13 @@ def _meta(name: str, process: int, args: dict[str, Any], thread: int = 1) -> Eve
 
 def _slice(timeline: Timeline, process: int, thread: int, span: Span) -> Event:
     op = span.op
-    args = {"stage": op.stage, "microbatch": op.microbatch, "kind": op.kind.value, "what": RULES[op.kind].phrase}
+    args = {"stage": op.stage, "microbatch": op.microbatch, "kind": str(op.kind), "what": traits_of(op.kind).phrase}
     return {
         "ph": "X",
         "pid": process,
         "tid": thread,
         "name": str(op),
-        "cat": op.kind.value,
+        "cat": str(op.kind),
         "ts": _us(timeline, span.start),
         "dur": span.duration / NS_PER_US,
         "args": args | ({"why": str(span.why)} if span.why else {}),

@@ -14,8 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
 from zerobubble.export.units import ms, show_bytes, show_ms, show_percent, ticks
-from zerobubble.ir import Kind
-from zerobubble.rules import RULES
+from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span, Timeline
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS = 62, 18, 22, 4, 30, 16, 44
@@ -119,7 +118,7 @@ def _document(frame: _Frame, timelines: Sequence[Timeline], title: str) -> Itera
 
 def _kinds(timelines: Sequence[Timeline]) -> list[Kind]:
     present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
-    return [kind for kind in Kind if kind in present]
+    return [kind for kind in KINDS if kind in present]
 
 
 def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
@@ -131,7 +130,7 @@ def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
 
 def _legend(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
     """Swatches at the top right, one per stage of a rank, written from right to left."""
-    entries = [(f"{kind} {RULES[kind].phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
+    entries = [(f"{kind} {traits_of(kind).phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
     right = float(frame.width - RIGHT)
     for text, classes in reversed([*entries, ("idle", [""])]):
         right -= len(text) * 5.9
@@ -194,7 +193,7 @@ def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int, shap
 
 def describe(timeline: Timeline, span: Span) -> str:
     """One pass in a sentence: what it is, when it ran counted from the timeline's first start, and why not earlier."""
-    what = f"{span.op}: {RULES[span.op.kind].phrase} of stage {span.op.stage}, microbatch {span.op.microbatch}"
+    what = f"{span.op}: {traits_of(span.op.kind).phrase} of stage {span.op.stage}, microbatch {span.op.microbatch}"
     when = f"{show_ms(span.start - timeline.start)} to {show_ms(span.end - timeline.start)}"
     return f"{what}; {when}" + (f"; {span.why}" if span.why else "")
 

@@ -1,7 +1,7 @@
 """The cells of PyTorch's schedule CSV: steps, the two ends of a message, and the care for a stage's weights.
 
-PyTorch writes `<stage><letter><microbatch>` with I for our B and B for our BW; F and W are the same. This mapping is written here
-and nowhere else. The grammar is exact, where PyTorch's own reader drops what follows a cell (`2F0junk` is 2F0 to it).
+PyTorch writes `<stage><letter><microbatch>` with I for our B and B for our BW; F and W are the same: the table of kinds
+has these letters. The grammar is exact, where PyTorch's own reader drops what follows a cell (`2F0junk` is 2F0 to it).
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from zerobubble.errors import InputError, ParseError
-from zerobubble.ir import Kind, Op, Schedule, Step
-from zerobubble.rules import Stuff
+from zerobubble.ir import Op, Schedule, Step
+from zerobubble.kinds import KINDS, Kind, Stuff, kinds_making, traits_of
 
-LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
-_KIND = {letter: kind for kind, letter in LETTER.items()}
 _DIRECTION = {Stuff.ACTIVATION: "F", Stuff.GRADIENT: "B"}
 _STUFF = {letter: stuff for stuff, letter in _DIRECTION.items()}
 
@@ -59,9 +57,17 @@ _WEIGHTS = re.compile(rf"([0-9]{{1,9}})({'|'.join(Care)})")
 
 
 def step_cell(step: Step) -> str:
-    """The cell of a step: `0F8`, or `(0F8;7B0)OVERLAP_F_B` for two passes."""
-    passes = [f"{op.stage}{LETTER[op.kind]}{op.microbatch}" for op in step]
+    """The cell of a step: `0F8`, or `(0F8;7B0)OVERLAP_F_B` for two passes; raises `InputError` for a pass that PyTorch does not know."""
+    passes = [f"{op.stage}{_letter(op.kind)}{op.microbatch}" for op in step]
     return passes[0] if len(passes) == 1 else f"({';'.join(passes)})OVERLAP_F_B"
+
+
+def _letter(kind: Kind) -> str:
+    letter = traits_of(kind).torch_letter
+    if letter is None:
+        known = ", ".join(kind for kind, traits in KINDS.items() if traits.torch_letter)
+        raise InputError(f"PyTorch's CSV has no cell for {kind} ({traits_of(kind).phrase}), only for {known}; use the text or JSON form")
+    return letter
 
 
 def cell_text(cell: Cell) -> str:
@@ -88,18 +94,22 @@ def _parse_pass(text: str, cell: str) -> Op:
     if match is None:
         example = "(0F8;7B0)OVERLAP_F_B" if cell.startswith("(") else "0F3"
         raise ParseError(f"{cell!r} is not a pass; write <stage><letter><microbatch> with letter F, I, W or B, such as {example}")
-    return Op(_KIND[match[2]], int(match[1]), int(match[3]))
+    kind = next(kind for kind, traits in KINDS.items() if traits.torch_letter == match[2])
+    return Op(kind, int(match[1]), int(match[3]))
 
 
 def require_expressible(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule that PyTorch cannot play: several routes, or a last stage with its forwards out of order.
+    """Raise `InputError` for a schedule that PyTorch cannot play: passes it does not know, several routes, or losses out of order.
 
     PyTorch keeps one copy of each stage, and takes the first loss that is computed for that of microbatch 0.
     """
     name, routes = schedule.name, len(schedule.placement.routes)
     if routes > 1:
         raise InputError(f"schedule {name!r} has {routes} routes, PyTorch's CSV can hold one; use the text or JSON form")
-    last = [op.microbatch for _, _, op in schedule.ops() if op.kind is Kind.F and op.stage == schedule.num_stages - 1]
+    for kind in {op.kind for _, _, op in schedule.ops()}:
+        _letter(kind)
+    forwards, end = kinds_making(Stuff.ACTIVATION), schedule.num_stages - 1
+    last = [op.microbatch for _, _, op in schedule.ops() if op.stage == end and op.kind in forwards]
     if last != sorted(last):
         order = " ".join(map(str, last[:8])) + " ..." * (len(last) > 8)
         raise InputError(f"PyTorch numbers losses as they come, but the last stage of {name!r} runs {order}; number the microbatches so")

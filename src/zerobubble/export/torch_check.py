@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from zerobubble.errors import Fault, ParseError
 from zerobubble.export.torch_cells import Care, Cell, End, Weights, cell_text
-from zerobubble.ir import Kind, Schedule, Step
+from zerobubble.ir import Schedule, Step
+from zerobubble.kinds import traits_of
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
 from zerobubble.rules import MOVES, Value, uses
 from zerobubble.verify import schedule_faults
@@ -65,7 +66,7 @@ def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
 def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
     """What is wrong with REDUCE_GRAD in a row, by place: each stage needs one where any has one, because it also divides the gradients."""
     passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (End, Weights)))
-    last = {op.stage: place for place, step in passes for op in step if op.kind is not Kind.F}
+    last = {op.stage: place for place, step in passes for op in step if traits_of(op.kind).adds_gradients}
     reduced: set[int] = set()
     for place, cell in row.items():
         if isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD:

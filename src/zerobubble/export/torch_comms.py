@@ -15,7 +15,8 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.messages import messages
 from zerobubble.export.torch_cells import Care, End, Weights, require_expressible, step_cell
-from zerobubble.ir import Kind, Op, Schedule, Step
+from zerobubble.ir import Op, Schedule, Step
+from zerobubble.kinds import traits_of
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
@@ -67,7 +68,7 @@ def _own(steps: Sequence[Step], timeline: Timeline, rank: int, unsharded: int) -
 
 def _last_backwards(steps: Sequence[Step]) -> dict[int, Op]:
     """The pass of each stage after which its weights' gradients are complete."""
-    return {op.stage: op for step in steps for op in step if op.kind is not Kind.F}
+    return {op.stage: op for step in steps for op in step if traits_of(op.kind).adds_gradients}
 
 
 def _gathering(steps: Sequence[Step], most: int) -> Iterator[tuple[str, ...]]:

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from zerobubble.graph import Graph, joint_needs, walk
-from zerobubble.rules import MOVING
+from zerobubble.kinds import ByKind
+from zerobubble.rules import moving
 
 
 def message_users(graph: Graph) -> list[int]:
@@ -29,9 +30,10 @@ def message_users(graph: Graph) -> list[int]:
 def channels(graph: Graph, users: list[int]) -> Iterable[list[int]]:
     """The messages of each channel in the sender's order, which is the order at both ends."""
     found: dict[object, list[int]] = defaultdict(list)
+    carried = ByKind(moving)
     for maker, user in enumerate(users):
         if user >= 0:
-            found[graph.rank[maker], graph.rank[user], MOVING[graph.ops[maker][0]]].append(maker)
+            found[graph.rank[maker], graph.rank[user], carried[graph.ops[maker][0]]].append(maker)
     return found.values()
 
 

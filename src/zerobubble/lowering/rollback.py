@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zerobubble.ir import Kind
+from zerobubble.kinds import Stuff, kinds_making
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value, makes, uses
 
@@ -75,7 +75,8 @@ def _first(row: tuple[Action, ...], holds: Callable[[Compute], bool]) -> int:
 
 
 def _is_plain_forward(action: Compute, num_stages: int) -> bool:
-    return all(op.kind is Kind.F and op.stage < num_stages - 1 for op in action.step)
+    forwards = kinds_making(Stuff.ACTIVATION)
+    return all(op.kind in forwards and op.stage < num_stages - 1 for op in action.step)
 
 
 def _used(action: Compute, num_stages: int) -> list[Value]:

@@ -6,8 +6,9 @@ from collections import defaultdict
 
 from zerobubble.graph import Graph
 from zerobubble.ir import Schedule
+from zerobubble.kinds import ByKind
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
-from zerobubble.rules import MOVING, Value
+from zerobubble.rules import Value, moving
 
 
 def write(schedule: Schedule, graph: Graph, users: list[int], posts: list[int], releases: list[int]) -> Program:
@@ -15,10 +16,11 @@ def write(schedule: Schedule, graph: Graph, users: list[int], posts: list[int], 
     rank = graph.rank
     posted, released = defaultdict[int, list[Recv]](list), defaultdict[int, list[Free]](list)
     sent: dict[int, Send] = {}
+    carried = ByKind(moving)
     for maker, user in enumerate(users):
         if user >= 0:
             kind, stage, microbatch = graph.ops[maker]
-            value = Value(MOVING[kind], stage, microbatch)
+            value = Value(carried[kind], stage, microbatch)
             posted[posts[maker]].append(Recv(value, rank[maker]))
             sent[maker] = Send(value, rank[user])
             released[releases[maker]].append(Free(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from random import Random
@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
+from zerobubble.kinds import KINDS
 from zerobubble.planning.problem import Objective
 from zerobubble.planning.replay import Replay
 from zerobubble.simulation import peak_memory
-
-PASSES = {"forward": "F", "backward": "B", "weight": "W"}
-"""The columns of `Costs` that hold the times of passes, and the letter of each."""
 
 Entry = tuple[str, int]
 """One measured time: a column of `Costs` and the stage (or link)."""
@@ -129,11 +127,10 @@ def check_error_share(error: float) -> None:
 
 def scaled(costs: Costs, factors: dict[Entry, float]) -> Costs:
     """`costs` with each time named in `factors` multiplied by its factor."""
-    columns = {name: list(getattr(costs, name)) for name, _ in factors}
+    columns = {name: list(costs.column(name)) for name, _ in factors}
     for (name, index), factor in factors.items():
         columns[name][index] = round(columns[name][index] * factor)
-    changed: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
-    return replace(costs, **changed)
+    return costs.with_columns(**columns)
 
 
 def jittered(durations: Iterable[int], error: float, dice: Random) -> list[int]:
@@ -143,21 +140,27 @@ def jittered(durations: Iterable[int], error: float, dice: Random) -> list[int]:
 
 def _groups(schedule: Schedule, costs: Costs) -> Iterator[tuple[Scope, str, list[Entry]]]:
     """The measured times that are off together."""
-    for name, letter in PASSES.items():
+    passes = _passes(costs)
+    for name, letter in passes.items():
         yield Scope.KIND, f"every {letter}", [(name, stage) for stage in range(costs.num_stages)]
     yield Scope.KIND, "every message", [entry for entry in _entries(costs) if entry[0] == "comm"]
     for rank in range(schedule.num_ranks):
         held = sorted({stage for _, stage in schedule.placement.stages(rank)})
-        yield Scope.RANK, f"rank {rank}", [(name, stage) for stage in held for name in PASSES]
+        yield Scope.RANK, f"rank {rank}", [(name, stage) for stage in held for name in passes]
     for name, index in _entries(costs):
-        what = f"{PASSES[name]} of stage {index}" if name in PASSES else f"messages after stage {index}"
+        what = f"{passes[name]} of stage {index}" if name in passes else f"messages after stage {index}"
         yield Scope.ALONE, what, [(name, index)]
 
 
 def _entries(costs: Costs) -> Iterator[Entry]:
-    for name in (*PASSES, "comm"):
-        for index, _ in enumerate(getattr(costs, name)):
+    for name in (*_passes(costs), "comm"):
+        for index, _ in enumerate(costs.column(name)):
             yield name, index
+
+
+def _passes(costs: Costs) -> dict[str, str]:
+    """The columns that tell times of passes, each with the kind that takes it alone."""
+    return {name: next(kind for kind, traits in KINDS.items() if traits.times == (name,)) for name in costs.time_columns}
 
 
 def _spread(time: int, sampled: list[int]) -> Spread:

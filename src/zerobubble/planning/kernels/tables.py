@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.kinds import MOVES, traits_of
 from zerobubble.planning.problem import Objective, Problem
-from zerobubble.rules import MOVES, RULES, used_stages
+from zerobubble.rules import used_stages
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-KINDS = (Kind.F, Kind.B, Kind.W)
+PLANNED = (Kind.F, Kind.B, Kind.W)
 """The kinds a plan is made of: a backward in one piece is never better than B and W side by side."""
 
-_MAKER = {stuff: kind for kind in KINDS for stuff in RULES[kind].makes}
+_MAKER = {stuff: kind for kind in PLANNED for stuff in traits_of(kind).makes}
 
 
 CODE = np.dtype([(name, "i8") for name in ("rank", "time", "held", "maker", "lag", "user", "predecessor", "successor")])
@@ -37,7 +38,7 @@ Records = NDArray[np.void]
 
 
 class Tables(NamedTuple):
-    """A problem as arrays over codes, where code `k * stages + s` stands for the passes of `KINDS[k]` and stage s.
+    """A problem as arrays over codes, where code `k * stages + s` stands for the passes of `PLANNED[k]` and stage s.
 
     Microbatches are alike, so a row is a sequence of codes, and the j-th time a code stands in it is microbatch j.
     """
@@ -64,11 +65,11 @@ def tables_of(problem: Problem) -> Tables:
     """The arrays of `problem`."""
     home, costs, m = problem.placement.routes[0], problem.costs, problem.num_microbatches
     stages = len(home)
-    codes = [(kind, stage) for kind in KINDS for stage in range(stages)]
+    codes = [(kind, stage) for kind in PLANNED for stage in range(stages)]
     maker, predecessor, lag = ([-1] * len(codes) for _ in range(3))
     for code, (kind, stage) in enumerate(codes):
         for stuff, at in used_stages(kind, stage, stages):
-            before = KINDS.index(_MAKER[stuff]) * stages + at
+            before = PLANNED.index(_MAKER[stuff]) * stages + at
             if stuff in MOVES:
                 maker[code] = before
                 lag[code] = 0 if home[at] == home[stage] else costs.comm[min(at, stage)]
@@ -113,13 +114,17 @@ def _ints(values: Sequence[int]) -> Ints:
 def order_of(schedule: Schedule) -> Ints:
     """The rows of `schedule` one after another as codes; a backward in one piece becomes B and W.
 
-    Raises `InputError` for a schedule that does not train every microbatch on every stage.
+    Raises `InputError` for a schedule that does not train every microbatch on every stage, or has passes of other kinds.
     """
     stages = schedule.num_stages
-    first = {kind: k * stages for k, kind in enumerate(KINDS)}
-    pieces = {kind: (first[kind],) for kind in KINDS} | {Kind.BW: (first[Kind.B], first[Kind.W])}
+    first = {kind: k * stages for k, kind in enumerate(PLANNED)}
+    pieces = {kind: (first[kind],) for kind in PLANNED} | {Kind.BW: (first[Kind.B], first[Kind.W])}
+    foreign = {kind for row in schedule.rows for kind, _, _ in row} - pieces.keys()
+    if foreign:
+        wrong = ", ".join(sorted(foreign))
+        raise InputError(f"plans are made of {', '.join(pieces)}, but the schedule {schedule.name!r} has {wrong} passes")
     order = _ints([start + stage for row in schedule.rows for kind, stage, _ in row for start in pieces[kind]])
-    if (np.bincount(order, minlength=len(KINDS) * stages) != schedule.num_microbatches).any():
+    if (np.bincount(order, minlength=len(PLANNED) * stages) != schedule.num_microbatches).any():
         raise InputError(f"the schedule {schedule.name!r} lacks passes: see schedule_faults")
     return order
 
@@ -131,7 +136,7 @@ def schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Sch
     for start, end in tables.ranks[["first", "stop"]].tolist():
         row = []
         for code in letters[start:end]:
-            row.append(Op(KINDS[code // stages], code % stages, count[code]))
+            row.append(Op(PLANNED[code // stages], code % stages, count[code]))
             count[code] += 1
         rows.append(tuple(row))
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.ir import Kind, Op, Step
+from zerobubble.ir import Op, Step
+from zerobubble.kinds import MOVES, Stuff, traits_of
 from zerobubble.lowering.rollback import RollbackPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
-from zerobubble.rules import MOVES, Value, makes, uses
+from zerobubble.rules import Value, makes, uses
 from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.runs import Task, run_of
 from zerobubble.runtime.mailbox.mailbox import Mailbox
 from zerobubble.runtime.measure.clock import Mark, clock_for
 from zerobubble.runtime.measure.memory_meter import Meter
@@ -110,6 +112,7 @@ class Executor:
         self._mailbox = Mailbox(program, transport)
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
         self._values: dict[Value, Any] = {}
+        self._kept: dict[tuple[int, int], dict[Stuff, Any]] = {}
         self._batch: Batch | None = None
         self._on_last_backward = on_last_backward
         self._messages: list[tuple[Doing, Value, Mark, Mark]] = []
@@ -211,6 +214,8 @@ class Executor:
     def _forget(self) -> None:
         """Forget what passes have left."""
         self._values.clear()
+        for kept in self._kept.values():
+            kept.clear()
         self._batch = None
         for stage in self._stages.values():
             stage.clear()
@@ -228,7 +233,7 @@ class Executor:
     def _last_passes(self) -> dict[int, int]:
         """For each stage, where in the row the last pass is that adds to its gradients."""
         passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
-        return {op.stage: position for position, op in passes if op.kind is not Kind.F}
+        return {op.stage: position for position, op in passes if traits_of(op.kind).adds_gradients}
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
@@ -263,9 +268,12 @@ class Executor:
         return run
 
     def _compile_pass(self, op: Op) -> _Pass:
-        if op.kind is Kind.F:
+        traits = traits_of(op.kind)
+        if Stuff.ACTIVATION in traits.makes:
             return self._compile_forward(op)
-        return self._compile_weight(op) if op.kind is Kind.W else self._compile_backward(op)
+        if any(stuff is Stuff.GRADIENT for stuff, _ in traits.uses):
+            return self._compile_backward(op)
+        return self._compile_local(op)
 
     def _timed(self, doing: Doing, value: Value, call: Callable[[], Any]) -> Callable[[], Any]:
         """`call` as it is, or while recording, with its beginning and end noted."""
@@ -287,8 +295,9 @@ class Executor:
         return self._timed(Doing.WAIT, source, taking) if source in self._received else taking
 
     def _compile_forward(self, op: Op) -> _Pass:
-        stage, microbatch = self._stages[op.stage], op.microbatch
+        stage, microbatch, kept = self._stages[op.stage], op.microbatch, self._kept_for(op)
         source, target = self._ends(op)
+        run = run_of(op.kind)
 
         received = None if source is None else self._taking(source, self._inputs)
 
@@ -301,33 +310,37 @@ class Executor:
         def work(inputs: Tensors) -> None:
             assert self._batch is not None
             finish = partial(self._batch.finish, microbatch) if target is None else None
-            outputs = stage.forward(microbatch, inputs, finish) if self._training else stage.infer(inputs, finish)
+            training = self._training
+            outputs = run(Task(stage, microbatch, inputs, finish, kept)) if training else stage.infer(inputs, finish)
             if target is not None:
                 self._values[target] = outputs
 
         return _Pass(op, take, work)
 
     def _compile_backward(self, op: Op) -> _Pass:
-        stage, microbatch = self._stages[op.stage], op.microbatch
+        stage, microbatch, kept = self._stages[op.stage], op.microbatch, self._kept_for(op)
         source, target = self._ends(op)
-        at_once = op.kind is Kind.BW and stage.split
+        run = run_of(op.kind)
 
         def seed() -> Cotangents:
             assert self._batch is not None
             return self._batch.seed
 
         def work(gradients: Cotangents) -> None:
-            outputs = stage.backward(microbatch, gradients)
-            if at_once:
-                stage.weight(microbatch)
+            outputs = run(Task(stage, microbatch, gradients, None, kept))
             if target is not None:
                 self._values[target] = outputs
 
         return _Pass(op, seed if source is None else self._taking(source, self._take), work)
 
-    def _compile_weight(self, op: Op) -> _Pass:
-        stage = self._stages[op.stage]
-        return _Pass(op, tuple, lambda _: stage.weight(op.microbatch))
+    def _compile_local(self, op: Op) -> _Pass:
+        """A pass that waits for no other stage, such as W."""
+        task = Task(self._stages[op.stage], op.microbatch, (), None, self._kept_for(op))
+        run = run_of(op.kind)
+        return _Pass(op, tuple, lambda _: run(task))
+
+    def _kept_for(self, op: Op) -> dict[Stuff, Any]:
+        return self._kept.setdefault((op.stage, op.microbatch), {})
 
     def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
         """What a pass takes from its neighbour and what it leaves for the other one; None at the model's ends."""

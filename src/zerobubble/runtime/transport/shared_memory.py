@@ -160,7 +160,7 @@ class Rendezvous:
             return
 
     def _path(self, channel: Channel) -> str:
-        return os.path.join(self._folder, f"{channel.source}-{channel.destination}-{channel.stuff.value}")
+        return os.path.join(self._folder, f"{channel.source}-{channel.destination}-{channel.stuff}")
 
 
 class SharedLane:

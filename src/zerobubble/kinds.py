@@ -1,0 +1,279 @@
+"""The one table of kinds of passes: what each uses, makes, takes, adds, how it runs and how it looks. Every reader goes by it.
+
+Passes meet only through values. A pass needs another pass exactly when it uses a value the other makes:
+
+    F(s,j)   uses the activation of s-1                      makes its own activation, and what backward will need (saved)
+    B(s,j)   uses saved(s,j) and the gradient from s+1       makes the gradient for s-1, and weight work left to do (work)
+    W(s,j)   uses work(s,j)                                  makes nothing: it adds into the weights' gradients
+    BW(s,j)  uses saved(s,j) and the gradient from s+1       makes the gradient for s-1
+
+The first stage's activation comes from the batch and the last stage's gradient from the loss, so those need no pass.
+Activations and gradients travel between ranks; saved and work stay where they were made and are what fills the memory.
+
+The table is open: `add_kind` gives it a further row, and `add_stuff` a further thing that passes leave for each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, TypeVar
+
+from zerobubble.errors import InputError
+
+T = TypeVar("T")
+
+
+class Kind(str):
+    """What a pass computes: F forward, B gradient for the input, W gradient for the weights, BW both in one, or a kind that was added.
+
+    `Kind("F")` is `Kind.F`: there is one object for each kind of the table, so kinds may be compared with `is`. Raises `InputError`
+    for letters that the table does not hold.
+    """
+
+    __slots__ = ()
+
+    F: ClassVar[Kind]
+    B: ClassVar[Kind]
+    W: ClassVar[Kind]
+    BW: ClassVar[Kind]
+
+    def __new__(cls, letters: str) -> Kind:
+        known = _KIND_OF.get(letters)
+        if known is None:
+            raise _unknown(letters)
+        return known
+
+    def __repr__(self) -> str:
+        return f"Kind({str(self)!r})"
+
+
+class Stuff(str):
+    """What a value is: `a` activation, `g` gradient of an activation, `s` saved for backward, `w` weight work, or what was added.
+
+    There is one object for each, so stuff may be compared with `is`. Raises `InputError` for a letter that was not added.
+    """
+
+    __slots__ = ()
+
+    ACTIVATION: ClassVar[Stuff]
+    GRADIENT: ClassVar[Stuff]
+    SAVED: ClassVar[Stuff]
+    WORK: ClassVar[Stuff]
+
+    def __new__(cls, letter: str) -> Stuff:
+        known = _STUFF_OF.get(letter)
+        if known is None:
+            raise InputError(f"{letter!r} is nothing that passes leave for each other; known are {', '.join(_STUFF_OF)}: see add_stuff")
+        return known
+
+    def __repr__(self) -> str:
+        return f"Stuff({str(self)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """A row of the table: all that is known of one kind of pass.
+
+    - `phrase`: what it computes, in words, such as `input gradient`.
+    - `uses`: the values without which it cannot start, as (stuff, hop): what stage `s + hop` made, for a pass of stage `s`.
+    - `makes`: what it leaves for other passes; at most one that travels between ranks.
+    - `times`: the columns of `Costs` whose sum is its duration.
+    - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
+    - `lost`: what goes wrong without it, as a clause, such as `no gradient flows back`.
+    - `colour`: its colour in pictures, `#rrggbb`, on the first stage of a rank.
+    - `adds_gradients`: whether it adds to the gradients of the parameters of its stage.
+    - `fills_from_start`: whether memory counts what it makes from its start on, as for a forward; otherwise from its end.
+    - `torch_letter`: its letter in PyTorch's schedule CSV; None where PyTorch has no such pass, so that the export is refused.
+    """
+
+    phrase: str
+    uses: tuple[tuple[Stuff, int], ...]
+    makes: tuple[Stuff, ...]
+    times: tuple[str, ...]
+    run: str
+    lost: str
+    colour: str
+    adds_gradients: bool = False
+    fills_from_start: bool = False
+    torch_letter: str | None = None
+
+
+_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agsw"}
+_KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW")}
+Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK = _STUFF_OF.values()
+Kind.F, Kind.B, Kind.W, Kind.BW = _KIND_OF.values()
+
+MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
+"""Stuff that may travel between ranks."""
+
+HELD: dict[Stuff, str] = {Stuff.SAVED: "held_after_f", Stuff.WORK: "held_after_b"}
+"""Stuff that stays on its rank and fills its memory, with the column of `Costs` that tells its bytes. `add_stuff` adds to it."""
+
+KINDS: dict[Kind, Traits] = {
+    Kind.F: Traits(
+        phrase="forward",
+        uses=((Stuff.ACTIVATION, -1),),
+        makes=(Stuff.ACTIVATION, Stuff.SAVED),
+        times=("forward",),
+        run="forward",
+        lost="nothing is computed",
+        colour="#3465b8",
+        fills_from_start=True,
+        torch_letter="F",
+    ),
+    Kind.B: Traits(
+        phrase="input gradient",
+        uses=((Stuff.SAVED, 0), (Stuff.GRADIENT, +1)),
+        makes=(Stuff.GRADIENT, Stuff.WORK),
+        times=("backward",),
+        run="backward",
+        lost="no gradient flows back",
+        colour="#34b58c",
+        adds_gradients=True,
+        torch_letter="I",
+    ),
+    Kind.W: Traits(
+        phrase="weight gradient",
+        uses=((Stuff.WORK, 0),),
+        makes=(),
+        times=("weight",),
+        run="weight",
+        lost="its weight gradient is lost",
+        colour="#efb13c",
+        adds_gradients=True,
+        torch_letter="W",
+    ),
+    Kind.BW: Traits(
+        phrase="backward",
+        uses=((Stuff.SAVED, 0), (Stuff.GRADIENT, +1)),
+        makes=(Stuff.GRADIENT,),
+        times=("backward", "weight"),
+        run="backward with weight",
+        lost="no gradient flows back",
+        colour="#a9305c",
+        adds_gradients=True,
+        torch_letter="B",
+    ),
+}
+"""The table. `traits_of` looks a kind up in it and refuses unknown ones; `add_kind` adds to it."""
+
+_WHEN_CHANGED: list[Callable[[], object]] = []
+
+
+def traits_of(kind: str) -> Traits:
+    """The row of `kind`; raises `InputError` naming the known kinds where there is none."""
+    return KINDS[Kind(kind)]
+
+
+def _unknown(kind: object) -> InputError:
+    return InputError(f"{str(kind)!r} is not a kind of pass; known are {', '.join(KINDS)}: see zerobubble.kinds.add_kind")
+
+
+class ByKind(dict[Kind, T]):
+    """Something for each kind, worked out by `make` when it is first asked for; a kind outside the table raises `InputError`."""
+
+    def __init__(self, make: Callable[[Kind], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, kind: Kind) -> T:
+        traits_of(kind)
+        value = self[kind] = self._make(kind)
+        return value
+
+
+def when_kinds_change(forget: Callable[[], object]) -> None:
+    """Have `forget` called whenever the table changes: for what was derived from it and is kept."""
+    _WHEN_CHANGED.append(forget)
+
+
+def _changed() -> None:
+    for forget in _WHEN_CHANGED:
+        forget()
+
+
+@cache
+def kinds_making(stuff: Stuff) -> frozenset[Kind]:
+    """The kinds that make `stuff`: those that make an activation are the forwards, those that make a gradient the backwards."""
+    return frozenset(kind for kind, traits in KINDS.items() if stuff in traits.makes)
+
+
+@cache
+def kinds_using(stuff: Stuff) -> frozenset[Kind]:
+    """The kinds that use `stuff`: those that use weight work take it out of the backward pass."""
+    return frozenset(kind for kind, traits in KINDS.items() if any(used is stuff for used, _ in traits.uses))
+
+
+when_kinds_change(kinds_making.cache_clear)
+when_kinds_change(kinds_using.cache_clear)
+
+
+def add_stuff(letter: str, held: str) -> Stuff:
+    """Let passes leave something new for each other, on their own rank; `held` names the column of `Costs` with its bytes.
+
+    Raises `InputError` for a letter that is taken or is not one lower-case letter.
+    """
+    if not re.fullmatch("[a-z]", letter):
+        raise InputError(f"what passes leave for each other is named by one letter from a to z, got {letter!r}")
+    if letter in _STUFF_OF:
+        raise InputError(f"{letter!r} is taken; taken are {', '.join(_STUFF_OF)}")
+    stuff = _STUFF_OF[letter] = str.__new__(Stuff, letter)
+    HELD[stuff] = held
+    _changed()
+    return stuff
+
+
+def add_kind(letters: str, traits: Traits) -> Kind:
+    """Add a kind of pass to the table, in this process: every rank that runs it has to. It is then read, checked, timed and drawn.
+
+    Raises `InputError` for letters that are taken or are not one to three capitals, and for traits that no pass can have.
+    """
+    if not re.fullmatch("[A-Z]{1,3}", letters):
+        raise InputError(f"a kind of pass is named by one to three capital letters, got {letters!r}")
+    if letters in _KIND_OF:
+        raise InputError(f"there is a kind {letters} already; known are {', '.join(KINDS)}")
+    _check_traits(letters, traits)
+    kind = _KIND_OF[letters] = str.__new__(Kind, letters)
+    KINDS[kind] = traits
+    _changed()
+    return kind
+
+
+def _check_traits(letters: str, traits: Traits) -> None:
+    moving = [stuff for stuff in traits.makes if stuff in MOVES]
+    if len(moving) > 1:
+        raise InputError(f"a pass sends at most one message, but {letters} makes {' and '.join(moving)}")
+    away = [stuff for stuff, hop in traits.uses if hop and stuff not in MOVES]
+    if away:
+        raise InputError(f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(MOVES))} travel between stages")
+    if not re.fullmatch("#[0-9a-fA-F]{6}", traits.colour):
+        raise InputError(f"the colour of {letters} is written #rrggbb, got {traits.colour!r}")
+
+
+def change_kind(kind: Kind, traits: Traits) -> None:
+    """Give `kind` other traits, in this process; raises as `add_kind` does."""
+    _check_traits(kind, traits)
+    KINDS[kind] = traits
+    _changed()
+
+
+@contextmanager
+def kinds_restored() -> Iterator[None]:
+    """Whatever the block adds or changes is gone after it: for tests and for trying a kind out."""
+    kinds, stuff = dict(KINDS), dict(HELD)
+    try:
+        yield
+    finally:
+        for letters in KINDS.keys() - kinds.keys():
+            del _KIND_OF[letters]
+        for letter in HELD.keys() - stuff.keys():
+            del _STUFF_OF[letter]
+        KINDS.clear()
+        KINDS.update(kinds)
+        HELD.clear()
+        HELD.update(stuff)
+        _changed()

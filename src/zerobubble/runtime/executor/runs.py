@@ -1,0 +1,80 @@
+"""How each kind of pass runs: the functions that the table of kinds names, looked up here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.kinds import Kind, Stuff, traits_of
+from zerobubble.runtime.stage.stage import Stage
+
+
+class Task(NamedTuple):
+    """One pass to run: that of `microbatch` on `stage`.
+
+    `taken` is what came from the neighbour: a forward's inputs, the gradients of a backward, an empty tuple for any other kind. `finish`
+    is given to the forwards of the last stage: it turns the model's output into the scalar to go back from. `kept` is one dictionary
+    for all passes of this microbatch on this stage, where those of added kinds leave things for each other.
+    """
+
+    stage: Stage
+    microbatch: int
+    taken: Any
+    finish: Callable[[Any], Tensor] | None
+    kept: dict[Stuff, Any]
+
+
+Run = Callable[[Task], Any]
+"""Runs a pass and gives what goes on to the neighbour: a forward's outputs, a backward's gradients of the inputs, None for the rest."""
+
+_RUNS: dict[str, Run] = {}
+
+
+def runs(name: str) -> Callable[[Run], Run]:
+    """Register the decorated function under `name`, the `run` of a kind in the table of kinds. Every rank needs it before it trains.
+
+    Raises `InputError` for a name that is taken.
+    """
+
+    def register(run: Run) -> Run:
+        if name in _RUNS:
+            raise InputError(f"passes that run by {name!r} are registered already: choose another name")
+        _RUNS[name] = run
+        return run
+
+    return register
+
+
+def run_of(kind: Kind) -> Run:
+    """The function that runs passes of `kind`; raises `InputError` where none is registered under the name in the table."""
+    name = traits_of(kind).run
+    if name not in _RUNS:
+        known = ", ".join(map(repr, _RUNS))
+        raise InputError(f"passes of kind {kind} run by {name!r}, which is not registered; known are {known}: see executor.runs.runs")
+    return _RUNS[name]
+
+
+@runs("forward")
+def _forward(task: Task) -> Any:
+    return task.stage.forward(task.microbatch, task.taken, task.finish)
+
+
+@runs("backward")
+def _backward(task: Task) -> Any:
+    return task.stage.backward(task.microbatch, task.taken)
+
+
+@runs("weight")
+def _weight(task: Task) -> None:
+    task.stage.weight(task.microbatch)
+
+
+@runs("backward with weight")
+def _backward_with_weight(task: Task) -> Any:
+    gradients = task.stage.backward(task.microbatch, task.taken)
+    if task.stage.split:
+        task.stage.weight(task.microbatch)
+    return gradients
