@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -54,3 +55,42 @@ def test_the_share_is_that_of_flops() -> None:
     report = stage.report()
     assert report.share == 0.25
     assert [line.split(":")[0] for line in report.at_once] == ["matrix", "deferred.bias"]
+
+
+def report_of(module: nn.Module, x: Tensor) -> zb.SplitReport:
+    stage = Stage(module, 0, split=True)
+    stage.count()
+    with shadowing(module):
+        (y,) = stage.forward(0, (x,))
+        stage.backward(0, (torch.ones_like(y),))
+        stage.weight(0)
+    stop_collecting()
+    return stage.report()
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+def test_the_share_counts_grouped_products() -> None:
+    grouped = hasattr(nn.functional, "grouped_mm")
+    product = nn.functional.grouped_mm if grouped else torch._grouped_mm
+
+    def by_rows(m: Any, x: Tensor) -> Tensor:
+        return product(m.first(x), m.w, offs=torch.tensor([4, 10], dtype=torch.int32))
+
+    def by_batches(m: Any, x: Tensor) -> Tensor:  # nothing is known to defer
+        return product(m.first(x).view(2, 5, 16), m.w)
+
+    def share(forward: Any) -> zb.SplitReport:
+        weight = nn.Parameter(torch.randn(2, 16, 8, dtype=torch.bfloat16))
+        return report_of(Way(forward, first=nn.Linear(8, 16).bfloat16(), w=weight), torch.randn(10, 8, dtype=torch.bfloat16))
+
+    assert share(by_rows).share == 1.0
+    late = share(by_batches)
+    assert late.share == 0.5
+    assert "w: no way is known to defer what Way does with it; write it with zerobubble.deferral" in late.at_once
+
+
+def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:
+    bilinear = Way(lambda m, x: m.bilinear(m.first(x), x), first=nn.Linear(6, 6), bilinear=nn.Bilinear(6, 6, 6))
+    report = report_of(bilinear, torch.randn(5, 6))
+    assert report.share is None
+    assert [line.split(":")[0] for line in report.at_once] == ["first.bias", "bilinear.weight", "bilinear.bias"]

@@ -127,3 +127,84 @@ def grown_copy(group: Any) -> str:
 def test_but_not_into_a_stage_that_has_copies(world: Ranks) -> None:
     for text in world.run(grown_copy, ranks=2):
         assert "has not the parameters it had when the pipeline was made: extra came, went or changed" in text
+
+
+class Raw(nn.Module):
+    """A stage with a matrix of its own behind a block that has another one beside a Linear."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.table = nn.Embedding(11, 6).double() if stage == 0 else nn.Identity()
+        self.block = Product()
+        self.matrix = nn.Parameter(torch.randn(6, 6).double() / 3)
+        self.head = nn.Linear(6, 11).double() if stage == num_stages - 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.block(self.table(x)) @ self.matrix)
+        return y
+
+
+class Product(nn.Module):
+    """Two weights used in the two ways that the split knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.matrix = nn.Parameter(torch.randn(6, 6).double() / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + torch.tanh(self.linear(x)) @ self.matrix
+        return y
+
+
+def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tuple[float, list[zb.SplitReport]]:
+    """Two pipelines of two ranks whose stages FSDP2 shards over both, whole or their blocks alone: the largest error of gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    data, pipes = mesh["data"], mesh["pipe"]
+    replica = data.get_local_rank()
+
+    def shard(stage: int, num_stages: int) -> nn.Module:
+        module = Raw(stage, num_stages)
+        fully_shard(module.block, mesh=data)
+        return fully_shard(module, mesh=data) if parts == "stage" else module
+
+    with zb.Pipeline(shard, name, 4, loss_fn, group=pipes.get_group()) as pipe:
+        told = pipe.describe(*batch(4))
+        stages = [Raw(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        sharded = [part for module in pipe.modules.values() for part in module.modules() if hasattr(part, "reshard")]
+        for step in range(2):
+            for part in sharded if syncs_late else ():
+                part.set_requires_gradient_sync(step == 1)
+                part.set_reshard_after_backward(step == 1)
+            pipe.step(*batch(4, seed=2 * step + replica))
+            for other in range(2):
+                one_device(stages, 4, *batch(4, seed=2 * step + other))
+        worst = 0.0
+        for stage, module in pipe.modules.items():
+            for mine, theirs in zip(module.parameters(), stages[stage].parameters(), strict=True):
+                found: Any = mine.grad
+                if hasattr(found, "full_tensor"):
+                    found = found.full_tensor()
+                else:  # nobody sums over the replicas what FSDP2 does not manage
+                    dist.all_reduce(found, group=data.get_group())
+                    found = found / 2
+                worst = max(worst, ((found - theirs.grad / 2).norm() / theirs.grad.norm()).item())
+        return worst, list(told)
+
+
+@pytest.mark.parametrize("syncs_late", [False, True])
+@pytest.mark.parametrize("parts", ["stage", "block"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_what_fsdp2_manages_is_not_deferred(world: Ranks, name: str, parts: str, syncs_late: bool) -> None:
+    for worst, told in world.run(sharded_in_part, name, parts, syncs_late, ranks=4):
+        assert worst <= 1e-12
+        for report in told if name != "1f1b" else ():
+            managed = [line for line in report.at_once if "FSDP2 manages it (fully_shard)" in line]
+            names = {line.split(":")[0] for line in managed}
+            assert {"block.linear.weight", "block.matrix"} <= names
+            assert ("matrix" in names) == (parts == "stage")
+            assert report.share == 0.0 if parts == "stage" else 0.0 < report.share < 1.0

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerobubble.runtime.measure.storages import addresses_of, storages_of
+
 
 class _NothingRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses every operation: reading what a checkpoint saved would otherwise compute it again."""
@@ -18,12 +20,11 @@ class _NothingRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def held_bytes(tensors: Iterable[Tensor], nodes: Iterable[Any], excluded: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages of `tensors` and of what the graphs behind `nodes` saved, those of `excluded` left out."""
-    left_out = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    storages = {}
+    left_out = addresses_of(excluded)
+    storages: dict[int, int] = {}
     with _NothingRuns():  # type: ignore[no-untyped-call]
         for tensor in (*tensors, *_saved(nodes)):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages |= {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensor)}
     return sum(size for pointer, size in storages.items() if pointer not in left_out)
 
 

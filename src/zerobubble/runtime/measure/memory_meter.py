@@ -6,21 +6,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+from zerobubble.runtime.measure.storages import addresses_of, storages_of
 
 
 class Held:
     """One reason to keep a tensor alive; when it goes, so does its share in the meter."""
 
-    __slots__ = ("_key", "_meter", "tensor")
+    __slots__ = ("_keys", "_meter", "tensor")
 
-    def __init__(self, tensor: Tensor, meter: Meter, key: int) -> None:
+    def __init__(self, tensor: Tensor, meter: Meter, keys: tuple[int, ...]) -> None:
         self.tensor = tensor
         self._meter = meter
-        self._key = key
+        self._keys = keys
 
     def __del__(self) -> None:
-        self._meter._release(self._key)
+        for key in self._keys:
+            self._meter._release(key)
 
 
 class Meter:
@@ -28,19 +31,21 @@ class Meter:
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         self.bytes = 0
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self._excluded = addresses_of(excluded)
         self._storages: dict[int, list[int]] = {}
 
     def hold(self, tensor: Tensor) -> Held:
         """Count the storage of `tensor` until the returned token goes."""
-        storage = tensor.untyped_storage()
+        return Held(tensor, self, tuple([self._count(storage) for storage in storages_of(tensor)]))
+
+    def _count(self, storage: UntypedStorage) -> int:
         key = storage.data_ptr()
         if key not in self._excluded:
             entry = self._storages.setdefault(key, [0, storage.nbytes()])
             if entry[0] == 0:
                 self.bytes += entry[1]
             entry[0] += 1
-        return Held(tensor, self, key)
+        return key
 
     def _release(self, key: int) -> None:
         entry = self._storages.get(key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,3 +42,25 @@ def cast(tensor: Tensor) -> Tensor:
     if tensor not in _casts:
         _casts[tensor] = tensor.to(dtype)
     return _casts[tensor]
+
+
+def outside_of_autocast() -> AbstractContextManager[object]:
+    """Inside, autocast is off for every kind of device, and a checkpoint that runs again can still turn on what its first run had."""
+    return torch._C._DisableAutocast()
+
+
+class Autocast(NamedTuple):
+    """An autocast that is on: for which kind of device, and to which type."""
+
+    device_type: str
+    dtype: torch.dtype
+
+
+def autocast_of(device_type: str) -> Autocast | None:
+    """The autocast that is on here for a kind of device, None where it is off."""
+    return Autocast(device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
+
+
+def within(autocast: Autocast | None) -> AbstractContextManager[object]:
+    """Inside, this autocast is on."""
+    return nullcontext() if autocast is None else torch.autocast(autocast.device_type, dtype=autocast.dtype)

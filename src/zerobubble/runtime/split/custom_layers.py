@@ -62,7 +62,7 @@ def deferral(weight: Tensor) -> Deferral:
     """
     compiling = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     work = None if compiling else pending_work()
-    trains = work is not None and type(weight) is nn.Parameter and weight.requires_grad
+    trains = work is not None and weight in work.can_wait and weight.requires_grad
     return Deferral(weight, work if trains and not is_watched(weight) else None)
 
 

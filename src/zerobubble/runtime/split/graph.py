@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Held, Meter
+from zerobubble.runtime.split.autocast import Autocast, autocast_of, outside_of_autocast, within
 from zerobubble.runtime.split.capture import Captured, Part, Slots
 from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
@@ -128,7 +129,7 @@ class GraphStage(Stage):
         self._enter(microbatch)
         work = self._works.pop(microbatch, None)
         if work is not None:
-            with torch.no_grad():
+            with torch.no_grad(), outside_of_autocast():
                 work.run(self._gradients)
         if self.slots is not None:
             self.slots.leave(microbatch)
@@ -179,13 +180,12 @@ class GraphStage(Stage):
     def _find_trace(self, inputs: Tensors) -> None:
         tensors: list[Tensor] = []
         nest = take_apart(inputs.arguments() if isinstance(inputs, Payload) else (inputs, {}), tensors, opaque=True)
-        device = tensors[0].device.type if tensors else "cpu"
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
         key = (nest, tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]), autocast, self._state)
         trace = self._traces.get(key)
         if trace is None:
             collect_into(None)
-            trace = self._traces[key] = _Trace(self, nest, tensors)
+            trace = self._traces[key] = _Trace(self, nest, tensors, autocast)
         self._trace, self._tensors = trace, tensors
 
     def _look(self) -> None:
@@ -233,11 +233,16 @@ class GraphStage(Stage):
 
 
 class _Trace:
-    """A stage's graphs for one kind of input: `nest` is how the `inputs` lie in its arguments."""
+    """A stage's graphs for one kind of input: `nest` is how the `inputs` lie in its arguments.
 
-    def __init__(self, stage: GraphStage, nest: Layout, inputs: Sequence[Tensor]) -> None:
+    Only the module's forward is traced under `autocast`, the one its caller has. The backward is traced and both run outside of autocast:
+    the graph of the forward holds its casts, and what it does in full precision must stay so.
+    """
+
+    def __init__(self, stage: GraphStage, nest: Layout, inputs: Sequence[Tensor], autocast: Autocast | None) -> None:
         self._stage = stage
         self._nest = nest
+        self._autocast = autocast
         self._is_ready = False
         self._names: set[str] = set()
         self._checkpointed: Mapping[str, Any] = {}
@@ -260,7 +265,7 @@ class _Trace:
         )
         before = _python_state(module)
         try:
-            with refusing("a graph does not repeat it"):
+            with refusing("a graph does not repeat it"), outside_of_autocast():
                 self._function(*stage.owned, *inputs)
         except _TracedError:
             self._is_ready = True
@@ -274,7 +279,8 @@ class _Trace:
             raise stage.refuse(f"its forward changes {changed}, which a graph does not repeat")
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        outputs = self._function(*self._stage.owned, *inputs)
+        with outside_of_autocast():
+            outputs = self._function(*self._stage.owned, *inputs)
         _pass_none_on(outputs)
         results = iter(outputs)
         return tree_unflatten([next(results) if constant is None else constant[0] for constant in self._leaves], self._spec)
@@ -283,7 +289,7 @@ class _Trace:
         held = dict(zip(self._named, tensors, strict=False))
         positional, named = put_together(self._nest, iter(tensors[len(held) :]))
         with _reparametrize_module(self._stage.module, held, tie_weights=True):
-            with noting_checkpoints(tensors) as checkpointed:
+            with noting_checkpoints(tensors) as checkpointed, within(self._autocast):
                 output = self._stage.module(*positional, **named)
             for name, buffer in self._stage.module.named_buffers():
                 if buffer is not held.get(name):

@@ -29,10 +29,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1])
-        dx = dy.mm(weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        dy = as_rows(dy)
+        dx = dy.mm(weight.conj()).view(x.shape) if ctx.needs_input_grad[1] else None
         bias_gradient = dy.sum(0) if ctx.needs_input_grad[2] else None
-        x = x.reshape(-1, x.shape[-1])
+        x = as_rows(x)
         if may_defer(ctx.work, ctx):
             ctx.work.defer(ctx.parameter, _weight_gradient, x, dy, cast=ctx.region)
             return None, dx, bias_gradient, None, None, None
@@ -40,8 +40,13 @@ class _Linear(torch.autograd.Function):
         return (gradient, dx, bias_gradient, None, None, None) if ctx.region is None else (None, dx, bias_gradient, gradient, None, None)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """`x` with all its dimensions but the last as one; unlike `reshape(-1, n)` it knows what to do where `n` is 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    return dy.t().mm(x)
+    return dy.t().mm(x.conj())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -31,8 +31,8 @@ _CAUGHT: dict[Any, Callable[..., Tensor]] = {
     torch.einsum: product.einsum,
 }
 _CAUGHT |= {torch._grouped_mm: product.grouped} if hasattr(torch, "_grouped_mm") else {}
-_CAUGHT |= {nn.functional.grouped_mm: product.grouped} if hasattr(nn.functional, "grouped_mm") else {}
 _TAKEN: tuple[set[str], ...] = (set(), {"bias"}, {"offs"})
+"""The options that our ways know, in the combinations they know."""
 
 
 class Catching(TorchFunctionMode):
@@ -45,14 +45,11 @@ class Catching(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         ours = _CAUGHT.get(func)
-        if ours is None or torch.compiler.is_compiling() or not _is_plain(args, kwargs) or _saving_hooks() != self._hooks:
+        if ours is None or torch.compiler.is_compiling() or _saving_hooks() != self._hooks:
             return func(*args, **kwargs)
-        return ours(func, *args, **kwargs)
-
-
-def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call names a parameter among its tensors and has no options that our ways do not know."""
-    return kwargs.keys() in _TAKEN and any(type(arg) is nn.Parameter for arg in args)
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        has_parameter = any(type(arg) is nn.Parameter for arg in args)
+        return ours(func, *args, **given) if has_parameter and given.keys() in _TAKEN else func(*args, **kwargs)
 
 
 def _saving_hooks() -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.gate import unaliased, work_for
+from zerobubble.runtime.split.linear import as_rows
 from zerobubble.runtime.split.work import WeightWork, may_defer
 
 Call = Callable[..., Tensor]
@@ -32,15 +33,15 @@ class _Product(torch.autograd.Function):
         first = ctx.first
         bias_gradient = _summed(dy, ctx.bias_size) if ctx.needs_input_grad[2] else None
         if weight.dim() == 2 and not first:
-            dy = dy.reshape(-1, dy.shape[-1])
-            dx = dy.mm(weight.t()).view(x.shape) if ctx.needs_input_grad[1] else None
-            x = x.reshape(-1, x.shape[-1])
+            dy = as_rows(dy)
+            dx = dy.mm(weight.mH).view(x.shape) if ctx.needs_input_grad[1] else None
+            x = as_rows(x)
         else:
-            dx = _summed(weight.mT @ dy if first else dy @ weight.mT, x.shape) if ctx.needs_input_grad[1] else None
+            dx = _summed(weight.mH @ dy if first else dy @ weight.mH, x.shape) if ctx.needs_input_grad[1] else None
         size = weight.shape
 
         def gradient(x: Tensor, dy: Tensor) -> Tensor:
-            return _summed(dy @ x.mT if first else x.mT @ dy, size)
+            return _summed(dy @ x.mH if first else x.mH @ dy, size)
 
         if not may_defer(ctx.work, ctx):
             return gradient(x, dy), dx, bias_gradient, None, None
@@ -62,10 +63,10 @@ class _Einsum(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_y = ctx.terms
-        dx = torch.einsum(f"{of_y},{of_weight}->{of_x}", dy, weight) if ctx.needs_input_grad[1] else None
+        dx = torch.einsum(f"{of_y},{of_weight}->{of_x}", dy, weight.conj()) if ctx.needs_input_grad[1] else None
 
         def gradient(x: Tensor, dy: Tensor) -> Tensor:
-            return torch.einsum(f"{of_x},{of_y}->{of_weight}", x, dy)
+            return torch.einsum(f"{of_x},{of_y}->{of_weight}", x.conj(), dy)
 
         if not may_defer(ctx.work, ctx):
             return gradient(x, dy), dx, None, None
@@ -138,7 +139,7 @@ def einsum(original: Call, equation: str, *operands: Tensor) -> Tensor:
 
 
 def grouped(original: Call, a: Tensor, b: Tensor, *, offs: Tensor | None = None) -> Tensor:
-    """`nn.functional.grouped_mm` of rows and a stack of matrices."""
+    """`torch._grouped_mm`, and with it `nn.functional.grouped_mm`, of rows and a stack of matrices."""
     work = _work_for(b, a)
     if work is None or offs is None or a.dim() != 2 or b.dim() != 3:
         return original(a, b) if offs is None else original(a, b, offs=offs)

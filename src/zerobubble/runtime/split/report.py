@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.deferred import WAYS
-from zerobubble.runtime.split.gate import is_watched
+from zerobubble.runtime.split.gate import is_watched, managed_by_fsdp
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,18 @@ class SplitReports(tuple[SplitReport, ...]):
 
 def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor]) -> tuple[str, ...]:
     """A line for each parameter among `found`, those with a gradient, that is not `deferred`."""
-    waits, has = set(deferred), set(found)
+    waits, has, sharded = set(deferred), set(found), managed_by_fsdp(module)
     owners = {p: part for part in module.modules() for p in part.parameters(recurse=False)}
     named = module.named_parameters()
-    return tuple(f"{name}: {_reason(owners[p], p)}" for name, p in named if p in has and p not in waits)
+    return tuple(f"{name}: {_reason(owners[p], p, p in sharded)}" for name, p in named if p in has and p not in waits)
 
 
-def _reason(owner: nn.Module, parameter: nn.Parameter) -> str:
+def _reason(owner: nn.Module, parameter: nn.Parameter, is_sharded: bool) -> str:
     kind = type(owner).__name__
     if parameter.dim() < 2:
         return f"a vector of {kind}, whose gradient costs little"
+    if is_sharded:
+        return "FSDP2 manages it (fully_shard), and reduces its gradient over the group at the end of B, before W could add to it"
     if is_watched(parameter):
         return "a hook watches its gradient"
     if type(owner).forward in WAYS:

@@ -16,11 +16,15 @@ from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 
 
 class WeightWork:
-    """The weight gradients that one B has left to do, in the order B met them; `held` are the tensors kept for them."""
+    """The weight gradients that one B has left to do, in the order B met them; `held` are the tensors kept for them.
 
-    __slots__ = ("_counted", "_entries", "_gradients", "_meter", "_versions", "held")
+    `can_wait` are the parameters whose gradients may be left: those of the stage, but for some that others sum or shard.
+    """
 
-    def __init__(self, meter: Meter | None = None, gradients: Gradients = IN_GRAD) -> None:
+    __slots__ = ("_counted", "_entries", "_gradients", "_meter", "_versions", "can_wait", "held")
+
+    def __init__(self, can_wait: frozenset[Tensor], meter: Meter | None = None, gradients: Gradients = IN_GRAD) -> None:
+        self.can_wait = can_wait
         self.held: list[Tensor] = []
         self._versions: list[int] = []
         self._entries: list[tuple[Tensor, object, Callable[..., Tensor], list[Tensor]]] = []

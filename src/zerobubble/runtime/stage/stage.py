@@ -15,7 +15,10 @@ from zerobubble.ir import Kind
 from zerobubble.rules import used_stages
 from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.measure.storages import addresses_of
+from zerobubble.runtime.split.autocast import outside_of_autocast
 from zerobubble.runtime.split.count import WeightFlops, flops_of, is_compiled
+from zerobubble.runtime.split.gate import can_wait
 from zerobubble.runtime.split.report import SplitReport, at_once
 from zerobubble.runtime.split.work import WeightWork, collect_into
 from zerobubble.runtime.stage.skips import carry
@@ -27,6 +30,7 @@ Tensors = tuple[Tensor, ...]
 """What crosses a stage boundary; a `Payload` where it is more than the positional arguments of the next stage."""
 Cotangents = tuple[Tensor | None, ...]
 """The gradients of those tensors that can have one; None for one that the stage after it ignored."""
+run_backward = Variable._execution_engine.run_backward
 _AVERAGING = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
     "torch.distributed._composable.replicate.DDP": "module under replicate()",
@@ -41,6 +45,9 @@ class Stage:
     `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
     `differentiable` names and gives those of the inputs that can have one. With `split`, the weight gradients wait for `weight`.
     `gradients` says where they are summed. `begin` comes before a step, and finds the parameters that the module has now.
+
+    `forward` runs under the caller's autocast; `backward` and `weight` run outside of it, as torch asks, so that what was computed in full
+    precision goes back in full precision.
 
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
@@ -57,7 +64,7 @@ class Stage:
         self.meter: Meter | None = None
         self.split = split
         self._gradients = gradients
-        self.parameters = tuple(module.parameters())
+        self._find_parameters()
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
         self._counts = False
@@ -69,7 +76,11 @@ class Stage:
     def begin(self, meter: Meter | None) -> None:
         """A step begins, whose bytes `meter` counts."""
         self.meter = meter
+        self._find_parameters()
+
+    def _find_parameters(self) -> None:
         self.parameters = tuple(self.module.parameters())
+        self._can_wait = can_wait(self.module) if self.split else frozenset()
 
     def count(self) -> None:
         """Count what W does in the next step, by its first microbatch, for `report`."""
@@ -77,7 +88,7 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        work = WeightWork(self.meter, self._gradients) if self.split else None
+        work = WeightWork(self._can_wait, self.meter, self._gradients) if self.split else None
         collect_into(work)
         run = self._run
         if self._counts:
@@ -106,7 +117,7 @@ class Stage:
             return self._run(inputs, finish)
         with WeightFlops(p for p in self.parameters if p.requires_grad) as counted:
             outputs = self._run(inputs, finish)
-        self._flops = counted.total
+        self._flops = counted.total if counted.is_complete else 0
         return outputs
 
     def _call(self, inputs: Tensors) -> Any:
@@ -131,10 +142,11 @@ class Stage:
         if edges:
             edges, gradients = _with_gradient(edges, gradients)
         if edges:
-            Variable._execution_engine.run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            with outside_of_autocast():
+                run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:
             self._work[microbatch] = work
-            if microbatch == self._sample and self._flops:
+            if microbatch == self._sample:
                 trained = (p for p in self.parameters if p.grad is not None)
                 self._at_once = at_once(self.module, work.weights(), trained)
         outputs = tuple(x.grad for x in leaves)
@@ -147,11 +159,12 @@ class Stage:
     def weight(self, microbatch: int) -> None:
         """W: do the weight work that B of this microbatch left."""
         work = self._work.pop(microbatch)
-        if microbatch == self._sample and self._flops:
-            self._share = min(1.0, flops_of(work.run) / self._flops)
-            self._flops = 0
-        else:
-            work.run()
+        with outside_of_autocast():
+            if microbatch == self._sample and self._flops:
+                self._share = min(1.0, flops_of(work.run) / self._flops)
+                self._flops = 0
+            else:
+                work.run()
 
     def report(self) -> SplitReport:
         """What W did of the weight gradients in the last step that was to `count`."""
@@ -192,8 +205,7 @@ def _kinds(module: nn.Module) -> list[str]:
 
 def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | None]) -> None:
     """Copy each `.grad` that autograd made a view of a tensor still `needed`: the next microbatch adds to it in place."""
-    dense = (tensor for tensor in needed if tensor is not None and tensor.layout is torch.strided)
-    storages = {tensor.untyped_storage().data_ptr() for tensor in dense}
+    storages = addresses_of(tensor for tensor in needed if tensor is not None)
     for parameter in parameters:
         gradient = parameter.grad
         if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.untyped_storage().data_ptr() in storages:

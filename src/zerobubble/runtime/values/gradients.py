@@ -36,6 +36,8 @@ class Gradients:
         so_far = self.of(parameter)
         if so_far is None:
             self.put(parameter, gradient if self.dtype is None else gradient.to(self.dtype))
+        elif so_far.is_sparse and not gradient.is_sparse:  # torch adds sparse to dense, but not dense to sparse
+            self.put(parameter, gradient + so_far)
         else:
             so_far.add_(gradient)
 

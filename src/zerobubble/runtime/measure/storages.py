@@ -1,0 +1,38 @@
+"""Where the numbers of a tensor lie: in one storage, or for sparse tensors and subclasses made of others, in several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
+    """The storages that hold `tensor`; none where torch does not tell."""
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        return (tensor.untyped_storage(),)
+    if tensor.layout in _PARTS:
+        return _of_all(getattr(tensor, part)() for part in _PARTS[tensor.layout])
+    if is_traceable_wrapper_subclass(tensor):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return _of_all(part for part in parts if isinstance(part, Tensor))
+    return (tensor.untyped_storage(),) if tensor.layout is torch.strided else ()
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the storages of `tensors` begin: tensors that share memory share an address."""
+    return {storage.data_ptr() for tensor in tensors for storage in storages_of(tensor)}
+
+
+def _of_all(tensors: Iterable[Tensor]) -> tuple[torch.UntypedStorage, ...]:
+    return tuple(storage for tensor in tensors for storage in storages_of(tensor))
