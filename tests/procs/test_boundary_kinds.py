@@ -30,7 +30,8 @@ def complex_sum(z: Tensor) -> Tensor:
 KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Tensor]]] = {
     "a lazy conjugate": (turned, complex_sum),
     "a lazy conjugate beside another": (lambda x: (x, turned(x), turned(x.cos())), lambda x, y, z: x + complex_sum(y * z)),
-    "a lazy negative": (lambda x: turned(x).imag, lambda x: x * x),
+    "a lazy negative": (lambda x: torch._neg_view(x.sin()), lambda x: x * (x + 1)),
+    "a lazy negative of every second number": (lambda x: turned(x).imag, lambda x: x * x),
     "a lazy negative of a conjugate": (lambda x: turned(x).conj().conj().imag, torch.exp),
     "a conjugate as gradient": (lambda x: torch.complex(x, x.sin()), lambda z: complex_sum(z.conj() * (1 + 2j)).sin()),
     "a negative as gradient": (lambda x: x.sin(), lambda x: torch.complex(x, 2 * x).conj().imag),

@@ -37,6 +37,27 @@ def relative(mine: Tensor, theirs: Tensor) -> float:
     return ((mine - theirs).norm() / theirs.norm()).item()
 
 
+def clipped_apart(group: Any, arguments: list[dict[str, Any]]) -> tuple[str, bool, float]:
+    """Ranks that clip by other arguments: the error, whether gradients stay, and the next norm by one set of arguments."""
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+        with pytest.raises(zb.InputError) as caught:
+            pipe.clip_grad_norm_(**arguments[group.rank()])
+        untouched = all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), before, strict=True) if p.grad is not None)
+        return str(caught.value), untouched, pipe.clip_grad_norm_(1.0).item()
+
+
+@pytest.mark.parametrize("other", [{"max_norm": 0.2}, {"norm_type": math.inf}, {"error_if_nonfinite": True}])
+def test_other_arguments_on_one_rank_are_refused_on_all(world: Ranks, other: dict[str, Any]) -> None:
+    told = world.run(clipped_apart, [{"max_norm": 0.1}, {"max_norm": 0.1, **other}], ranks=2)
+    assert told[0] == told[1], "every rank has the same error and goes on with the same norm"
+    text, untouched, _ = told[0]
+    assert untouched
+    assert "clip_grad_norm_ is called with other arguments on some ranks" in text
+    assert "rank 0 has max_norm=0.1, norm_type=2, error_if_nonfinite=False; rank 1 has max_norm=" in text
+
+
 def train_clipped(group: Any, name: str, microbatches: int, norm_type: float) -> tuple[list[float], float]:
     """Clipped steps of SGD beside one device: (the norms, the largest relative error of norms and parameters)."""
     norms, worst = [], 0.0

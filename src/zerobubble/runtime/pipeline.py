@@ -29,9 +29,11 @@ from zerobubble.runtime.session import Session, seal
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.rank_stages import Build, Stages, modules_of
 from zerobubble.runtime.stage.stage import Cotangents, Stage
-from zerobubble.runtime.step.batch import UNCUT, Cut, arguments, join_outputs, split_batch, spread_kwargs
+from zerobubble.runtime.step.batch import UNCUT, Cut, arguments, join_outputs, refuse_other_size, split_batch
 from zerobubble.runtime.step.handshake import StepHandshake
+from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import LossBook, LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.step.named_arguments import spread_kwargs
 from zerobubble.runtime.transport.collective import collective
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
@@ -123,6 +125,7 @@ class Pipeline:
         self.rank, ranks = self._transport.rank, self._transport.size
         self._copies = Copies.none(self._transport)
         self._losses = LossBook(self._transport, loss_fn, loss_weight, on_loss)
+        self._input_gradients = InputGradients()
         self._session.meet()
         self._session.inside = "while building its stages"
         terms = {"timeout": f"{timeout:g} s", "pace": seal(pace), "overlap function": "one" if overlap else "none"}
@@ -181,7 +184,8 @@ class Pipeline:
         named ones. Tensors have the batch as their first dimension and are cut, the first microbatches being the bigger ones; all else
         goes to every microbatch. A list holds the microbatches themselves, of any shapes. `targets` (on the last stage's rank) likewise.
         A bidirectional schedule has one such rank per route. `kwargs` are named arguments for the stages of this rank that take them:
-        tensors as long as the batch are cut, or a list has a dict for each microbatch.
+        tensors as long as the batch are cut, or a list has a dict for each microbatch. Any of these tensors that requires a gradient gets
+        it after the last pass, on the rank that gives it.
 
         Another `num_microbatches` than the pipeline's plays the same named schedule for that number. With a `scaler`, gradients are
         scaled; call `unscale_` after it. Raises `InputError` for a schedule without backward passes, and `PipelineError` on every rank
@@ -195,6 +199,8 @@ class Pipeline:
         self._measured = executor
         metering = self.metering or (self._auto is not None and self._auto.is_counting_bytes)
         loss = self._train_with(executor, stages, given, self._stages.meter(inputs, targets, kwargs) if metering else None)
+        with self._session.ending_all("while handing back the gradients of inputs"):
+            self._input_gradients.hand_back()
         if self.on_step is not None:
             with self._session.ending_all("in on_step"):
                 executor.settle()
@@ -248,7 +254,10 @@ class Pipeline:
         with self._session.ending_all("while clipping gradients"):
             parts = clip.counted(self.modules, self._copies.elsewhere)
             mine = clip.norms_of(parts, norm_type, self._gradients)
-            norms, spoilt = clip.gather_norms(mine, clip.spoilt_in(self.modules, parts, mine, self._gradients), self._transport)
+            arguments = clip.ClipArguments.of(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            spoilt_here = clip.spoilt_in(self.modules, parts, mine, self._gradients)
+            norms, spoilt, told = clip.gather_norms(mine, spoilt_here, arguments, self._transport)
+        clip.refuse_other_arguments(told)
         total = clip.total_norm(norms, norm_type).to(self.device)
         if error_if_nonfinite:
             clip.refuse(total, norm_type, spoilt, self.losses)
@@ -438,11 +447,14 @@ class Pipeline:
             if needed and value is None:
                 where = "first" if what == "inputs" else "last"
                 raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
-        cut = split_batch(given.inputs, count, "inputs") if is_first else Cut([], [], UNCUT)
-        aims = split_batch(given.targets, count, "targets") if is_last and given.targets is not None else Cut([], [], UNCUT)
+        gradients = self._input_gradients
+        gradients.begin(len(executor.program.placement.routes))
+        cut = split_batch(given.inputs, count, "inputs", gradients) if is_first else Cut([], [], UNCUT)
+        aims = split_batch(given.targets, count, "targets", gradients) if is_last and given.targets is not None else Cut([], [], UNCUT)
         inputs = [arguments(part) for part in cut.parts]
         known, announcing, size = self._handshakes[executor].open(inputs, cut.whole)
-        extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size)
+        refuse_other_size(aims.whole, size)
+        extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
         self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
         return Batch(inputs, self._losses.finish, self._seed_by(given.scaler), known, announcing, extras)
 

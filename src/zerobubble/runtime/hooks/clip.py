@@ -6,7 +6,8 @@ makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,16 +56,46 @@ def spoilt_in(
     return spoilt
 
 
-def gather_norms(mine: Norms, spoilt: Mapping[int, list[str]], transport: Transport) -> tuple[Norms, dict[int, list[str]]]:
-    """The norms of all stages, in order, and what is `spoilt` of them, on every rank; of copies of a stage, whose gradients are the same,
-    the first rank's."""
+class ClipArguments(NamedTuple):
+    """What a rank is called with, in words: every rank must be called with the same."""
+
+    max_norm: str
+    norm_type: str
+    error_if_nonfinite: str
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
+
+    @classmethod
+    def of(cls, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> ClipArguments:
+        """These arguments, of which numbers may be tensors or text such as "inf", too."""
+        return cls(f"{float(max_norm):g}", f"{float(norm_type):g}", str(bool(error_if_nonfinite)))
+
+
+def refuse_other_arguments(told: Sequence[ClipArguments]) -> None:
+    """Raise `InputError`, the same on every rank, where ranks were called with other arguments."""
+    if len(set(told)) > 1:
+        found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in enumerate(told))
+        raise InputError(f"clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}")
+
+
+def gather_norms(
+    mine: Norms, spoilt: Mapping[int, list[str]], arguments: ClipArguments, transport: Transport
+) -> tuple[Norms, dict[int, list[str]], list[ClipArguments]]:
+    """The norms of all stages, in order, what is `spoilt` of them, and the `arguments` of each rank, on every rank.
+
+    Of copies of a stage, whose gradients are the same, the norms are the first rank's.
+    """
+    entries = {stage: (norms.tolist(), norms.dtype, spoilt.get(stage)) for stage, norms in mine.items()}
     with collective("gathering the norms of gradients"):
-        told = transport.gather_objects({stage: (norms.tolist(), norms.dtype, spoilt.get(stage)) for stage, norms in mine.items()})
+        gathered = transport.gather_objects((entries, arguments))
+    told = [theirs for theirs, _ in gathered]
     found = {stage: entry for norms in reversed(told) for stage, entry in norms.items()}
     ordered = sorted(found.items())
     return (
         {stage: torch.tensor(values, dtype=dtype) for stage, (values, dtype, _) in ordered},
         {stage: names for stage, (_, _, names) in ordered if names},
+        [arguments for _, arguments in gathered],
     )
 
 

@@ -18,10 +18,12 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
+from zerobubble.runtime.hooks.copied_buffers import CopiedBuffers
 from zerobubble.runtime.hooks.shared_parameters import Outline, Place, SharedGroup, outline, shared_groups
 from zerobubble.runtime.transport.collective import collective
 from zerobubble.runtime.transport.transport import Transport, wait
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
+from zerobubble.runtime.values.memory import as_memory
 
 _TOPIC = 4
 _DOING = "summing the gradients of a parameter that several ranks hold"
@@ -45,6 +47,7 @@ class Copies:
         homes = {stage: tuple(dict.fromkeys(route[stage] for route in placement.routes)) for stage in range(placement.num_stages)}
         self._copied = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
         self._modules = modules
+        self._buffers = CopiedBuffers({stage: module for stage, module in modules.items() if stage in self._copied})
         self._transport = transport
         self._gradients = gradients
         self._tied = tied
@@ -126,6 +129,7 @@ class Copies:
     def set_aside(self) -> None:
         """Before a step: take the gradients of earlier steps out of `.grad`."""
         self._refuse_new()
+        self._buffers.look()
         for parameter in dict.fromkeys(self._known.values()):
             self._aside[parameter] = self._gradients.of(parameter)
             self._gradients.put(parameter, None)
@@ -152,7 +156,11 @@ class Copies:
             self._unsent.pop(0).send()
 
     def sum(self) -> None:
-        """After a step: give every copy the sum of this step's gradients, added to what was set aside."""
+        """After a step: give every copy the sum of this step's gradients, added to what was set aside.
+
+        Raises `InputError` where the step changed a buffer of a copied stage.
+        """
+        self._buffers.refuse_changed()
         for one in self._unsent:  # those of stages that had no pass in this step
             one.send()
         for one in self._sums:
@@ -189,11 +197,15 @@ class _Sum:
 
     def send(self) -> None:
         """Start sending which gradients there are, then these, to every other rank."""
-        self._own = [_added([self._gradients.of(parameter) for parameter in row]) for row in self._rows]
+        self._own = [self._ready(_added([self._gradients.of(parameter) for parameter in row])) for row in self._rows]
         present = [float(gradient is not None) for gradient in self._own]
         for other in self._others:
             self._telling.append((self._transport.tell(present, other, _TOPIC), other))
             self._sending += [(_send(self._transport, gradient, other), other) for gradient in self._own if gradient is not None]
+
+    def _ready(self, gradient: Tensor | None) -> Tensor | None:
+        """A gradient as every rank adds it: a sparse one is made dense where it goes to others."""
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse and self._others else gradient
 
     def finish(self) -> None:
         """Wait for the others' gradients and leave the sum in `.grad`, a tensor for each parameter."""
@@ -225,7 +237,7 @@ def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _send(transport: Transport, tensor: Tensor, peer: int) -> Any:
-    return transport.sender(Stuff.WORK, peer)(tensor.detach().contiguous())
+    return transport.sender(Stuff.WORK, peer)(as_memory(tensor))
 
 
 def _receive(transport: Transport, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:

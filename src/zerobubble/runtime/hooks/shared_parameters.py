@@ -35,11 +35,15 @@ class Member(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank tells of a tensor in one of its stages; `first` is the first place of the rank that holds the same tensor."""
+    """What a rank tells of a tensor in one of its stages; `first` is the first place of the rank that holds the same tensor.
+
+    `special` is the class of a parameter that is more than its numbers, such as a DTensor, and else empty.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     first: Place
+    special: str
     trains: bool
 
 
@@ -96,8 +100,12 @@ def outline(modules: Mapping[int, nn.Module]) -> Outline:
     for stage, module in sorted(modules.items()):
         for name, p in module.named_parameters(remove_duplicate=False):
             place = Place(stage, name)
-            held[place] = Held(tuple(p.shape), str(p.dtype), first.setdefault(p, place), p.requires_grad)
+            held[place] = Held(tuple(p.shape), str(p.dtype), first.setdefault(p, place), _special(p), p.requires_grad)
     return held
+
+
+def _special(parameter: nn.Parameter) -> str:
+    return "" if nn.Parameter in type(parameter).__mro__ else type(parameter).__name__
 
 
 def shared_groups(groups: Iterable[tuple[Place, ...]], told: Sequence[Outline], copied: Mapping[int, tuple[int, ...]]) -> list[SharedGroup]:
@@ -169,7 +177,9 @@ def _join(sets: dict[Member, list[Member]], members: list[Member]) -> None:
 
 def _differences(members: list[Member], told: Sequence[Outline]) -> list[str]:
     """What keeps members from being one parameter with the first of them."""
-    faults = []
+    faults = [_refusal(member, held.special) for member in members if (held := told[member.rank][member.place]).special]
+    if faults:
+        return faults
     (first, one), *others = [(f"{member.place} on rank {member.rank}", told[member.rank][member.place]) for member in members]
     for place, other in others:
         if (other.shape, other.dtype) != (one.shape, one.dtype):
@@ -178,6 +188,13 @@ def _differences(members: list[Member], told: Sequence[Outline]) -> list[str]:
         elif other.trains != one.trains:
             faults.append(f"of the tied {first} and {place} only {first if one.trains else place} trains; freeze both or neither")
     return faults
+
+
+def _refusal(member: Member, special: str) -> str:
+    return (
+        f"{member.place} on rank {member.rank} is a {special}, of which a rank holds no plain numbers, and several places share it; leave "
+        "it out of tied, give it as a plain parameter, or where a bidirectional schedule copies its stage, choose one with one route"
+    )
 
 
 def _row(members: list[Member], places: Mapping[Member, list[Place]]) -> tuple[dict[int, frozenset[int]], Row]:

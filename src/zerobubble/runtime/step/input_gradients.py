@@ -1,0 +1,62 @@
+"""Gradients of what the user gave for a step: inputs, targets and named arguments that require them, such as soft prompts.
+
+Each microbatch works on a leaf of its own. What comes back to the leaves is added up, and once, after the last pass of the step, handed to
+the tensors that were given: a leaf of the user's has it in `.grad`, and the graph behind any other tensor is gone back through once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+
+
+class InputGradients:
+    """Gathers the gradients of a step's inputs on this rank. Call `begin` before each step, and `hand_back` after one that trains."""
+
+    def __init__(self) -> None:
+        self._num_routes = 1
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, num_routes: int) -> None:
+        """Start a step of a schedule with so many routes, and forget what was gathered."""
+        self._num_routes = num_routes
+        self._sums.clear()
+
+    def part(self, given: Tensor, what: str, rows: slice | None = None) -> Tensor:
+        """What a microbatch works on: `given`, which came as `what`, or some rows of it, apart from its graph.
+
+        Raises `InputError` for a tensor that requires a gradient under a schedule of several routes.
+        """
+        part = given.detach() if rows is None else given.detach()[rows]
+        if given.requires_grad and torch.is_grad_enabled():
+            if self._num_routes > 1:
+                raise InputError(
+                    f"{what} require a gradient, and each rank at the ends of a bidirectional schedule would have that of its own "
+                    "microbatches only; give them .detach()ed, or choose a schedule with one route"
+                )
+            part.requires_grad_()
+            part.register_post_accumulate_grad_hook(partial(self._add, given, rows))  # type: ignore[no-untyped-call]
+        return part
+
+    def _add(self, given: Tensor, rows: slice | None, part: Tensor) -> None:
+        """Take the gradient that a backward pass left in `part`."""
+        gradient, part.grad = part.grad, None
+        assert gradient is not None
+        _, total = self._sums.get(id(given), (given, None))
+        if rows is None:
+            total = gradient.clone() if total is None else total + gradient
+        else:
+            total = torch.zeros_like(given, requires_grad=False) if total is None else total
+            total[rows] += gradient
+        self._sums[id(given)] = given, total
+
+    def hand_back(self) -> None:
+        """Go back from what was given, all of it at once, with the gradients gathered since the last call."""
+        sums = list(self._sums.values())
+        self._sums.clear()
+        if sums:
+            torch.autograd.backward([given for given, _ in sums], [total for _, total in sums])

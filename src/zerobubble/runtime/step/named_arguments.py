@@ -1,0 +1,85 @@
+"""The named arguments of a step: which stages take them, and what each microbatch gets of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerobubble.errors import InputError, near
+from zerobubble.runtime.step.batch import rows_of
+from zerobubble.runtime.step.input_gradients import InputGradients
+from zerobubble.runtime.values.payload import put_together, take_apart, tensors_in
+
+NamedArguments = dict[int, list[dict[str, Any]]]
+"""By stage, a dict of named arguments for each microbatch."""
+
+
+def spread_kwargs(
+    kwargs: Any, modules: Mapping[int, nn.Module], num_microbatches: int, batch_size: int, gradients: InputGradients
+) -> NamedArguments:
+    """For each stage of a rank that takes any of `kwargs`, the ones it takes for every microbatch.
+
+    Of a dict, tensors whose first dimension is `batch_size` are cut as the batch is, and everything else goes to every microbatch; a list
+    has a dict for each. Raises `InputError` for other types, a list of another length, and names that no stage takes.
+    """
+    each = _for_each_microbatch(kwargs, num_microbatches, batch_size, gradients)
+    names = list(dict.fromkeys(name for named in each for name in named))
+    taken = {stage: [name for name in names if _takes(module, name)] for stage, module in modules.items()}
+    _refuse_unknown(names, taken, modules)
+    return {stage: [_only(named, own) for named in each] for stage, own in taken.items() if own}
+
+
+def _for_each_microbatch(kwargs: Any, num_microbatches: int, batch_size: int, gradients: InputGradients) -> list[dict[str, Any]]:
+    if isinstance(kwargs, dict):
+        return _cut(kwargs, num_microbatches, batch_size, gradients)
+    if not isinstance(kwargs, list) or not all(isinstance(named, dict) for named in kwargs):
+        raise InputError(f"kwargs must be a dict, or a list of a dict for each microbatch, got {type(kwargs).__name__}")
+    if len(kwargs) != num_microbatches:
+        raise InputError(f"kwargs is a list of {len(kwargs)}, one dict for each of the {num_microbatches} microbatches is needed")
+    return [_apart(named, gradients) for named in kwargs]
+
+
+def _cut(kwargs: dict[str, Any], num_microbatches: int, batch_size: int, gradients: InputGradients) -> list[dict[str, Any]]:
+    tensors: list[Tensor] = []
+    layout = take_apart(kwargs, tensors, opaque=True)
+    rows = rows_of(batch_size, num_microbatches)
+    is_cut = [batch_size > 0 and tensor.dim() > 0 and len(tensor) == batch_size for tensor in tensors]
+    return [
+        put_together(layout, (gradients.part(t, "kwargs", own if cut else None) for t, cut in zip(tensors, is_cut, strict=True)))
+        for own in rows
+    ]
+
+
+def _apart(named: dict[str, Any], gradients: InputGradients) -> dict[str, Any]:
+    """The arguments of one microbatch as they were given, but for tensors that require a gradient."""
+    if not any(tensor.requires_grad for tensor in tensors_in(named)):
+        return named
+    tensors: list[Tensor] = []
+    layout = take_apart(named, tensors, opaque=True)
+    apart: dict[str, Any] = put_together(layout, (gradients.part(tensor, "kwargs") for tensor in tensors))
+    return apart
+
+
+def _refuse_unknown(names: list[str], taken: Mapping[int, list[str]], modules: Mapping[int, nn.Module]) -> None:
+    homeless = [name for name in names if not any(name in own for own in taken.values())]
+    if homeless:
+        known = sorted({parameter for module in modules.values() for parameter in inspect.signature(module.forward).parameters})
+        raise InputError(
+            f"no stage of this rank takes {', '.join(map(repr, homeless))}: {near(homeless[0], known)}"
+            f"the forward of stage {', '.join(map(str, modules))} takes {', '.join(known) or 'nothing'}"
+        )
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward can be given an argument by this name."""
+    parameters = inspect.signature(module.forward).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    return name in parameters and parameters[name].kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _only(named: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if name in names}
