@@ -86,7 +86,7 @@ def test_the_share_counts_grouped_products() -> None:
     assert share(by_rows).share == 1.0
     late = share(by_batches)
     assert late.share == 0.5
-    assert "w: no way is known to defer what Way does with it; write it with zerobubble.deferral" in late.at_once
+    assert "w: no way is known to defer what Way does with it; write it with zerobubble.nn.deferral" in late.at_once
 
 
 def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:

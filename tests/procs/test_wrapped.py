@@ -208,3 +208,29 @@ def test_what_fsdp2_manages_is_not_deferred(world: Ranks, name: str, parts: str,
             assert {"block.linear.weight", "block.matrix"} <= names
             assert ("matrix" in names) == (parts == "stage")
             assert report.share == 0.0 if parts == "stage" else 0.0 < report.share < 1.0
+
+
+def thawed(group: Any, schedule: str, split: str, frozen: tuple[int, ...]) -> float:
+    """The largest error of gradients over steps between which these stages, of the first its table, are frozen and trained in turns."""
+    worst = 0.0
+    with zb.Pipeline(build, schedule, 4, loss_fn, group=group, split=split) as pipe:
+        stages = [build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        for step, trains in enumerate([False, True, False, True]):
+            for index, module in [*enumerate(stages), *pipe.modules.items()]:
+                part = module[0] if index == 0 else module
+                part.requires_grad_(trains or index not in frozen)
+                module.zero_grad()
+            pipe.step(*batch(4, seed=step))
+            one_device(stages, 4, *batch(4, seed=step))
+            for stage, module in pipe.modules.items():
+                for mine, theirs in zip(module.parameters(), stages[stage].parameters(), strict=True):
+                    assert (mine.grad is None) == (theirs.grad is None)
+                    if mine.grad is not None and theirs.grad is not None:
+                        worst = max(worst, (mine.grad - theirs.grad).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(("schedule", "split"), [("1f1b", "whole"), ("zb-h1", "deferred"), ("zb-v", "deferred"), ("zb-h1", "graph")])
+def test_parameters_may_be_frozen_between_steps(world: Ranks, schedule: str, split: str, frozen: tuple[int, ...]) -> None:
+    assert max(world.run(thawed, schedule, split, frozen, ranks=2)) <= 1e-13
