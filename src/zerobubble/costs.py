@@ -158,6 +158,14 @@ class Costs:
         return cls(forward, backward, weight, links, kept, (round(held * UNIT_BYTES),) * num_stages, (hidden,) * num_stages)
 
     @classmethod
+    def unit(cls, num_stages: int) -> Costs:
+        """Equal stages where every time is 1 ms and what is held `UNIT_BYTES`, further columns that added kinds ask for included."""
+        costs = cls.uniform(num_stages)
+        further = {name: (NS_PER_MS,) * num_stages for traits in KINDS.values() for name in traits.times if name not in _COLUMNS}
+        further |= {name: (UNIT_BYTES,) * num_stages for name in HELD.values() if name not in _COLUMNS}
+        return costs.with_columns(**further)
+
+    @classmethod
     def from_ms(
         cls,
         forward: Sequence[float],

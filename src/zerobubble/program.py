@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from zerobubble.errors import ParseError, reading
 from zerobubble.ir import Head, Placement, Schedule, Step, collect_head, content_lines, parse_step
-from zerobubble.kinds import Stuff, kinds_making
+from zerobubble.kinds import Kind, Stuff, kinds_making
 from zerobubble.rules import Value
 
 
@@ -106,8 +107,13 @@ class Program:
     @property
     def is_forward_only(self) -> bool:
         """True when it holds no backward pass, so forwards save nothing."""
+        return self.kinds <= kinds_making(Stuff.ACTIVATION)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its passes."""
         steps = (action.step for row in self.rows for action in row if isinstance(action, Compute))
-        return {op.kind for step in steps for op in step} <= kinds_making(Stuff.ACTIVATION)
+        return frozenset(op.kind for step in steps for op in step)
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
         """Every message action as (rank, position, channel, action)."""

@@ -13,12 +13,12 @@ Box = tuple[int, int, str]
 
 
 def picture(schedule: Schedule) -> str:
-    """`schedule` at unit times (a stage's F, B and W take 1, BW takes 2, messages nothing), a line per rank.
+    """`schedule` at unit times (a stage's F, B and W take 1, BW takes 2, an added kind 1, messages nothing), a line per rank.
 
     A pass is its kind and microbatch, in lower case on a rank's later stages; two overlapped have `&` between. A dot is an idle unit
     of time. Raises `ScheduleError` when the schedule cannot run.
     """
-    timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
+    timeline = simulate(schedule, Costs.unit(schedule.num_stages))
     rows = [_boxes(schedule, rank, row) for rank, row in enumerate(timeline.rows)]
     column = max(-(-(len(name) + 1) // (end - start)) for row in rows for start, end, name in row)
     return "\n".join(_line(row, timeline.makespan // NS_PER_MS, column) for row in rows)

@@ -108,6 +108,8 @@ class Executor:
         self._stages = stages
         self._num_stages = program.num_stages
         self._training = not program.is_forward_only
+        for kind in program.kinds:  # those of all rows, so that no rank begins what another has to refuse
+            run_of(kind)
         self._pace = pace
         self._mailbox = Mailbox(program, transport)
         self._received = {action.value for action in self.row if isinstance(action, Recv)}

@@ -1,0 +1,195 @@
+"""The table of kinds: every reader refuses what it does not hold, and reads what was added."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.recomputing import recomputing, with_recomputation
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, lower, make, schedule_faults, simulate
+from zerobubble.blocks import Block, Start
+from zerobubble.cli.drawing import draw, legend
+from zerobubble.errors import ParseError
+from zerobubble.explain import attribute, diff
+from zerobubble.export import Report, perfetto_json, report_html, timeline_svg, to_torch_csv
+from zerobubble.fit import fit_costs
+from zerobubble.kinds import KINDS, Stuff, add_kind, add_stuff, change_kind, traits_of
+from zerobubble.lowering import program_faults
+from zerobubble.planning import Problem, sensitivity
+from zerobubble.planning.search import simulate_compiled
+from zerobubble.simulation import peak_memory
+from zerobubble.text_picture import picture
+
+UNKNOWN = Schedule("odd", Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op("O", 0, 0)),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: Kind("O"),
+        lambda: traits_of("O"),
+        lambda: Costs.uniform(2).time("O", 0),  # type: ignore[arg-type]
+        lambda: Costs.uniform(2).memory_change("O", 0),  # type: ignore[arg-type]
+        lambda: peak_memory(UNKNOWN, Costs.uniform(1)),
+        lambda: to_torch_csv(UNKNOWN),
+    ],
+)
+def test_a_kind_that_the_table_lacks_is_refused(read: Callable[[], object]) -> None:
+    with pytest.raises(InputError, match="'O' is not a kind of pass; known are F, B, W, BW"):
+        read()
+
+
+def test_a_schedule_of_an_unknown_kind_has_that_fault() -> None:
+    (fault,) = schedule_faults(UNKNOWN)
+    assert (fault.code, fault.rank, fault.position) == ("kind", 0, 1)
+    assert fault.message == "rank 0 runs 0O0 at position 1, but O is not a kind of pass; known are F, B, W, BW"
+    for read in (lambda: simulate(UNKNOWN, Costs.uniform(1)), lambda: lower(UNKNOWN)):
+        with pytest.raises(ScheduleError, match="O is not a kind of pass"):
+            read()
+
+
+def test_text_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ParseError, match="'0O3' is not a pass; write <stage><kind><microbatch> with kind F, B, W or BW"):
+        Op.parse("0O3")
+
+
+def test_there_is_one_object_for_each_kind() -> None:
+    for kind in KINDS:
+        assert Kind(str(kind)) is kind
+        assert pickle.loads(pickle.dumps(kind)) is kind
+        assert copy.deepcopy(Op(kind, 0, 0)).kind is kind
+    assert pickle.loads(pickle.dumps(Stuff.WORK)) is Stuff.WORK
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda: add_kind("r", traits_of(Kind.F)), "named by one to three capital letters, got 'r'"),
+        (lambda: add_kind("BW", traits_of(Kind.F)), "there is a kind BW already; known are F, B, W, BW"),
+        (lambda: add_kind("R", replace(traits_of(Kind.F), colour="red")), "the colour of R is written #rrggbb, got 'red'"),
+        (
+            lambda: add_kind("R", replace(traits_of(Kind.F), makes=(Stuff.ACTIVATION, Stuff.GRADIENT))),
+            "a pass sends at most one message, but R makes a and g",
+        ),
+        (
+            lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((Stuff.WORK, 1),))),
+            "W uses w of another stage, but only a and g",
+        ),
+        (lambda: add_stuff("s", "held"), "'s' is taken; taken are a, g, s, w"),
+        (lambda: Stuff("x"), "'x' is nothing that passes leave for each other"),
+    ],
+)
+def test_what_no_table_can_hold_is_refused(add: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        add()
+
+
+# An added kind: C keeps a stage's input alone, and R computes the stage again before its B.
+
+
+def recomputed(name: str = "zb-h1", ranks: int = 3, microbatches: int = 4) -> tuple[Schedule, Costs]:
+    schedule = with_recomputation(make(name, ranks, microbatches))
+    stages = schedule.num_stages
+    costs = Costs.from_ms([2] * stages, [3] * stages, [1] * stages, 0.5, [1000] * stages, [600] * stages)
+    return schedule, costs.with_columns(recompute=[1_500_000] * stages, held_input=[100] * stages)
+
+
+def test_an_added_kind_is_read_and_written() -> None:
+    with recomputing():
+        schedule, costs = recomputed()
+        assert Schedule.from_text(schedule.to_text()) == Schedule.from_dict(schedule.to_dict()) == schedule
+        assert pickle.loads(pickle.dumps(schedule)) == schedule
+        assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+        text = schedule.to_text()
+    with pytest.raises(ParseError, match="'0C0' is not a pass"):
+        Schedule.from_text(text)
+
+
+def test_an_added_kind_is_checked() -> None:
+    with recomputing() as (_, again):
+        schedule, _ = recomputed()
+        assert schedule_faults(schedule) == ()
+        without = replace(schedule, rows=tuple(tuple(op for op in row if op != Op(again, 0, 2)) for row in schedule.rows))
+        assert [fault.message for fault in schedule_faults(without)] == [
+            "stage 0, microbatch 2 on rank 0 lacks 0R2, so B finds nothing saved: add it to the row"
+        ]
+        row = schedule.rows[0]
+        place = row.index(Op(again, 0, 0))
+        late = replace(schedule, rows=((*row[:place], row[place + 1], row[place], *row[place + 2 :]), *schedule.rows[1:]))
+        assert [fault.code for fault in schedule_faults(late)] == ["order"]
+        doubled = replace(schedule, rows=((Op(Kind.F, 0, 0), *row), *schedule.rows[1:]))
+        (fault,) = schedule_faults(doubled)
+        assert "0F0 and 0B0 and 0W0 and 0C0 and 0R0, which do not go together: keep those of B W C R or" in fault.message
+
+
+def test_an_added_kind_takes_its_own_time_and_memory() -> None:
+    with recomputing() as (_, again):
+        schedule, costs = recomputed("1f1b", 2, 2)
+        timeline = simulate(schedule, costs)
+        assert {span.duration for _, span in timeline.spans() if span.op.kind is again} == {1_500_000}
+        # In ms, rank 1: F0 from 2.5, BW0 until 8.5, F1, BW1 until 14.5. Rank 0 runs R1 before that gradient is there, and BW1 from 15.
+        assert timeline.makespan == 19_000_000
+        assert peak_memory(schedule, costs) == (1100, 1000)
+        assert [max(held for _, held in steps) for steps in timeline.memory] == [1100, 1000]
+        with pytest.raises(InputError, match="these costs lack the column 'recompute', which R needs: see"):
+            simulate(schedule, Costs.uniform(2))
+        plain = make("1f1b", 2, 2)
+        assert simulate(plain, Costs.uniform(2)).makespan == 9_000_000
+
+
+def test_an_added_kind_is_fitted_and_explained() -> None:
+    with recomputing():
+        schedule, costs = recomputed()
+        timeline = simulate(schedule, costs)
+        fitted = fit_costs(replace(timeline, memory=()))
+        assert fitted.column("recompute") == (1_500_000, 1_500_000, 0)
+        idle = attribute(schedule, costs)
+        assert [causes.total for causes in idle.ranks] == [timeline.makespan - figures.work for figures in timeline.ranks]
+        slower = simulate(schedule, costs.with_columns(recompute=[2_000_000] * 3))
+        found = diff(schedule, costs, replace(slower, source="measured"))
+        assert sum(drift.makespan for drift in found.drifts) == slower.makespan - timeline.makespan > 0
+        assert {effect.what for effect in sensitivity(schedule, costs, samples=1).effects} >= {"every R", "R of stage 1"}
+
+
+def test_an_added_kind_is_lowered() -> None:
+    with recomputing():
+        for name in ("1f1b", "zb-v", "dualpipe"):
+            schedule, _ = recomputed(name, 2, 6)
+            program = lower(schedule)
+            assert program_faults(program) == ()
+            assert program.to_schedule() == schedule
+            assert type(program).from_text(program.to_text()) == program
+            assert {op.kind for row in schedule.forward_only().rows for op in row} == {Kind.F}
+
+
+def test_an_added_kind_is_drawn() -> None:
+    with recomputing():
+        schedule, costs = recomputed()
+        timeline = simulate(schedule, costs)
+        assert picture(schedule).splitlines()[0].split()[:6] == ["C0", "C1", "C2", "R0", ".", "B0"]
+        svg, page = timeline_svg(timeline), report_html(Report("recomputing", timelines=(timeline,)))
+        for drawing in (svg, page):
+            assert "forward computed again" in drawing
+            assert "#6b4ba1" in drawing
+        assert "forward computed again of stage 1, microbatch 0" in svg
+        assert "R forward computed again" in legend(timeline, coloured=True).plain
+        assert "R" in draw(timeline, 120, coloured=False).plain
+        events = json.loads(perfetto_json(timeline))["traceEvents"]
+        assert {"R", "C"} < {event.get("cat") for event in events}
+
+
+def test_what_cannot_hold_an_added_kind_refuses_it() -> None:
+    with recomputing():
+        schedule, costs = recomputed()
+        problem = Problem(schedule.placement, schedule.num_microbatches, costs, Limits((10**6,) * 3))
+        with pytest.raises(InputError, match="plans are made of F, B, W, BW, but the schedule 'zb-h1, recomputing' has C, R passes"):
+            simulate_compiled(problem, schedule)
+        with pytest.raises(InputError, match=r"PyTorch's CSV has no cell for [CR] \(forward .*\), only for F, B, W, BW; use the text"):
+            to_torch_csv(schedule)
+        with pytest.raises(InputError, match="block 'lean' has 0C0, but blocks are made of F, B, W, BW alone"):
+            Block("lean", Placement.linear(1), 4, ((Start(Op(Kind("C"), 0, 0), 0),),))

@@ -1,0 +1,54 @@
+"""Two kinds of passes that the package does not know: a forward C that keeps its input alone, and R, which computes the stage again.
+
+Everything a kind is made of stands here, but for the functions that run them, which are in `tests/procs/test_added_kind.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zerobubble import Kind, Op, Schedule
+from zerobubble.kinds import Stuff, Traits, add_kind, add_stuff, kinds_restored
+
+
+@contextmanager
+def recomputing() -> Iterator[tuple[Kind, Kind]]:
+    """Inside, the table of kinds has C and R."""
+    with kinds_restored():
+        inputs = add_stuff("i", held="held_input")
+        lean = Traits(
+            phrase="forward that keeps its input",
+            uses=((Stuff.ACTIVATION, -1),),
+            makes=(Stuff.ACTIVATION, inputs),
+            times=("forward",),
+            run="forward that keeps its input",
+            lost="nothing is computed",
+            colour="#7fa6e0",
+            fills_from_start=True,
+        )
+        again = Traits(
+            phrase="forward computed again",
+            uses=((inputs, 0),),
+            makes=(Stuff.SAVED,),
+            times=("recompute",),
+            run="forward computed again",
+            lost="B finds nothing saved",
+            colour="#6b4ba1",
+            fills_from_start=True,
+        )
+        yield add_kind("C", lean), add_kind("R", again)
+
+
+def with_recomputation(schedule: Schedule) -> Schedule:
+    """`schedule` with C for F on all stages but the last, and R right before the backward that needs what F would have saved."""
+    lean, again = Kind("C"), Kind("R")
+    last = schedule.num_stages - 1
+
+    def passes(op: Op) -> tuple[Op, ...]:
+        if op.stage == last or op.kind is Kind.W:
+            return (op,)
+        return (op._replace(kind=lean),) if op.kind is Kind.F else (op._replace(kind=again), op)
+
+    rows = tuple(tuple(new for op in row for new in passes(op)) for row in schedule.rows)
+    return Schedule(f"{schedule.name}, recomputing", schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
