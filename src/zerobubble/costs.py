@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, shown, takes
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Step
 from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
@@ -14,6 +15,7 @@ from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
 NS_PER_MS = 1_000_000
 UNIT_BYTES = 1_000_000
 """Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
+TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: each(NUMBER).accepts(value) and len(value) == 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Costs:
     further: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
+        for name, values in self._columns().items():
+            object.__setattr__(self, name, as_tuple(f"{name} of the costs", values))
         stages = len(self.forward)
         if stages == 0:
             raise InputError("costs need at least one stage")
@@ -130,6 +134,7 @@ class Costs:
         return sum(self.held(stuff, stage) for stuff in traits_of(kind).makes) - used
 
     @classmethod
+    @takes(num_stages=WHOLE, times=TIMES, comm=NUMBER, stages_per_rank=WHOLE)
     def uniform(
         cls,
         num_stages: int,
@@ -146,6 +151,8 @@ class Costs:
         Memory counts `UNIT_BYTES` per stage after F and `held` times that after B, so peaks come out in stage activations.
         Raises `InputError` for times that are negative or not finite, naming them.
         """
+        if stages_per_rank < 1:
+            raise InputError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
         together = sum(times) if overlap is None else overlap
         for name, value in zip(("F", "B", "W", "comm", "held", "overlap"), (*times, comm, held, together), strict=True):
             if not isfinite(value) or value < 0:
@@ -180,13 +187,13 @@ class Costs:
 
         Raises `InputError` for a value that is negative or not finite, or a column of another length, naming it.
         """
-        stages = len(forward)
-        links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else list(comm)
+        stages = len(as_tuple("forward of the costs", forward))
+        links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else comm
         columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links, "hidden": hidden}
         for name, values in columns.items():
-            for index, value in enumerate(values):
-                if not isfinite(value):
-                    raise InputError(f"{name} of stage {index} must be a finite number, got {value}")
+            for index, value in enumerate(as_tuple(f"{name} of the costs", values)):
+                if not NUMBER.accepts(value) or not isfinite(value):
+                    raise InputError(f"{name} of stage {index} must be a finite number, got {shown(value)}")
         unit = (UNIT_BYTES,) * stages
         f, b, w, c, h = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
         return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h)
@@ -228,6 +235,8 @@ class Limits:
     memory: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", as_tuple("memory of Limits", self.memory, "a list or tuple with the bytes of each rank"))
         for rank, value in enumerate(self.memory):
+            require(f"the memory limit of rank {rank}, in bytes,", value, WHOLE)
             if value <= 0:
                 raise InputError(f"the memory limit of rank {rank} must be positive, got {value}")

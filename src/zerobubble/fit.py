@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import median_low
 from typing import TypeVar
 
+from zerobubble.arguments import NUMBER, takes
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.kinds import HELD, MOVES, Kind, Stuff, kinds_making, traits_of
@@ -25,6 +26,7 @@ Changes = dict[tuple[Kind, int], list[int]]
 """By how many bytes passes changed what their rank held, by kind and stage."""
 
 
+@takes(timeline=Timeline, comm_ms=NUMBER)
 def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
     """The costs that `timeline` was measured under: per stage the median time of F, B and W, and the median bytes held after F and B.
 
@@ -60,6 +62,7 @@ def _further(times: Times, changes: Changes, stages: range) -> dict[str, list[in
     return found
 
 
+@takes(timeline=Timeline)
 def fit_comm(timeline: Timeline) -> tuple[int, ...]:
     """Per link, the time in ns from the end of the pass that sends a message to the start of the pass that waits for it.
 

@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import WHOLE, as_tuple, require, takes
 from zerobubble.errors import InputError, ParseError, reading, whole
 from zerobubble.kinds import KINDS, Stuff, kinds_making, kinds_using
 from zerobubble.kinds import Kind as Kind
@@ -66,6 +68,11 @@ class Placement:
 
     def __post_init__(self) -> None:
         _check_name("placement", self.name)
+        require("num_ranks of a placement", self.num_ranks, WHOLE)
+        routes = as_tuple("the routes of a placement", self.routes)
+        object.__setattr__(self, "routes", tuple(as_tuple("the ranks of a route", route) for route in routes))
+        for rank in {rank for route in self.routes for rank in route}:
+            require("the rank of a stage", rank, WHOLE)
         if self.num_ranks < 1:
             raise InputError(f"a pipeline needs at least 1 rank, got {self.num_ranks}")
         if not self.routes or not self.routes[0]:
@@ -104,28 +111,33 @@ class Placement:
         return tuple((k, s) for k, route in enumerate(self.routes) for s, r in enumerate(route) if r == rank)
 
     @classmethod
+    @takes(num_ranks=WHOLE)
     def linear(cls, num_ranks: int) -> Placement:
         """Stage s on rank s."""
         return cls("linear", num_ranks, (tuple(range(num_ranks)),))
 
     @classmethod
+    @takes(num_ranks=WHOLE, stages_per_rank=WHOLE)
     def looped(cls, num_ranks: int, stages_per_rank: int) -> Placement:
         """Stage c*p + r on rank r: round and round."""
         return cls("looped", num_ranks, (tuple(range(num_ranks)) * stages_per_rank,))
 
     @classmethod
+    @takes(num_ranks=WHOLE)
     def vee(cls, num_ranks: int) -> Placement:
         """Stages r and 2p-1-r on rank r: down and back, so the loss is on the first rank."""
         there = tuple(range(num_ranks))
         return cls("vee", num_ranks, (there + there[::-1],))
 
     @classmethod
+    @takes(num_ranks=WHOLE, waves=WHOLE)
     def wave(cls, num_ranks: int, waves: int) -> Placement:
         """Down and back `waves` times, two stages of each rank a wave; one wave is the vee."""
         there = tuple(range(num_ranks))
         return cls("wave", num_ranks, ((there + there[::-1]) * waves,))
 
     @classmethod
+    @takes(num_ranks=WHOLE)
     def bidirectional(cls, num_ranks: int) -> Placement:
         """Two copies of the model: stage s on rank s for route 0, on rank p-1-s for route 1."""
         there = tuple(range(num_ranks))
@@ -134,10 +146,12 @@ class Placement:
     @classmethod
     def custom(cls, *routes: Iterable[int]) -> Placement:
         """Ranks of the stages, one sequence per route."""
-        as_tuples = tuple(tuple(route) for route in routes)
+        as_tuples = tuple(as_tuple("a route, the ranks of its stages,", route) for route in routes)
         ranks = [rank for route in as_tuples for rank in route]
         if not ranks:
             raise InputError("a custom placement needs at least one stage")
+        for rank in ranks:
+            require("the rank of a stage", rank, WHOLE)
         return cls("custom", max(ranks) + 1, as_tuples)
 
 
@@ -152,6 +166,8 @@ class Head(NamedTuple):
     def check(self, num_rows: int) -> None:
         """Raise `InputError` where the parts do not fit each other or `num_rows` rows."""
         _check_name("schedule", self.name)
+        require("placement of a schedule", self.placement, Placement)
+        require("num_microbatches of a schedule", self.num_microbatches, WHOLE)
         ranks, microbatches, routes = self.placement.num_ranks, self.num_microbatches, self.microbatch_routes
         if microbatches < 1:
             raise InputError(f"a schedule needs at least 1 microbatch, got {microbatches}")
@@ -192,6 +208,7 @@ def _numbers(key: str, text: str) -> tuple[int, ...]:
 
 def _check_name(noun: str, name: str) -> None:
     """Names stand on a line of their own in the text forms."""
+    require(f"the name of a {noun}", name, str)
     if not name.isprintable() or name != name.strip() or "#" in name:
         raise InputError(f"a {noun} name is one line of printable text without '#' and outer blanks, got {name!r}")
 
@@ -231,7 +248,12 @@ class Schedule:
     overlaps: frozenset[tuple[Op, Op]] = field(default=frozenset())
 
     def __post_init__(self) -> None:
+        rows = as_tuple("the rows of a schedule, a list of passes for each rank,", self.rows)
+        object.__setattr__(self, "rows", tuple(as_tuple("the passes of a rank", row) for row in rows))
+        object.__setattr__(self, "microbatch_routes", as_tuple("the routes of microbatches", self.microbatch_routes))
         self.head.check(len(self.rows))
+        for cell in chain.from_iterable(row for row in self.rows if {*map(type, row)} - {Op}):
+            require("a pass in the rows of a schedule", cell, Op)
         if self.overlaps:
             together = [step for row in self.steps for step in row if len(step) > 1]
             apart = self.overlaps.difference(together)
@@ -317,6 +339,7 @@ class Schedule:
         return "\n".join(["zerobubble schedule 1", *self.head.lines(), *rows]) + "\n"
 
     @classmethod
+    @takes(text=str)
     def from_text(cls, text: str) -> Schedule:
         """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit."""
         head: dict[str, str] = {}

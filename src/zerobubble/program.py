@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.errors import ParseError, reading
 from zerobubble.ir import Head, Placement, Schedule, Step, collect_head, content_lines, parse_step
 from zerobubble.kinds import Kind, Stuff, kinds_making
@@ -135,6 +136,7 @@ class Program:
         return "\n".join(lines) + "\n"
 
     @classmethod
+    @takes(text=str)
     def from_text(cls, text: str) -> Program:
         """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit."""
         head: dict[str, str] = {}

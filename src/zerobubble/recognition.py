@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from operator import eq
 
+from zerobubble.arguments import takes
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.schedules import known_schedules, make
@@ -44,6 +45,7 @@ class Recognition:
         return f"it is {self.name}{numbered}" + (f" (at this shape the same as {', '.join(self.also)})" if self.also else "")
 
 
+@takes(schedule=Schedule)
 def recognise(schedule: Schedule) -> Recognition:
     """What `schedule` is: the known schedule with its placement and rows, or the closest of its ranks, stages and microbatches.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -18,6 +19,7 @@ from zerobubble.verify import checked
 __all__ = ["Lengths", "lengths", "memory_faults", "memory_steps", "peak_memory", "simulate"]
 
 
+@takes(schedule=Schedule, costs=Costs)
 @garbage_collection_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of `schedule` under `costs`, each span with its `why`, each rank with its memory over time.
@@ -40,6 +42,7 @@ class Lengths(NamedTuple):
     makespan: int
 
 
+@takes(schedule=Schedule, costs=Costs)
 @garbage_collection_paused()
 def lengths(schedule: Schedule, costs: Costs) -> Lengths:
     """How long `schedule` takes under `costs`: `simulate` without the spans, and with the same errors."""
@@ -105,12 +108,14 @@ def _steps(row: Sequence[Span], changes: Changes) -> tuple[tuple[int, int], ...]
     return tuple(steps)
 
 
+@takes(schedule=Schedule, costs=Costs)
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times."""
     changes = _changes(costs)
     return tuple(max(_held(row, changes), default=0) for row in schedule.rows)
 
 
+@takes(schedule=Schedule, costs=Costs, limits=Limits)
 def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fault, ...]:
     """One fault for each rank that holds more than `limits` allow, saying how much is missing.
 

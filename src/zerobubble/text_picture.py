@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from zerobubble.arguments import takes
 from zerobubble.costs import NS_PER_MS, Costs
 from zerobubble.ir import Op, Schedule
 from zerobubble.simulation import simulate
@@ -12,6 +13,7 @@ from zerobubble.timeline import Span
 Box = tuple[int, int, str]
 
 
+@takes(schedule=Schedule)
 def picture(schedule: Schedule) -> str:
     """`schedule` at unit times (a stage's F, B and W take 1, BW takes 2, an added kind 1, messages nothing), a line per rank.
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from operator import itemgetter
 
+from zerobubble.arguments import takes
 from zerobubble.errors import Fault, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Needs, circles, joint_needs, resolve, walk
@@ -15,6 +16,7 @@ from zerobubble.kinds import KINDS, Kind, Stuff, kinds_making, traits_of, when_k
 from zerobubble.rules import complete_sets
 
 
+@takes(schedule=Schedule)
 def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
     """Every fault of `schedule`; empty exactly when it is legal.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from enum import StrEnum
 
+from zerobubble.arguments import takes
 from zerobubble.errors import Fault
 from zerobubble.program import Action, Channel, Compute, Free, Program, Recv, Send
 from zerobubble.rules import Value, makes, uses
@@ -18,6 +19,7 @@ class Model(StrEnum):
     RENDEZVOUS = "rendezvous"
 
 
+@takes(program=Program)
 def program_faults(program: Program) -> tuple[Fault, ...]:
     """Every fault of `program`; empty exactly when it is sound. Root causes first: a group of checks runs when those before it pass.
 

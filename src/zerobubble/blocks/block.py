@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from zerobubble.arguments import as_tuple, takes
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Head, Kind, Op, Placement, collect_head, content_lines
 
@@ -87,6 +88,7 @@ class Block:
         return "\n".join(["zerobubble block 1", *self.head.lines(), f"interval {self.interval}", *times, *rows]) + "\n"
 
     @classmethod
+    @takes(text=str)
     def from_text(cls, text: str) -> Block:
         """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit.
 
@@ -137,7 +139,7 @@ class Block:
         stages = placement.num_stages
         rows: list[list[Start]] = [[] for _ in range(placement.num_ranks)]
         for microbatch, slots_of in enumerate(paths):
-            if len(slots_of) != 2 * stages:
+            if len(as_tuple(f"a walk of block {name!r}, slot after slot,", slots_of)) != 2 * stages:
                 raise InputError(f"block {name!r}: a walk over {stages} stages has {2 * stages} slots, got {len(slots_of)}")
             chain = [*((Kind.F, s) for s in range(stages)), *((back, s) for s in reversed(range(stages)))]
             for (kind, stage), slot in zip(chain, slots_of, strict=True):

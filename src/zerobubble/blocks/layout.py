@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+from zerobubble.arguments import WHOLE, takes
 from zerobubble.blocks.block import UNIT, Block, Start, Times, lengths
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, ScheduleError
@@ -68,6 +69,7 @@ def _slot(start: Start) -> int:
     return start.slot
 
 
+@takes(block=Block, num_microbatches=WHOLE)
 @garbage_collection_paused()
 def repeat(block: Block, num_microbatches: int) -> Layout:
     """Copies of `block`, each `interval` slots after the one before, for `num_microbatches` microbatches.

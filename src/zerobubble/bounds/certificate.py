@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from zerobubble.arguments import WHOLE, optional, takes
 from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import memory_energy, memory_wait
 from zerobubble.bounds.reasons import energy_reason, head_and_tail_reason, head_reason, memory_wait_reason
@@ -28,6 +29,7 @@ class Bounds(NamedTuple):
     makespan: Bound
 
 
+@takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))
 def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
     """Times that no schedule of passes one at a time can beat; `limits=None` stands for unlimited memory.
 

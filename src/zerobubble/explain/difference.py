@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import median_low
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.explain.idle import Causes, attribute
 from zerobubble.explain.replay import Score, measured, planned, play
@@ -135,6 +136,7 @@ class Difference:
         }
 
 
+@takes(schedule=Schedule, costs=Costs, run=Timeline)
 def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     """Every ns of a measured `run` of `schedule` against its simulation under `costs`, by cause; the causes add up exactly.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.graph import Graph, resolve
@@ -43,6 +44,7 @@ class Idle:
         return Causes(*map(sum, zip(*self.ranks, strict=True)))
 
 
+@takes(schedule=Schedule, costs=Costs)
 def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> Idle:
     """Every ns in which a rank of the simulated `schedule` is idle, by cause; the causes add up exactly.
 
@@ -105,6 +107,7 @@ def _ready(graph: Graph, number: int, ends: list[int]) -> int:
     return max((ends[need] for need in graph.needs[number]), default=0)
 
 
+@takes(timeline=Timeline)
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """The chain of spans that sets the end of a simulated timeline: each started when the one before it, or its message, let it.
 

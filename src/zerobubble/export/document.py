@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.json_form import Document, loads
@@ -23,6 +24,7 @@ _NAMES: dict[type[Document], str] = {
 _STARTS = "a schedule starts with 'zerobubble schedule 1', '{' (JSON) or a pass such as 0F0 (CSV)"
 
 
+@takes(text=str, name=str)
 def load_document(text: str, name: str = "unnamed") -> Document:
     """The value in `text`, recognised by how it starts: JSON, the text form of a schedule or a program, or PyTorch's schedule CSV.
 

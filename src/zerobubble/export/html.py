@@ -13,6 +13,7 @@ from itertools import cycle, repeat
 from math import isfinite
 from typing import Any
 
+from zerobubble.arguments import takes
 from zerobubble.explain import PARTS, Account, Gap, Waiting
 from zerobubble.explain.words import lines
 from zerobubble.export.lanes import lanes
@@ -28,6 +29,7 @@ WAITS = {Waiting.PASS: "for a pass of another rank", Waiting.MESSAGE: "for a mes
 SCRIPTS = ("report_timeline.js", "report_losses.js", "report.js")
 
 
+@takes(report=Report)
 def report_html(report: Report) -> str:
     """The page of `report`. Numbers in it are those of the report; every text is escaped."""
     return "".join(_page(report))

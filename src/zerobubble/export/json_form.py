@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from zerobubble.arguments import instance, takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Schedule
@@ -27,11 +28,13 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
 }
 
 
+@takes(value=instance(Schedule, Timeline, Costs, Program, Solved, Workload))
 def dumps(value: Document) -> str:
     """The JSON text of a schedule, timeline, costs, program, plan or workload. `loads` reads it back."""
     return json.dumps(value.to_dict()) + "\n"
 
 
+@takes(text=str)
 def loads(text: str) -> Document:
     """The value that `dumps` wrote; raises `ParseError` for text that is not JSON, an unknown `format` or a malformed part."""
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from zerobubble.arguments import WHOLE, each, takes
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Placement
 
@@ -19,6 +20,7 @@ _ONES = re.compile(rf"(?:{_ONE.pattern})*")
 _GROUP = re.compile(rf"\(((?:{_ONE.pattern})+)\){_TIMES}")
 
 
+@takes(text=str, num_ranks=WHOLE)
 def from_megatron_layout(text: str, num_ranks: int) -> tuple[Placement, tuple[str, ...]]:
     """The placement on `num_ranks` ranks and what each stage holds, spelled out: `("Ettt", "tt", ..., "m", "L")`.
 
@@ -73,6 +75,7 @@ def _check(stages: Sequence[str]) -> None:
         raise InputError(f"Megatron wants {broken[0]} in a layout, got {'|'.join(stages)!r}")
 
 
+@takes(stages=each(str))
 def to_megatron_layout(stages: Sequence[str]) -> str:
     """The layout string of what the `stages` hold, each spelled in the letters E, t, m and L (`["Ett", "tL"]`): the shortest one whose
     brackets hold whole stages.
@@ -87,6 +90,7 @@ def to_megatron_layout(stages: Sequence[str]) -> str:
     return _shortest([f"{unit}|" for unit in units[:-1]] + units[-1:])
 
 
+@takes(placement=Placement, num_layers=WHOLE)
 def balanced_layers(placement: Placement, num_layers: int) -> tuple[str, ...]:
     """What each stage holds of a model with `num_layers` transformer layers, as even as can be; the spare ones avoid both ends.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from zerobubble.arguments import each, takes
 from zerobubble.explain import Gap, Waiting
 from zerobubble.export.lanes import lanes
 from zerobubble.export.messages import Message, messages
@@ -23,6 +24,7 @@ Event = dict[str, Any]
 Threads = dict[Op, int]
 
 
+@takes(timelines=each(Timeline))
 def perfetto_json(*timelines: Timeline, gaps: Sequence[Sequence[Sequence[Gap]]] = ()) -> str:
     """The trace of `timelines` as JSON text; times in microseconds, each timeline counted from its own first start.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from zerobubble.arguments import each, takes
 from zerobubble.errors import InputError
 from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
@@ -78,6 +79,7 @@ class _Frame:
         return CAPTION + self.pitch(timeline) * timeline.num_ranks + 8
 
 
+@takes(timelines=each(Timeline), title=str)
 def timeline_svg(*timelines: Timeline, title: str = "", width: int = 1100, memory: bool = False) -> str:
     """An SVG document of `timelines`, one below the other, `width` pixels wide.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.messages import messages
@@ -35,6 +36,7 @@ class _Event(NamedTuple):
     cells: tuple[str, ...]
 
 
+@takes(schedule=Schedule)
 def to_torch_comms_csv(schedule: Schedule, unsharded: int = 0) -> str:
     """The CSV of `schedule` with its messages, which PyTorch's `_load_csv` reads with format `compute_comms`.
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from zerobubble.arguments import takes
 from zerobubble.errors import ParseError
 from zerobubble.export.torch_cells import Cell, parse_cell, require_expressible, step_cell
 from zerobubble.export.torch_check import check_comms, steps_of
@@ -17,6 +18,7 @@ from zerobubble.ir import Placement, Schedule, Step
 _FIRST_CELL = re.compile(r"[\s,]*(\(|[0-9]+[A-Z_]+[0-9]*\s*(,|\n|$))")
 
 
+@takes(schedule=Schedule)
 def to_torch_csv(schedule: Schedule) -> str:
     """The CSV of `schedule`, which PyTorch's `_load_csv` reads with format `compute_only`.
 
@@ -31,6 +33,7 @@ def looks_like_torch_csv(text: str) -> bool:
     return _FIRST_CELL.match(text) is not None
 
 
+@takes(text=str, name=str)
 def from_torch_csv(text: str, name: str = "unnamed") -> Schedule:
     """The schedule in PyTorch's CSV `text`, with passes alone or with messages and weights too; empty cells are skipped.
 

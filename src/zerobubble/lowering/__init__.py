@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerobubble.arguments import WHOLE, takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -20,6 +21,7 @@ PREFETCH = 2
 """Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
 
 
+@takes(schedule=Schedule, prefetch=WHOLE)
 @garbage_collection_paused()
 def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     """The program that runs `schedule`: messages in one order at both ends, receives posted `prefetch` messages ahead.
@@ -35,6 +37,7 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     return write(schedule, graph, users, posts, release_points(graph, users))
 
 
+@takes(schedule=Schedule, costs=Costs)
 def prefetch_depth(schedule: Schedule, costs: Costs) -> int:
     """A `prefetch` for `lower` with which no message finds its receive missing, where passes and messages take `costs`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zerobubble.arguments import WHOLE, each, optional, takes
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
@@ -14,6 +15,7 @@ from zerobubble.partition.layers import Cuts, Layer
 _NO_FIT = "no cuts fit the memory limits: raise them, use more ranks, or keep fewer microbatches in flight"
 
 
+@takes(layers=each(Layer), num_stages=WHOLE)
 def balance(layers: Sequence[Layer], num_stages: int) -> Cuts:
     """The cuts with the smallest largest stage time (F + B + W), exactly; among those, with the smallest sum of squared stage times.
 
@@ -22,6 +24,7 @@ def balance(layers: Sequence[Layer], num_stages: int) -> Cuts:
     return balance_placement(layers, Placement.linear(num_stages))
 
 
+@takes(layers=each(Layer), placement=Placement, limits=optional(Limits), in_flight=WHOLE)
 def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, in_flight: int = 1) -> Cuts:
     """The cuts with the smallest largest rank time (F + B + W of its stages), among them with the smoothest stage times.
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+from zerobubble.arguments import each, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
@@ -51,6 +52,7 @@ def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
     return [layers[first:end] for first, end in pairwise(edges)]
 
 
+@takes(layers=each(Layer))
 def stage_costs(layers: Sequence[Layer], cuts: Cuts) -> Costs:
     """The costs of the stages: sums over their layers; a stage's messages are those of its last layer."""
     stages = slices(layers, cuts)

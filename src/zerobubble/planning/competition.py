@@ -9,6 +9,7 @@ from itertools import chain
 from math import ceil, isfinite
 from time import perf_counter
 
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, either, instance, optional, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -30,6 +31,8 @@ from zerobubble.planning.seeds import promising
 
 SECONDS = 5.0
 """How long to search where nobody says."""
+
+MICROBATCHES = Wanted("a number of microbatches", NUMBER.accepts)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Plan:
         return comparison_table([(choice.name, choice.solved, choice.note) for choice in self.choices])
 
 
+@takes(problem=Problem, seconds=NUMBER, seed=WHOLE, evaluations=optional(WHOLE), baseline=optional(str))
 @garbage_collection_paused()
 def solve(
     problem: Problem,
@@ -104,6 +108,17 @@ def solve(
     return with_serial_schedule(attempt).solved
 
 
+@takes(
+    work=instance(Workload, Costs),
+    num_microbatches=WHOLE,
+    memory=optional(either(MICROBATCHES, Limits)),
+    placements=optional(instance(str, Placement, Iterable)),
+    objective=str,
+    seconds=NUMBER,
+    seed=WHOLE,
+    evaluations=optional(WHOLE),
+    baseline=optional(str),
+)
 def plan(
     work: Workload | Costs,
     num_microbatches: int,

@@ -10,6 +10,7 @@ from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import NUMBER, WHOLE, each, instance, optional, takes
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
@@ -87,6 +88,16 @@ class LayerProblem:
         return Problem(self.placement, self.num_microbatches, costs, limits, self.objective, layers_per_stage=layers_per_stage)
 
 
+@takes(
+    layers=each(Layer),
+    placements=instance(Placement, Mapping),
+    num_microbatches=WHOLE,
+    limits=optional(Limits),
+    objective=str,
+    seconds=NUMBER,
+    seed=WHOLE,
+    evaluations=optional(WHOLE),
+)
 def plan_layers(
     layers: Sequence[Layer],
     placements: Placement | Mapping[str, Placement],

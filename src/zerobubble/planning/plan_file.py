@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from zerobubble.arguments import instance, takes
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError
 from zerobubble.planning.competition import Plan
 from zerobubble.planning.layer_plan import LayersPlan
 from zerobubble.planning.problem import Solved
 
 
+@takes(plan=instance(Solved, Plan, LayersPlan), file=instance(str, Path))
 def save_plan(plan: Solved | Plan | LayersPlan, file: str | Path) -> None:
     """Write `plan`, of several placements the winner, to `file` as JSON.
 
@@ -32,6 +34,7 @@ def plan_text(plan: Solved | Plan | LayersPlan) -> str:
     return json.dumps(solved.to_dict()) + "\n"
 
 
+@takes(file=instance(str, Path))
 def load_plan(file: str | Path) -> Solved:
     """The plan in `file`, its schedule checked and played anew: `Pipeline(..., schedule=load_plan("plan.json").schedule)` trains with it.
 

@@ -10,8 +10,9 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, require, takes
 from zerobubble.bounds import Bound, Bounds, lower_bounds, shortage
-from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs, Limits
+from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.errors import InputError, ParseError, ScheduleError, reading, whole
 from zerobubble.ir import Placement, Schedule
 from zerobubble.simulation import Lengths, lengths, memory_faults, peak_memory, simulate
@@ -57,6 +58,8 @@ class Problem:
     layers_per_stage: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, wanted in _PARTS.items():
+            require(f"{name} of a Problem", getattr(self, name), wanted)
         ranks, stages = self.placement.num_ranks, self.placement.num_stages
         if len(self.placement.routes) > 1:
             raise InputError(f"plans are made for one route, the placement {self.placement.name!r} has {len(self.placement.routes)}")
@@ -104,6 +107,16 @@ class Problem:
         """Messages between ranks in one step: an activation and a gradient per microbatch and border between ranks."""
         borders = sum(here != there for here, there in pairwise(self.placement.routes[0]))
         return 2 * self.num_microbatches * borders
+
+
+_PARTS: dict[str, Wanted | type] = {
+    "placement": Placement,
+    "num_microbatches": WHOLE,
+    "costs": Costs,
+    "limits": Limits,
+    "objective": Objective,
+}
+"""What the parts of a `Problem` must be."""
 
 
 class Status(StrEnum):
@@ -260,6 +273,8 @@ class Workload:
     held_after_b: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for column in fields(self):
+            object.__setattr__(self, column.name, as_tuple(f"{column.name} of the workload", getattr(self, column.name)))
         ranks = len(self.forward)
         if ranks == 0:
             raise InputError("a workload needs at least one rank")
@@ -276,6 +291,7 @@ class Workload:
         return len(self.forward)
 
     @classmethod
+    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER)
     def uniform(cls, num_ranks: int, times: tuple[float, float, float], comm: float = 0.0, held: float = 1.0) -> Workload:
         """Equal ranks: `times` of F, B, W and `comm` in ms, `held` what B leaves of what F saved. Raises `InputError` as `Costs` does."""
         costs = Costs.uniform(1, times, held=held)
@@ -291,10 +307,10 @@ class Workload:
 
         Raises `InputError` for a time that is missing, negative or not finite, naming its rank.
         """
-        ranks = len(forward)
+        ranks = len(as_tuple("forward of the workload", forward))
         named = {"forward": forward, "backward": backward, "weight": weight, "comm": comm, "held": [held] * ranks}
         for name, values in named.items():
-            if len(values) < ranks:
+            if len(as_tuple(f"{name} of the workload", values)) < ranks:
                 raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
             for rank, value in enumerate(values):
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
@@ -302,6 +318,7 @@ class Workload:
         f, b, w, c = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm))
         return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks)
 
+    @takes(placement=Placement)
     def costs(self, placement: Placement) -> Costs:
         """The costs of each stage on `placement`, of one route. Raises `InputError` for a placement over other ranks."""
         if placement.num_ranks != self.num_ranks:
@@ -313,6 +330,7 @@ class Workload:
         comm = tuple(self.comm[_link(here, there, self.num_ranks)] for here, there in pairwise(home))
         return Costs(forward, backward, weight, comm, after_f, after_b)
 
+    @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
         """Room for so many microbatches of a whole rank's activations, on every rank.
 

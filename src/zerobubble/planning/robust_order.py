@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import NUMBER, WHOLE, each, optional, takes
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning.competition import Plan
@@ -64,6 +65,7 @@ def robust_order_text(problem: Problem, robust: RobustOrder, error: float) -> st
     return fill(f"{noise} {after}; its order was changed for that, from {before}, and is as short by the measured times.", NOTE_WIDTH)
 
 
+@takes(problem=Problem, candidates=each(Schedule), error=NUMBER, seconds=NUMBER, seed=WHOLE, evaluations=optional(WHOLE))
 def most_robust_order(
     problem: Problem,
     candidates: Sequence[Schedule],

@@ -9,6 +9,7 @@ from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import NUMBER, WHOLE, optional, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
@@ -87,6 +88,7 @@ class Sensitivity:
         }
 
 
+@takes(schedule=Schedule, costs=Costs, error=NUMBER, limits=optional(Limits), samples=WHOLE, seed=WHOLE)
 def sensitivity(
     schedule: Schedule,
     costs: Costs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from zerobubble.arguments import WHOLE, optional, takes
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
 from zerobubble.schedules.breadth_first import breadth_first
@@ -62,23 +63,26 @@ registry = Registry(SCHEDULES)
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
 
-def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
-    """The schedule `name` for `ranks` ranks and `microbatches` microbatches: published, registered or installed.
+@takes(name=str, num_ranks=WHOLE, num_microbatches=WHOLE, stages_per_rank=optional(WHOLE))
+def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
+    """The schedule `name` for `num_ranks` ranks and `num_microbatches` microbatches: published, registered or installed.
 
     `options` are the schedule's own, such as `group` of interleaved-1f1b. Raises `InputError` for an unknown name or option (with the
     nearest known one), a count below 1, or a shape that the schedule does not allow.
     """
     recipe = find(name)
-    refusal = recipe.refusal(ranks, microbatches, stages_per_rank)
+    refusal = recipe.refusal(num_ranks, num_microbatches, stages_per_rank)
     if refusal:
         raise InputError(refusal)
     recipe.check_options(options)
-    made = recipe.build(ranks, microbatches, stages_per_rank or recipe.stages_per_rank, **options)
-    if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches) != (ranks, microbatches):
-        raise InputError(f"the function of {name} must give a Schedule of {ranks} ranks and {microbatches} microbatches, gave {made!r:.80}")
+    made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
+    if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches) != (num_ranks, num_microbatches):
+        wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
+        raise InputError(f"the function of {name} must give {wanted}, gave {made!r:.80}")
     return made
 
 
+@takes(name=str)
 def find(name: str) -> Recipe:
     """The recipe by this name; raises `InputError` with the nearest known name where there is none."""
     recipe = registry.find(name)
@@ -88,6 +92,7 @@ def find(name: str) -> Recipe:
     return recipe
 
 
+@takes(name=str, stages_per_rank=WHOLE, any_stages=bool)
 def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = anything) -> Callable[[Builder], Builder]:
     """Register the function below it as the schedule `name`, for this process; see `Recipe` for what the arguments mean.
 

@@ -1,0 +1,181 @@
+"""Arguments of public functions: a wrong one is an `InputError` that names it, what came and the remedy.
+
+A function says what it takes in one line above it, `@takes(schedule=Schedule, num_ranks=WHOLE)`; a value checks its parts with `require`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from zerobubble.errors import InputError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Wanted(NamedTuple):
+    """What an argument must be, in words, and the test for it."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+def instance(*classes: type) -> Wanted:
+    """A value of one of these classes."""
+    return Wanted(" or ".join(_a(each.__name__) for each in classes), lambda value: isinstance(value, classes))
+
+
+def optional(wanted: Wanted | type) -> Wanted:
+    """None, or what is `wanted`."""
+    words, accepts = _as_wanted(wanted)
+    return Wanted(f"{words}, or None", lambda value: value is None or accepts(value))
+
+
+def either(*options: Wanted | type) -> Wanted:
+    """What one of the `options` is."""
+    found = [_as_wanted(option) for option in options]
+    return Wanted(" or ".join(words for words, _ in found), lambda value: any(accepts(value) for _, accepts in found))
+
+
+def each(wanted: Wanted | type) -> Wanted:
+    """A list or tuple in which everything is what is `wanted`."""
+    words, accepts = _as_wanted(wanted)
+    return Wanted(f"a list or tuple of {words.removeprefix('a ')}", lambda value: _is_row(value) and all(map(accepts, value)))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+WHOLE = Wanted("a whole number", _is_whole)
+NUMBER = Wanted("a number", _is_number)
+
+
+def takes(**wanted: Wanted | type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check the named arguments of the function below it, whenever they are given, before it runs.
+
+    The function then raises `InputError` for an argument of another type or out of its range, and for one that is missing, unknown or too
+    many.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name, signature = function.__qualname__, inspect.signature(function)
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise InputError(f"{name}: {error}; call it as {_usage(name, signature)}") from None
+            for argument, want in wanted.items():
+                if argument in given:
+                    require(f"{name}: {argument}", given[argument], want)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def require(what: str, value: Any, wanted: Wanted | type) -> None:
+    """Raise `InputError` unless `value`, named `what` in the message, is what is `wanted`."""
+    words, accepts = _as_wanted(wanted)
+    if not accepts(value):
+        raise InputError(f"{what} must be {words}, got {shown(value)}{_remedy(words, value)}")
+
+
+def as_tuple(what: str, values: Any, words: str = "a list or tuple") -> tuple[Any, ...]:
+    """`values` as a tuple if they are a list, tuple or range; raises `InputError` for anything else, saying that `what` must be `words`."""
+    if type(values) is tuple:
+        return values
+    require(what, values, Wanted(words, _is_row))
+    return tuple(values)
+
+
+def shown(value: Any) -> str:
+    """`value` as a message names it: as it is written where that is short, else by its type."""
+    if value is None or isinstance(value, (str, int, float, tuple, list)):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return _a(type(value).__name__)
+
+
+def _a(noun: str) -> str:
+    if noun.endswith("s"):  # Costs and Limits are plurals
+        return noun
+    return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
+
+
+def _as_wanted(wanted: Wanted | type) -> Wanted:
+    return wanted if isinstance(wanted, Wanted) else instance(wanted)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _usage(name: str, signature: inspect.Signature) -> str:
+    """How the function is called, without the types."""
+    parameters = [_bare(each) for each in signature.parameters.values() if each.name not in ("self", "cls")]
+    return f"{name}{inspect.Signature(parameters)}"
+
+
+def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
+    default = str(parameter.default) if isinstance(parameter.default, str) else parameter.default  # a StrEnum is shown as its text
+    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+
+
+def _remedy(words: str, value: Any) -> str:
+    """What to write instead, as the end of the sentence; empty where that goes without saying."""
+    came = type(value).__name__
+    for (wanted, given), remedy in _REMEDIES.items():
+        if wanted in words and given == came:
+            return f": {remedy.format(value=value)}"
+    if hasattr(value, "tolist"):
+        return ": value.tolist() gives plain numbers"
+    if "number" in words and isinstance(value, str) and value.strip().lstrip("-").isdigit():
+        return f": write {value.strip()} without quotes"
+    return ""
+
+
+_REMEDIES = {
+    ("Schedule", "str"): "make({value!r}, num_ranks, num_microbatches) gives a published one",
+    ("Schedule", "Solved"): "give its .schedule",
+    ("Schedule", "Plan"): "give its .schedule",
+    ("Schedule", "Program"): "program.to_schedule() gives its order",
+    ("Schedule", "Recipe"): "make(recipe.name, num_ranks, num_microbatches) gives its schedule",
+    ("Schedule", "Costs"): "give the schedule first, then the costs",
+    ("Solved", "str"): "give the plan first, then the file",
+    ("Solved", "Schedule"): "plan(...) gives one; a schedule alone is written by io.dumps",
+    ("Program", "Schedule"): "lower(schedule) gives its program",
+    ("Timeline", "Schedule"): "simulate(schedule, costs) gives its timeline",
+    ("Workload", "tuple"): "Workload.uniform(num_ranks, times=(F, B, W)) has times in ms for equal ranks",
+    ("Workload", "list"): "Workload.uniform(num_ranks, times=(F, B, W)) has times in ms for equal ranks",
+    ("Workload", "Costs"): "Workload.uniform or Workload.from_ms say what whole ranks do",
+    ("Costs", "Workload"): "workload.costs(placement) gives the costs of the stages there",
+    ("Costs", "tuple"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
+    ("Costs", "list"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
+    ("Costs", "dict"): "Costs.from_dict reads the JSON form",
+    ("bytes of each rank", "int"): "Limits(({value},) * num_ranks) gives so many to each",
+    ("Limits", "int"): "Limits(({value},) * num_ranks) gives so many bytes to each rank",
+    ("Limits", "float"): "Limits((int({value:g}),) * num_ranks) gives so many bytes to each rank",
+    ("Limits", "str"): "Limits((40 * 10**9,) * num_ranks) gives 40 GB to each rank",
+    ("Limits", "tuple"): "Limits({value}) has the bytes of each rank",
+    ("Limits", "list"): "Limits({value}) has the bytes of each rank",
+    ("Placement", "str"): "write Placement.linear(num_ranks), Placement.vee(num_ranks) or another of its methods",
+    ("Placement", "int"): "Placement.linear({value}) puts one stage on each of so many ranks",
+    ("Block", "str"): "blocks.known_block({value!r}, num_ranks) gives a published one",
+    ("Timeline", "tuple"): "give each timeline as an argument of its own, or put * before the list",
+    ("a str", "function"): "write the name first, as in @schedules.register('early-w')",
+    ("Op", "str"): "Op.parse({value!r}) reads a pass",
+    ("Problem", "Workload"): "plan(workload, num_microbatches) plans it on any placement",
+    ("Layer", "tuple"): "write Layer(forward, backward, weight, held_after_f, held_after_b), in ns and bytes",
+}
+"""What to do about a value of one class where another is wanted, by their names: classes of higher floors cannot be imported here."""
