@@ -42,8 +42,8 @@ class Costs:
     further: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, values in self._columns().items():
-            object.__setattr__(self, name, as_tuple(f"{name} of the costs", values))
+        for name in _COLUMNS:
+            object.__setattr__(self, name, as_tuple(f"{name} of the costs", getattr(self, name)))
         stages = len(self.forward)
         if stages == 0:
             raise InputError("costs need at least one stage")
