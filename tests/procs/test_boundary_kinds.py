@@ -75,6 +75,50 @@ def test_every_kind_of_tensor_crosses(world: Ranks, kind: str, name: str, lanes:
         assert worst <= (1e-2 if kind in ("other types", "a complex64") else 1e-12)
 
 
+class Stashing(nn.Module):
+    """The first stage stashes a lazy conjugate, the last takes it and gives another."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.stage, self.is_last = stage, stage == num_stages - 1
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stage == 0:
+            zb.nn.stash("turned", turned(x))
+        x = self.linear(x)
+        return turned(x * complex_sum(zb.nn.pop("turned"))) if self.is_last else x
+
+
+def stash_and_give(group: Any, name: str) -> float:
+    """The largest error of gradients, the evaluation's loss and its outputs."""
+
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        return (complex_sum(output) * target).mean()
+
+    inputs, targets = torch.linspace(-1, 1, 48).double().view(8, 6), torch.linspace(0, 1, 48).double().view(8, 6)
+    with zb.Pipeline(Stashing, name, 4, loss_of, group=group) as pipe:
+        count = pipe.schedule.num_stages
+        stages = nn.Sequential(*(Stashing(stage, count) for stage in range(count)))
+        for _ in range(2):
+            pipe.step(inputs, targets)
+            loss_of(stages(inputs), targets).backward()
+        loss, outputs = pipe.eval_step(inputs, targets)
+        expected = stages(inputs).detach()
+        assert loss is not None
+        error = abs(loss - loss_of(expected, targets)).item()
+        if outputs is not None:
+            error = max(error, (outputs - expected).abs().max().item())
+        return max(error, compare(pipe, list(stages)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lazy_conjugates_are_stashed_and_given_by_evaluation(world: Ranks, name: str) -> None:
+    for worst in world.run(stash_and_give, name, ranks=2):
+        assert worst <= 1e-12
+
+
 class Densely(torch.autograd.Function):
     """Makes the gradient dense, which one device's operations ask for."""
 

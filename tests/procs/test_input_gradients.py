@@ -156,3 +156,89 @@ def test_fewer_targets_than_inputs_are_refused(world: Ranks, name: str) -> None:
     for text in world.run(mismatched, name, ranks=2):
         assert "inputs have batch size 8 and targets 4" in text
         assert "give both as long, or as lists of the microbatches" in text
+
+
+def nested(x: Tensor, layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([x[0], x[1, :3]], layout=layout)
+
+
+ODD: dict[str, Any] = {
+    "nested": lambda x: nested(x, torch.strided),
+    "jagged": lambda x: nested(x, torch.jagged),
+    "sparse": lambda x: x.to_sparse(),
+    "sparse rows": lambda x: x[0].to_sparse_csr(),
+    "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
+    "masked": lambda x: torch.masked.masked_tensor(x, x > 0),
+    "conjugate": lambda x: torch.complex(x, x.sin()).conj(),
+}
+
+
+class Reading(Shifted):
+    """Its first stage makes a plain tensor of what it is given."""
+
+    def forward(self, x: Any, shift: Tensor | None = None, table: Tensor | None = None) -> Tensor:
+        if x.is_nested:
+            x = torch.nested.to_padded_tensor(x, 0.0)
+        elif type(x) is not Tensor:
+            x = x.to_tensor(0.0)
+        elif x.is_quantized:
+            x = x.dequantize().double()
+        elif x.layout is not torch.strided:
+            x = x.to_dense()
+        elif x.is_complex():
+            x = x.real + 2 * x.imag
+        return super().forward(x, shift, table)
+
+
+def odd(group: Any, kind: str, requires: bool) -> float | str:
+    """The error of the losses of two steps and an evaluation of microbatches of a kind, and of the gradient of the first; or why not."""
+    mine, theirs = ([ODD[kind](x.clone()).requires_grad_(requires) for x in drawn(1, SAMPLES, 5, 6).split(2)] for _ in range(2))
+    targets = [torch.zeros(1, dtype=torch.float64)] * M
+    try:
+        with zb.Pipeline(Reading, "zb-h1", M, mse, group=group) as pipe:
+            stages = [Reading(stage, 2) for stage in range(2)]
+            losses = [pipe.step(mine, targets), pipe.step(mine, targets), pipe.eval_step(mine, targets)[0]]
+            total = torch.zeros((), dtype=torch.float64)
+            for x in theirs:
+                total = total + mse(stages[1](stages[0](x)), 0.0) / M
+            worst = max(abs(loss - total).item() for loss in losses if loss is not None)
+            if requires and group.rank() == 0:
+                (2 * total).backward()
+                first, expected = mine[0].grad, theirs[0].grad
+                assert first is not None
+                assert expected is not None
+                worst = max(worst, (first.to_dense() - expected.to_dense()).abs().max().item())
+            return worst
+    except zb.PipelineError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ODD)
+def test_a_list_may_hold_microbatches_of_any_kind(world: Ranks, kind: str) -> None:
+    for worst in world.run(odd, kind, False, ranks=2):
+        assert worst <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "quantized"])
+def test_a_special_input_gets_its_gradient_or_is_refused(world: Ranks, kind: str) -> None:
+    for told in world.run(odd, kind, True, ranks=2):
+        if kind in ("nested", "jagged", "masked"):
+            name = "MaskedTensor" if kind == "masked" else "nested tensor"
+            assert f"a {name} among inputs requires a gradient, which can be handed back to plain tensors only" in told
+        else:
+            assert told <= 1e-12
+
+
+def uncut(group: Any, kind: str) -> str:
+    with zb.Pipeline(Reading, "1f1b", M, mse, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+        pipe.step(ODD[kind](drawn(1, SAMPLES, 5, 6)), drawn(2, SAMPLES, 5, 6))
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("kind", "words"), [("nested", "nested"), ("jagged", "nested"), ("sparse", "sparse (torch.sparse_coo)")])
+def test_what_cannot_be_cut_is_asked_for_as_a_list(world: Ranks, kind: str, words: str) -> None:
+    for text in world.run(uncut, kind, ranks=2):
+        assert f"a tensor of inputs is {words} and cannot be cut; give a list of its 4 microbatches" in text

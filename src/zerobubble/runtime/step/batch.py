@@ -43,6 +43,10 @@ def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGr
             f"{what} must be a tensor, a tuple or a dict, its tensors with the batch as their first dimension, or a list of "
             f"{num_microbatches} microbatches; got {got}"
         )
+    uncut = next((tensor for tensor in tensors if tensor.is_nested or tensor.layout is not torch.strided), None)
+    if uncut is not None:
+        kind = "nested" if uncut.is_nested else f"sparse ({uncut.layout})"
+        raise InputError(f"a tensor of {what} is {kind} and cannot be cut; give a list of its {num_microbatches} microbatches")
     found = {tensor.shape[0] for tensor in tensors}
     if len(found) > 1:
         raise InputError(
@@ -76,7 +80,7 @@ def _given_apart(parts: list[Any], num_microbatches: int, what: str, gradients: 
         if not isinstance(part, (Tensor, tuple, list, Mapping)) or not tensors:
             raise InputError(f"microbatch {j} of {what} must be a tensor, or a tuple or dict with tensors, got {type(part).__name__}")
         apart.append(put_together(layout, (gradients.part(tensor, what) for tensor in tensors)))
-    return Cut(apart, [next((len(t) for t in tensors_in(part) if t.dim()), 1) for part in apart], UNCUT)
+    return Cut(apart, [next((t.size(0) for t in tensors_in(part) if t.dim()), 1) for part in apart], UNCUT)
 
 
 def arguments(microbatch: Any) -> Tensors:

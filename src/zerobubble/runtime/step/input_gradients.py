@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.values.memory import has_plain_type
 
 
 class InputGradients:
@@ -29,14 +30,21 @@ class InputGradients:
     def part(self, given: Tensor, what: str, rows: slice | None = None) -> Tensor:
         """What a microbatch works on: `given`, which came as `what`, or some rows of it, apart from its graph.
 
-        Raises `InputError` for a tensor that requires a gradient under a schedule of several routes.
+        Raises `InputError` for a tensor that requires a gradient under a schedule of several routes, and for a nested tensor or another
+        class of tensors that requires one.
         """
-        part = given.detach() if rows is None else given.detach()[rows]
+        part = given.detach() if rows is None else given.detach().narrow(0, rows.start, rows.stop - rows.start)
         if given.requires_grad and torch.is_grad_enabled():
             if self._num_routes > 1:
                 raise InputError(
                     f"{what} require a gradient, and each rank at the ends of a bidirectional schedule would have that of its own "
                     "microbatches only; give them .detach()ed, or choose a schedule with one route"
+                )
+            if given.is_nested or not has_plain_type(given):
+                kind = "nested tensor" if given.is_nested else type(given).__name__
+                raise InputError(
+                    f"a {kind} among {what} requires a gradient, which can be handed back to plain tensors only; give it "
+                    ".detach()ed, or give the tensors it is made of"
                 )
             part.requires_grad_()
             part.register_post_accumulate_grad_hook(partial(self._add, given, rows))  # type: ignore[no-untyped-call]

@@ -9,6 +9,11 @@ _PLAIN = (Tensor, nn.Parameter)
 """The types whose numbers say all; other classes of tensors would lose what else they hold."""
 
 
+def has_plain_type(tensor: Tensor) -> bool:
+    """Whether `tensor` is of torch's own class and not of one that means more."""
+    return type(tensor) in _PLAIN
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the numbers of `tensor` and its size and type are all there is to it, so that it can be sent."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
@@ -16,7 +21,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def why_not_sent(tensor: Tensor, device: torch.device) -> str | None:
     """Why `tensor` cannot be sent from a rank that computes on `device`, with the remedy; None where it can."""
-    if type(tensor) not in _PLAIN and not tensor.is_nested:
+    if not has_plain_type(tensor) and not tensor.is_nested:
         return f"is a {type(tensor).__name__}, whose numbers alone would arrive; {_remedy_for(tensor)}"
     if tensor.is_nested:
         return "is a nested tensor; pass what it is made of, such as .values() and .offsets(), or pad it"

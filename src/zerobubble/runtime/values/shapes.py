@@ -48,7 +48,14 @@ class Known(dict[Value, Shapes]):
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     """The shapes of a message; `requires_grad` of a tensor says whether a gradient flows back."""
-    return tuple(TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return tuple(TensorShape(_size_of(t), t.dtype, t.requires_grad) for t in tensors)
+
+
+def _size_of(tensor: Tensor) -> tuple[int, ...]:
+    """The size of a tensor; of a nested one that has none, such as a first stage may be given, the sizes of its parts."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tuple(size for part in tensor.unbind() for size in (part.dim(), *part.shape))
+    return tuple(tensor.shape)
 
 
 def are_same_but_for_gradients(before: Shapes, now: Shapes) -> bool:
