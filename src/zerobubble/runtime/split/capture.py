@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Slot:
 
     def __init__(self) -> None:
         self.pool: Any = None
-        self.recordings: dict[Captured, _Recording] = {}
+        self.recordings: WeakKeyDictionary[Captured, _Recording] = WeakKeyDictionary()  # a trace that is dropped frees its memory
         self.is_captured = False
 
     def storages(self) -> set[int]:

@@ -6,7 +6,8 @@ that are views, random numbers. Its backward is ours: it runs B, and leaves W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import CodeGen
 from torch.nn.modules import module as torch_module
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zerobubble.errors import InputError
@@ -26,8 +26,11 @@ from zerobubble.runtime.split.autocast import Autocast, autocast_of, outside_of_
 from zerobubble.runtime.split.capture import Captured, Part, Slots
 from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
+from zerobubble.runtime.split.guard import Guard, global_state
+from zerobubble.runtime.split.python_state import State, random_state, read_state
 from zerobubble.runtime.split.recompute import noting_checkpoints
 from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.split.traceable import described, is_traceable, kind_of, shared_memory
 from zerobubble.runtime.split.work import collect_into
 from zerobubble.runtime.stage.skips import refusing
 from zerobubble.runtime.stage.stage import Cotangents, Stage, Tensors, _set_apart
@@ -100,6 +103,9 @@ class GraphStage(Stage):
         self._works: dict[int, _Work] = {}
         self._trace: _Trace | None = None
         self._tensors: list[Tensor] = []
+        self._guard = Guard(module, self._forget_traces, name=f"stage {index}")
+        self._hooked: list[str] = []
+        self._find_hooks()
         self.refuse_hooks()
         if compiled:
             self._require_compiler()
@@ -107,6 +113,8 @@ class GraphStage(Stage):
     def begin(self, meter: Meter | None) -> None:
         super().begin(meter)
         self._state = None
+        self._guard.begin()
+        self._find_hooks()  # now, for the forwards of other stages may hold the accumulators of parameters that stages share
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         if self._state is None:
@@ -181,12 +189,21 @@ class GraphStage(Stage):
         tensors: list[Tensor] = []
         nest = take_apart(inputs.arguments() if isinstance(inputs, Payload) else (inputs, {}), tensors, opaque=True)
         autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
-        key = (nest, tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]), autocast, self._state)
+        try:
+            number = self._guard.number()
+        except InputError as error:
+            raise self.refuse(str(error)) from error
+        kinds = tuple([kind_of(tensor) for tensor in tensors])
+        key = (number, nest, kinds, shared_memory(tensors), autocast, global_state(), self._state)
         trace = self._traces.get(key)
         if trace is None:
             collect_into(None)
             trace = self._traces[key] = _Trace(self, nest, tensors, autocast)
         self._trace, self._tensors = trace, tensors
+
+    def _forget_traces(self, number: int) -> None:
+        """Drop the traces made in a state of Python."""
+        self._traces = {key: trace for key, trace in self._traces.items() if key[0] != number}
 
     def _look(self) -> None:
         """At the first forward of a step: what the module is now, which the passes of a step leave as it is."""
@@ -194,7 +211,7 @@ class GraphStage(Stage):
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self.owned = tuple(named.values())
         kinds = tuple([(name, x.shape, x.stride(), x.dtype, x.requires_grad) for name, x in named.items()])
-        self._state = kinds, tuple([part.training for part in self.module.modules()])
+        self._state = kinds
 
     def refuse(self, reason: str, cause: Exception | None = None) -> InputError:
         """What to raise when this stage cannot be cut."""
@@ -205,13 +222,20 @@ class GraphStage(Stage):
         error.__cause__ = cause
         return error
 
+    def _find_hooks(self) -> None:
+        """Find the parameters that have hooks, as long as no forward holds the nodes that add to their gradients."""
+        self._hooked = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter))
+        ]
+
     def refuse_hooks(self) -> None:
         """Raise for what a traced graph would run past: hooks of parameters and modules, and blocks that are compiled already."""
         if any(getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
             raise self.refuse("there is a hook on all modules, which would run while tracing alone")
-        for name, parameter in self.module.named_parameters():
-            if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
-                raise self.refuse(f"parameter {name} has a hook, which a graph cannot honour")
+        for name in self._hooked:
+            raise self.refuse(f"parameter {name} has a hook, or something made of it before the step is kept; a graph cannot honour hooks")
         for name, part in self.module.named_modules():
             if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
                 raise self.refuse(f"module {name or type(part).__name__} is compiled already, and a graph is traced from plain modules")
@@ -252,7 +276,10 @@ class _Trace:
         self._leaves: list[tuple[Any] | None] = []
         self.cut: Cut | None = None
         module = stage.module
-        self._named = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+        for what, tensors in (("one of its inputs", inputs), ("a parameter or buffer of it", stage.owned)):
+            for tensor in tensors:
+                if not is_traceable(tensor):
+                    raise stage.refuse(f"{what} is a {described(tensor)}, and a graph takes plain tensors")
         foreign = next((kind.__name__ for kind in opaque_in(nest)), None)
         if foreign is not None:
             raise stage.refuse(f"it is given a {foreign}, and a graph takes tensors and constants")
@@ -261,22 +288,34 @@ class _Trace:
             fw_compiler=self._compile_forward,  # type: ignore[arg-type]
             bw_compiler=self._compile_backward,  # type: ignore[arg-type]
             partition_fn=self._partition,
-            num_params_buffers=len(self._named),
+            num_params_buffers=len(stage.owned),
         )
-        before = _python_state(module)
+        try:
+            state = read_state(module)
+        except InputError as error:
+            raise stage.refuse(str(error)) from error
+        numbers = random_state()
         try:
             with refusing("a graph does not repeat it"), outside_of_autocast():
                 self._function(*stage.owned, *inputs)
         except _TracedError:
             self._is_ready = True
         except InputError as error:
+            state.restore()
             raise stage.refuse(str(error)) from error
         except Exception as error:
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise stage.refuse(f"tracing raised {type(error).__name__}: {line}", error) from error
-        changed = next((name for name, value in _python_state(module).items() if before.get(name) != value), None)
+            self._refuse_changes(state)
+            raise stage.refuse(_why_untraceable(error), error) from error
+        self._refuse_changes(state)
+        if random_state() != numbers:
+            raise stage.refuse("its forward draws from the random numbers of Python or numpy, which a graph does not repeat (use torch's)")
+
+    def _refuse_changes(self, before: State) -> None:
+        """Raise where tracing changed the Python state, which is put back."""
+        changed = before.changed_to(read_state(self._stage.module))
+        before.restore()
         if changed is not None:
-            raise stage.refuse(f"its forward changes {changed}, which a graph does not repeat")
+            raise self._stage.refuse(f"its forward changes {changed}, which a graph does not repeat")
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         with outside_of_autocast():
@@ -286,13 +325,14 @@ class _Trace:
         return tree_unflatten([next(results) if constant is None else constant[0] for constant in self._leaves], self._spec)
 
     def _forward(self, *tensors: Any) -> Any:
-        held = dict(zip(self._named, tensors, strict=False))
-        positional, named = put_together(self._nest, iter(tensors[len(held) :]))
-        with _reparametrize_module(self._stage.module, held, tie_weights=True):
+        owned = dict(zip(self._stage.owned, tensors, strict=False))
+        positional, named = put_together(self._nest, iter(tensors[len(owned) :]))
+        with _in_place_of(owned, self._stage.module):
             with noting_checkpoints(tensors) as checkpointed, within(self._autocast):
                 output = self._stage.module(*positional, **named)
+            given = set(owned.values())
             for name, buffer in self._stage.module.named_buffers():
-                if buffer is not held.get(name):
+                if buffer not in given:
                     raise InputError(f"its forward puts a new tensor in buffer {name} (change it in place)")
         mode = get_proxy_mode()
         if mode is not None:
@@ -359,7 +399,7 @@ class _Trace:
 
     def _halve(self, graph: fx.GraphModule, examples: Sequence[Any]) -> tuple[Cut, Part]:
         """A cut of a backward graph, and the call that runs B and leaves W to the stage."""
-        parts = cut(graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._named))}, self._made_of_weights)
+        parts = cut(graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._stage.owned))}, self._made_of_weights)
         stage, count = self._stage, num_results(graph)
         b = self._compile(parts.b, examples, count)
         w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")], 0)
@@ -417,16 +457,27 @@ def _pass_none_on(outputs: Iterable[Tensor]) -> None:
             return
 
 
-def _python_state(module: nn.Module) -> dict[str, Any]:
-    """What a forward could change in its modules beside tensors: attributes by name, with the sizes of containers.
+def _why_untraceable(error: Exception) -> str:
+    if "convert all Tensors to FakeTensors" in str(error):
+        return "its forward reads a tensor that is neither an input nor a parameter or buffer (keep it with register_buffer)"
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"tracing raised {type(error).__name__}: {line}"
 
-    RNNs list their weights anew whenever one is set, and are back at the same list after it.
+
+@contextmanager
+def _in_place_of(owned: Mapping[Tensor, Tensor], module: nn.Module) -> Iterator[None]:
+    """Inside, every place of `module` where one of the parameters and buffers `owned` lies holds the tensor it is mapped to.
+
+    A tensor or a submodule may have several places. Recurrent layers list their weights again in attributes, which are put back too.
     """
-    found: dict[str, Any] = {}
-    for name, part in module.named_modules():
-        for attribute, value in vars(part).items():
-            if isinstance(part, nn.RNNBase) and attribute.startswith("_flat_weight"):
-                continue
-            size = len(value) if isinstance(value, (list, dict, set)) else None
-            found[f"{name}.{attribute}".lstrip(".")] = (id(value), size)
-    return found
+    tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables += [vars(part) for part in module.modules() if isinstance(part, nn.RNNBase)]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.update({name: owned[tensor] for name, tensor in table.items() if isinstance(tensor, Tensor) and tensor in owned})
+    try:
+        yield
+    finally:
+        for table, content in zip(tables, before, strict=True):
+            table.clear()
+            table.update(content)

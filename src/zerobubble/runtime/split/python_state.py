@@ -1,0 +1,431 @@
+"""The Python state that a module's forward may read: everything it reaches that is no input, parameter or buffer.
+
+A trace holds the numbers, strings, flags and functions that the forward read while it was traced. `read_state` finds them:
+
+- the attributes of all submodules and of objects of the user's own classes, through nested containers: numbers, strings, enums and
+  dtypes by value; functions by code, defaults and closures; arrays by their bytes; all other objects by identity;
+- which places share a parameter, a buffer or a submodule, and in which order submodules come;
+- of other tensors the shape, type and device, since no trace reads more: torch refuses to trace a forward that uses their numbers;
+- the attributes of the user's classes, and the globals that the user's functions name.
+
+The code of the standard library, torch and numpy counts as unchanging. Files, clocks, environment variables and what a function reaches
+by a computed name are not found.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+import types
+import weakref
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+from operator import is_, itemgetter
+from types import CellType, CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.errors import InputError
+
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble"}
+_PLAIN = (int, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MADE_BY_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module: its parts, which are read one by one, and its hooks, which a traced stage refuses."""
+_LARGE = 256
+"""A container of more entries is compared once a step only."""
+_ABSENT = object()
+
+_Table: TypeAlias = Any
+"""A dict, a list, a set, a deque, or the dict of a class."""
+
+
+@dataclass
+class Watch:
+    """Mutable places and the very objects that were in them: comparing by identity takes about half a microsecond for each place."""
+
+    _tables: list[tuple[_Table, int, Callable[[_Table], Iterable[Any]]]] = field(default_factory=list)
+    _contents: list[_Table] = field(default_factory=list)
+    _globals: list[tuple[dict[str, Any], tuple[str, ...]]] = field(default_factory=list)
+    _cells: list[CellType] = field(default_factory=list)
+    _slots: list[tuple[Any, list[str]]] = field(default_factory=list)
+    _arrays: list[Any] = field(default_factory=list)
+    _entries: list[Any] = field(default_factory=list)
+    _bytes: list[bytes] = field(default_factory=list)
+
+    def add_table(self, table: _Table, names: Sequence[str] = ()) -> None:
+        """Watch a table, of a dict with more entries than matter only those with these `names` and how many there are."""
+        is_mapping = isinstance(table, (dict, MappingProxyType))
+        read = itemgetter(*names, names[0]) if names else _keys_and_values if is_mapping else tuple
+        self._tables.append((table, len(table), read))
+        self._contents.append(table.copy())
+
+    def add_globals(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
+        """Watch what these names stand for."""
+        self._globals.append((namespace, names))
+
+    def add_cell(self, cell: CellType) -> None:
+        """Watch a variable that a function shares with the code around it."""
+        self._cells.append(cell)
+
+    def add_slots(self, value: Any, names: list[str]) -> None:
+        """Watch the attributes of an object of a class with `__slots__`."""
+        self._slots.append((value, names))
+
+    def add_array(self, array: Any) -> None:
+        """Watch the bytes of an object that gives its memory to others, such as an array of numpy."""
+        self._arrays.append(array)
+
+    def note(self) -> None:
+        """All places are added: note what is in them."""
+        self._entries = self._look() or []
+        self._bytes = self._look_at_bytes()
+
+    def is_unchanged(self) -> bool:
+        """Whether every place holds the very objects that were noted."""
+        now = self._look()
+        return now is not None and all(map(is_, now, self._entries)) and self._look_at_bytes() == self._bytes
+
+    def restore(self) -> None:
+        """Put back into the tables what was in them when they were added."""
+        for (table, _, _), content in zip(self._tables, self._contents, strict=True):
+            if isinstance(table, MappingProxyType) or _is_same(table, content):
+                continue
+            table.clear()
+            if isinstance(table, (list, deque)):
+                table.extend(content)
+            else:
+                table.update(content)
+
+    def _look(self) -> list[Any] | None:
+        """What is in all places, as many entries as were noted; None where entries came or went."""
+        entries: list[Any] = []
+        for table, size, read in self._tables:
+            if len(table) != size:
+                return None
+            try:
+                entries += read(table)
+            except KeyError:
+                return None
+        for namespace, names in self._globals:
+            entries += [namespace.get(name, _ABSENT) for name in names]
+        for value, slots in self._slots:
+            entries += [getattr(value, slot, _ABSENT) for slot in slots]
+        entries += [_in_cell(cell) for cell in self._cells]
+        return entries
+
+    def _look_at_bytes(self) -> list[bytes]:
+        return [memoryview(array).tobytes() for array in self._arrays]
+
+
+def _keys_and_values(table: Mapping[Any, Any]) -> Iterable[Any]:
+    return (*table, *table.values())
+
+
+def _is_same(table: _Table, content: _Table) -> bool:
+    read = _keys_and_values if isinstance(table, dict) else tuple
+    return len(table) == len(content) and all(map(is_, read(table), read(content)))
+
+
+def _in_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return _ABSENT
+
+
+class _Identity:
+    """Equal to another one of the same object, which it keeps alive."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __hash__(self) -> int:
+        return id(self._of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._of is other._of
+
+
+@dataclass
+class State:
+    """What `read_state` found. States with equal `values`, by the path from the module, give equal traces.
+
+    `watched` are the places of the objects, `watched_per_step` those of the code. `advanced` is what eager code may move on, but no traced
+    forward, and which is compared before and after tracing alone: random number generators and caches of functions.
+    """
+
+    values: dict[str, Hashable] = field(default_factory=dict)
+    advanced: dict[str, Hashable] = field(default_factory=dict)
+    caches: list[tuple[Any, int]] = field(default_factory=list)
+    watched: Watch = field(default_factory=Watch)
+    watched_per_step: Watch = field(default_factory=Watch)
+
+    def changed_to(self, now: State) -> str | None:
+        """The path of the first difference."""
+        for mine, theirs in ((self.values, now.values), (self.advanced, now.advanced)):
+            for path in chain(mine, theirs):
+                if mine.get(path, _ABSENT) != theirs.get(path, _ABSENT):
+                    return path
+        return None
+
+    def restore(self) -> None:
+        """Put back into all tables what was in them when they were read, and clear caches of functions that grew."""
+        self.watched.restore()
+        self.watched_per_step.restore()
+        for function, size in self.caches:
+            if function.cache_info().currsize != size:
+                function.cache_clear()
+
+
+def read_state(module: nn.Module) -> State:
+    """The Python state that a forward of `module` may read now.
+
+    Raises `InputError` for what has a position that cannot be compared: an iterator or generator in an attribute.
+    """
+    reader = _Reader(module)
+    reader.read(module, "")
+    reader.state.watched.note()
+    reader.state.watched_per_step.note()
+    return reader.state
+
+
+def random_state() -> object:
+    """Where the generators of Python and numpy stand."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else str(numpy.random.get_state(legacy=False)["state"])
+
+
+class _Reader:
+    """Goes from object to object; `state` is what it found."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.state = State()
+        self._own = {id(tensor): i for i, tensor in enumerate(chain(module.parameters(), module.buffers()))}
+        self._seen: dict[int, tuple[Any, str]] = {}
+        self._is_in_code = False
+
+    def read(self, value: Any, path: str) -> None:
+        """Note what is at `path`, and go on from there."""
+        values = self.state.values
+        if isinstance(value, float):
+            values[path] = type(value), value.hex()
+        elif isinstance(value, Enum):
+            values[path] = type(value), value.name
+        elif isinstance(value, (complex, slice)):
+            values[path] = type(value), repr(value)
+        elif isinstance(value, _PLAIN) and not hasattr(value, "__dict__"):
+            values[path] = type(value), value
+        elif isinstance(value, Tensor):
+            self._read_tensor(value, path)
+        elif id(value) in self._seen:
+            values[path] = "the same as", self._seen[id(value)][1]
+        else:
+            self._seen[id(value)] = value, path
+            self._read_object(value, path)
+
+    def _read_object(self, value: Any, path: str) -> None:
+        for kinds, read in _WAYS:
+            if isinstance(value, kinds):
+                read(self, value, path)
+                return
+        if _is_of_library(type(value).__module__):
+            self.state.values[path] = _Identity(value)
+            self._read_memory(value)
+        else:
+            self._read_instance(value, path)
+
+    def _read_tensor(self, tensor: Tensor, path: str) -> None:
+        own = self._own.get(id(tensor))
+        kind = "another tensor", tensor.shape, tensor.dtype, tensor.device
+        self.state.values[path] = kind if own is None else ("parameter or buffer", own)
+
+    def _read_memory(self, value: Any) -> None:
+        try:
+            content = memoryview(value).tobytes()
+        except (TypeError, ValueError):  # it gives no memory to others
+            return
+        self.state.values[f"the content of {self._seen[id(value)][1]}"] = content
+        self._watch.add_array(value)
+
+    def _read_module(self, module: nn.Module, path: str) -> None:
+        names = [name for name in vars(module) if name not in _MADE_BY_TORCH]
+        self._watch.add_table(vars(module), names)
+        self._watch.add_table(module._modules)
+        self.state.watched_per_step.add_table(module._parameters)
+        self.state.watched_per_step.add_table(module._buffers)
+        self._read_class(module, path)
+        attributes = {name: vars(module)[name] for name in names}
+        for parts in (attributes, module._parameters, module._buffers, module._modules):
+            self._read_parts(parts, path)
+
+    def _read_parts(self, parts: Mapping[str, Any], path: str) -> None:
+        for name, part in parts.items():
+            self.read(part, f"{path}.{name}".lstrip("."))
+
+    def _read_class(self, value: Any, path: str) -> None:
+        """Note the class of an object, and what can be changed in it."""
+        self.state.values[f"the class of {path}"] = _Identity(type(value))
+        with self._in_code():
+            for kind in type(value).__mro__:
+                if id(kind) not in self._seen and not _is_of_library(kind.__module__):
+                    self._seen[id(kind)] = kind, path
+                    self._read_attributes(kind)
+
+    def _read_attributes(self, kind: type) -> None:
+        self._watch.add_table(vars(kind))
+        for name, attribute in vars(kind).items():
+            if not name.startswith("__") or (isinstance(attribute, FunctionType) and name != "__init__"):
+                self.read(attribute, f"{kind.__name__}.{name}")
+
+    def _read_type(self, kind: type, path: str) -> None:
+        self.state.values[path] = _Identity(kind)
+        if not _is_of_library(kind.__module__):
+            with self._in_code():
+                self._read_attributes(kind)
+
+    def _read_instance(self, value: Any, path: str) -> None:
+        """Note the attributes of an object of a class of the user's."""
+        self.state.values[path] = _Identity(value)
+        self._read_class(value, path)
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._watch.add_table(attributes)
+            self._read_parts(attributes, path)
+        slots = _slots(type(value))
+        self._watch.add_slots(value, slots)
+        self._read_parts({name: getattr(value, name, _ABSENT) for name in slots}, path)
+
+    def _read_mapping(self, mapping: Mapping[Any, Any], path: str) -> None:
+        self._add_container(mapping, path)
+        for i, (key, value) in enumerate(mapping.items()):
+            self.read(key, f"{path}[key {i}]")
+            self.read(value, f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[value {i}]")
+
+    def _read_sequence(self, sequence: Iterable[Any], path: str) -> None:
+        self._add_container(sequence, path)
+        for i, value in enumerate(sequence):
+            self.read(value, f"{path}[{i}]")
+
+    def _add_container(self, container: Any, path: str) -> None:
+        self.state.values[path] = type(container), len(container)
+        if not isinstance(container, (tuple, frozenset)):
+            (self.state.watched_per_step if len(container) > _LARGE else self._watch).add_table(container)
+
+    def _read_function(self, function: FunctionType, path: str) -> None:
+        if _is_of_library(function.__module__):
+            self.state.values[path] = _Identity(function)
+            return
+        self.state.values[path] = function.__code__
+        with self._in_code():
+            self.read(function.__defaults__, f"{path}'s defaults")
+            self.read(function.__kwdefaults__, f"{path}'s defaults by name")
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                self._watch.add_cell(cell)
+                self.read(_in_cell(cell), f"{path}'s {name}")
+            self._read_globals(function.__globals__, _names_in(function.__code__))
+
+    def _read_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
+        named = tuple(name for name in names if name in namespace)
+        self._watch.add_globals(namespace, named)
+        for name in named:
+            value, path = namespace[name], f"{namespace.get('__name__')}.{name}"
+            if isinstance(value, ModuleType) and not _is_of_library(value.__name__):
+                self._watch.add_globals(vars(value), tuple(other for other in names if other in vars(value)))
+                for other in names:
+                    self.read(vars(value).get(other), f"{path}.{other}")
+            elif path not in self.state.values:
+                self.read(value, path)
+
+    def _read_bound(self, method: MethodType, path: str) -> None:
+        self.read(method.__func__, path)
+        self.read(method.__self__, f"{path}'s self")
+
+    def _read_partial(self, partial: Any, path: str) -> None:
+        self.read(partial.func, path)
+        self.read(partial.args, f"{path}'s arguments")
+        self.read(partial.keywords, f"{path}'s keywords")
+
+    def _read_descriptor(self, descriptor: Any, path: str) -> None:
+        self.state.values[path] = _Identity(type(descriptor))
+        for name in ("fget", "func", "__func__"):
+            if hasattr(descriptor, name):
+                self.read(getattr(descriptor, name), f"{path}'s function")
+
+    def _read_cached(self, function: Any, path: str) -> None:
+        size = function.cache_info().currsize
+        self.state.advanced[f"the cache of {path}"] = size
+        self.state.caches.append((function, size))
+        self.read(function.__wrapped__, path)
+
+    def _read_reference(self, reference: Any, path: str) -> None:
+        self.read(reference(), path)
+
+    def _read_iterator(self, iterator: Any, path: str) -> None:
+        if not self._is_in_code:
+            kind = type(iterator).__name__
+            raise InputError(f"{path} is a {kind}, of which nobody can tell how far it has come; keep a number or a list in its place")
+
+    def _read_generator(self, generator: random.Random, path: str) -> None:
+        self.state.values[path] = _Identity(generator)
+        self.state.advanced[f"the random numbers of {path}"] = generator.getstate()
+
+    def _read_namespace(self, namespace: Any, path: str) -> None:
+        self._read_instance(namespace, path)
+
+    @property
+    def _watch(self) -> Watch:
+        return self.state.watched_per_step if self._is_in_code else self.state.watched
+
+    @contextmanager
+    def _in_code(self) -> Iterator[None]:
+        """What is reached from here belongs to the code, and is compared once a step."""
+        before, self._is_in_code = self._is_in_code, True
+        try:
+            yield
+        finally:
+            self._is_in_code = before
+
+
+_WAYS: tuple[tuple[Any, Callable[[_Reader, Any, str], None]], ...] = (
+    (nn.Module, _Reader._read_module),
+    ((dict, MappingProxyType), _Reader._read_mapping),
+    ((list, tuple, set, frozenset, deque), _Reader._read_sequence),
+    (FunctionType, _Reader._read_function),
+    (MethodType, _Reader._read_bound),
+    (functools.partial, _Reader._read_partial),
+    (type, _Reader._read_type),
+    ((property, staticmethod, classmethod, functools.cached_property), _Reader._read_descriptor),
+    (functools._lru_cache_wrapper, _Reader._read_cached),
+    (weakref.ref, _Reader._read_reference),
+    ((GeneratorType, itertools.count, itertools.cycle), _Reader._read_iterator),
+    (random.Random, _Reader._read_generator),
+    ((SimpleNamespace, Namespace), _Reader._read_namespace),
+)
+
+
+def _is_of_library(name: str | None) -> bool:
+    """Whether a Python module belongs to code that does not change while a program runs."""
+    return (name or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """The global names, and those of attributes, that code and the functions within it use."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *chain.from_iterable(map(_names_in, inner))]))
+
+
+def _slots(kind: type) -> list[str]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = chain.from_iterable([slots] if isinstance(slots, str) else slots for slots in found)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
