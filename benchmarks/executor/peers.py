@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Op
-from zerobubble.runtime.transport import rings
-from zerobubble.runtime.transport.shared_memory import SharedLane
+from zerobubble.runtime.transport import shared_memory
+from zerobubble.runtime.transport.shared_memory import Ring
 from zerobubble.runtime.values.shapes import TensorShape
 
 Step = Callable[[Tensor, Tensor], None]
@@ -29,8 +27,8 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def pipeline(build: Callable[[], nn.Module], schedule: zb.Schedule, shared: bool = True) -> zb.Pipeline:
     """Ours. Without `shared`, messages go over gloo though the ranks share a machine."""
-    with nullcontext() if shared else mock.patch("zerobubble.runtime.transport.transport.is_supported", return_value=False):
-        return zb.Pipeline(lambda stage, num_stages: build(), schedule, schedule.num_microbatches, mean_square)
+    transport = "auto" if shared else "gloo"
+    return zb.Pipeline(lambda stage, num_stages: build(), schedule, schedule.num_microbatches, mean_square, transport=transport)
 
 
 def ours(pipe: zb.Pipeline) -> tuple[Step, Callable[[], None]]:
@@ -44,14 +42,14 @@ def ours(pipe: zb.Pipeline) -> tuple[Step, Callable[[], None]]:
 
 def delay_messages(seconds: float) -> None:
     """From here on, what comes through shared memory is there so much later than it was sent; nobody else waits for it."""
-    sender, receiver, room = SharedLane.sender, SharedLane.receiver, rings.message_bytes
+    sender, receiver, room = Ring.sender, Ring.receiver, shared_memory.message_bytes
     stamp = (TensorShape((1,), torch.float64, differentiable=False),)
 
-    def stamping(lane: SharedLane, shapes: Any) -> Any:
+    def stamping(lane: Ring, shapes: Any) -> Any:
         put = sender(lane, shapes + stamp)
         return lambda tensors: put((*tensors, torch.tensor([time.perf_counter()], dtype=torch.float64)))
 
-    def waiting(lane: SharedLane, shapes: Any, *, differentiable: bool) -> Any:
+    def waiting(lane: Ring, shapes: Any, *, differentiable: bool) -> Any:
         take = receiver(lane, shapes + stamp, differentiable=differentiable)
 
         def later() -> Any:
@@ -61,8 +59,8 @@ def delay_messages(seconds: float) -> None:
 
         return later
 
-    SharedLane.sender, SharedLane.receiver = stamping, waiting  # type: ignore[method-assign]
-    rings.message_bytes = lambda shapes: room(shapes + stamp)  # type: ignore[assignment]
+    Ring.sender, Ring.receiver = stamping, waiting  # type: ignore[method-assign]
+    shared_memory.message_bytes = lambda shapes: room(shapes + stamp)  # type: ignore[assignment]
 
 
 def pytorch(build: Callable[[], nn.Module], schedule: zb.Schedule) -> tuple[Step, Callable[[], None]]:
@@ -161,11 +159,11 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any], latency: float = 0.0)
     """
     from zerobubble.program import Compute, Recv, Send
     from zerobubble.rules import MOVES, makes, uses
-    from zerobubble.runtime.transport.transport import Transport
+    from zerobubble.runtime.transport.choice import transport_for
 
     program = zb.lower(schedule)
-    transport = Transport(None, 60.0)
-    transport.meet()
+    transport = transport_for("gloo", None, 60.0)
+    transport.connect()
     transport.open(torch.device("cpu"), [])
     actions = []
     for action in program.rows[transport.rank]:

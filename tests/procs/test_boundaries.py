@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.procs.endpoints import BareLines, of_group
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.ranks import Ranks
-from tests.procs.test_fault_injection import replaced
-from zerobubble.runtime.transport import transport
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 
@@ -48,9 +47,8 @@ def compare(pipe: zb.Pipeline, stages: list[nn.Module]) -> float:
 
 def train(group: Any, make_stage: Any, name: str, lanes: bool = False) -> float:
     """The largest error over a step that announces, two that do not, one of another length, and an evaluation."""
-    with zb.Pipeline(make_stage, name, 4, loss_fn, group=group) as pipe:
-        if lanes:
-            without_shared_memory(pipe)
+    transport = of_group(BareLines, group) if lanes else "auto"
+    with zb.Pipeline(make_stage, name, 4, loss_fn, group=group, transport=transport) as pipe:
         stages = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         worst = 0.0
         for step, length in enumerate((5, 5, 5, 3)):
@@ -67,13 +65,6 @@ def train(group: Any, make_stage: Any, name: str, lanes: bool = False) -> float:
         for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
             evaluated = evaluated - loss_fn(OneDevice(stages)(x), y).detach() / 4
         return max(worst, abs(evaluated).item())
-
-
-def without_shared_memory(pipe: zb.Pipeline) -> None:
-    """Let messages go over the lanes, as between machines."""
-    for executor in (pipe._now.train, pipe._now.infer):
-        assert executor is not None
-        executor._mailbox._rings = None
 
 
 class Part(nn.Module):
@@ -202,8 +193,7 @@ class Fickle(Part):
 
 
 def fickle(group: Any) -> tuple[str, int]:
-    with zb.Pipeline(Fickle, "1f1b", 4, loss_fn, group=group) as pipe:
-        without_shared_memory(pipe)
+    with zb.Pipeline(Fickle, "1f1b", 4, loss_fn, group=group, transport=of_group(BareLines, group)) as pipe:
         pipe.step(*batch(4))
         with pytest.raises(zb.PipelineError) as caught:
             pipe.step(*batch(4))
@@ -228,9 +218,7 @@ class Sometimes(Ignoring):
 
 def train_between_machines(group: Any, make_stage: Any, name: str) -> tuple[list[list[bool]], float]:
     """Five steps: of which parameters there was a gradient after each, and the largest error against one device."""
-    with replaced(transport, "is_supported", lambda: False):
-        pipe = zb.Pipeline(make_stage, name, 4, loss_fn, group=group)
-    with pipe:
+    with zb.Pipeline(make_stage, name, 4, loss_fn, group=group, transport="gloo") as pipe:
         stages = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         found, worst = [], 0.0
         for step in range(5):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.procs.endpoints import BareLines, of_group
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
-from tests.procs.test_boundaries import OneDevice, Part, compare, train, without_shared_memory
+from tests.procs.test_boundaries import OneDevice, Part, compare, train
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 
@@ -187,9 +188,8 @@ class Refused(Part):
 
 
 def refused(group: Any, kind: str, first: bool, lanes: bool) -> str:
-    with zb.Pipeline(partial(Refused, kind, first), "zb-h1", 4, loss_fn, group=group) as pipe:
-        if lanes:
-            without_shared_memory(pipe)
+    transport = of_group(BareLines, group) if lanes else "auto"
+    with zb.Pipeline(partial(Refused, kind, first), "zb-h1", 4, loss_fn, group=group, transport=transport) as pipe:
         if not first:
             pipe.step(*batch(4))
         with pytest.raises(zb.PipelineError) as caught:
@@ -243,9 +243,8 @@ class WithTable(Part):
 
 def thaw(group: Any, name: str, frozen: list[list[int]], lanes: bool) -> float:
     """The largest error over steps of one shape, before each of which some stages are frozen and all others are not."""
-    with zb.Pipeline(WithTable, name, 4, loss_fn, group=group) as pipe:
-        if lanes:
-            without_shared_memory(pipe)
+    transport = of_group(BareLines, group) if lanes else "auto"
+    with zb.Pipeline(WithTable, name, 4, loss_fn, group=group, transport=transport) as pipe:
         count = pipe.schedule.num_stages
         stages: list[nn.Module] = [WithTable(stage, count) for stage in range(count)]
         worst = 0.0

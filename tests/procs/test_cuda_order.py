@@ -16,7 +16,9 @@ from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.executor.program_cache import every_channel
 from zerobubble.runtime.measure import clock
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.endpoint import Group, Line
+from zerobubble.runtime.transport.gloo import GlooEndpoint, lane_of
+from zerobubble.runtime.transport.nccl import NcclEndpoint
 from zerobubble.schedules import make
 
 LANES = 6
@@ -55,12 +57,16 @@ class _End:
     recv = send
 
 
-def over(lanes: list[Communicators], rank: int) -> Transport:
-    """A transport of which nothing but the lanes is there."""
-    transport = object.__new__(Transport)
-    transport.rank, transport.device = rank, torch.device("cpu")
-    transport._lanes = [lane.end(rank) for lane in lanes]
-    return transport
+class Faked(NcclEndpoint):
+    """The endpoint of `rank` with communicators that need no device."""
+
+    def __init__(self, communicators: list[Communicators], rank: int) -> None:
+        super().__init__(Group(rank, 4, None), 5.0)
+        self._unused = [end.end(rank) for end in communicators]
+        self.open(torch.device("cpu"), [])
+
+    def backend(self, name: str) -> Any:
+        return self._unused.pop(0)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "interleaved-1f1b"])
@@ -70,13 +76,13 @@ def test_every_communicator_is_made_in_one_order(name: str) -> None:
     lanes = [Communicators() for _ in range(LANES)]
     with ThreadPoolExecutor(4) as ranks:
         # a rank that is told the channels in another order keeps to the same one
-        list(ranks.map(lambda rank: over(lanes, rank).greet(channels if rank % 2 else channels[::-1]), range(4)))
+        list(ranks.map(lambda rank: Faked(lanes, rank).open_channels(channels if rank % 2 else channels[::-1]), range(4)))
     made = {(lane, *sorted(pair)) for lane, communicators in enumerate(lanes) for pair in communicators.meetings}
-    assert made == {(over(lanes, c.source)._lane(c.stuff, *c[:2])[0], *sorted(c[:2])) for c in channels}
+    assert made == {(lane_of(Line(*channel)), *sorted(channel[:2])) for channel in channels}
 
 
-def test_lanes_without_communicators_need_no_greeting() -> None:
-    over([Communicators()], 0).greet([Channel(0, 1, Stuff.ACTIVATION)])  # nobody answers
+def test_lines_without_communicators_need_no_first_message() -> None:
+    GlooEndpoint(Group(0, 2, None), 5.0).open_channels([Channel(0, 1, Stuff.ACTIVATION)])  # nobody answers
 
 
 class Event:

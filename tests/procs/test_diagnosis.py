@@ -49,7 +49,9 @@ def end_with_a_slow_rank(group: Any, act: str, slow: int, store: Any) -> tuple[s
         stack.enter_context(replaced(watch, "GRACE_S", GRACE_S))
         stack.enter_context(replaced(watch, "FAREWELL_S", GRACE_S))
         if rank == slow:
-            stack.enter_context(replaced(session, "FailureWatch", lambda own, *rest: watch.FailureWatch(store(own), *rest)))
+            stack.enter_context(
+                replaced(session, "FailureWatch", lambda own, *rest: watch.FailureWatch(own._replace(store=store(own.store)), *rest))
+            )
         pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)
         if rank == 1 and act == "leave":
             pipe.close()

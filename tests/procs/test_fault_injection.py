@@ -26,7 +26,7 @@ from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.loss import LossBook
-from zerobubble.runtime.transport import transport
+from zerobubble.runtime.transport.transport import Transport
 
 RANKS, MICROBATCHES = 4, 8
 LONG_S, SHORT_S, SPARE_S = 60.0, 4.0, 15.0
@@ -88,7 +88,7 @@ MOMENTS = {
     "timeline": Moment(trace, "gather", 0, "while gathering a timeline"),
     "profile": Moment(ProgramCache, "one_by_one", 0, "while profiling"),
     "eval": Moment(Stage, "infer", 1, "at 'run {rank}F1'"),
-    "open": Moment(transport.Transport, "open", 0, "while connecting the ranks"),
+    "open": Moment(Transport, "open", 0, "while connecting the ranks"),
 }
 OUTSIDE = ("build", "optimizer")
 """Moments in the user's own code, where an exception is told otherwise."""
@@ -144,12 +144,11 @@ def struck(moment: Moment, act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def prepared(case: Case, is_victim: bool) -> Iterator[None]:
-    with replaced(transport, "is_supported", (lambda: False) if case.lanes else transport.is_supported):
-        if is_victim and case.moment in MOMENTS:
-            with struck(MOMENTS[case.moment], case.act):
-                yield
-        else:
+    if is_victim and case.moment in MOMENTS:
+        with struck(MOMENTS[case.moment], case.act):
             yield
+    else:
+        yield
 
 
 def train(group: Any, case: Case, timeout: float) -> Ended:
@@ -164,7 +163,12 @@ def train(group: Any, case: Case, timeout: float) -> Ended:
         return build(stage, num_stages)
 
     try:
-        with prepared(case, is_victim), zb.Pipeline(faulty_build, "zb-h1", MICROBATCHES, loss_fn, group=group, timeout=timeout) as pipe:
+        with (
+            prepared(case, is_victim),
+            zb.Pipeline(
+                faulty_build, "zb-h1", MICROBATCHES, loss_fn, group=group, timeout=timeout, transport="gloo" if case.lanes else "auto"
+            ) as pipe,
+        ):
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
 
             def update() -> None:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
-from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, replaced, struck
-from zerobubble.runtime.transport import transport
+from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, struck
 
 M = 8
 
@@ -45,22 +44,22 @@ def gradients(pipe: zb.Pipeline) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
 
 
-def fail_and_rebuild(group: Any, rounds: int) -> list[dict[str, int]]:
+def fail_and_rebuild(group: Any, rounds: int, transport: str = "auto") -> list[dict[str, int]]:
     rank = torch.distributed.get_rank(group)
     seen = []
     moments = ("forward", "backward", "weight", "clip", "eval", "timeline")
-    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group) as pipe:
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, transport=transport) as pipe:
         expected = gradients(pipe)
     for turn in range(rounds):
         moment = MOMENTS[moments[turn % len(moments)]]
-        pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group)
+        pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, transport=transport)
         if rank == turn % 4:
             with struck(moment, boom), pytest.raises(zb.PipelineError, match="boom"):
                 use(pipe)
         else:
             with pytest.raises(zb.PipelineError, match=f"rank {turn % 4} failed .*boom"):
                 use(pipe)
-        with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group) as pipe:
+        with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, transport=transport) as pipe:
             found = gradients(pipe)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         del pipe
@@ -78,8 +77,7 @@ def use(pipe: zb.Pipeline) -> None:
 
 
 def fail_and_rebuild_between_machines(group: Any, rounds: int) -> list[dict[str, int]]:
-    with replaced(transport, "is_supported", lambda: False):
-        return fail_and_rebuild(group, rounds)
+    return fail_and_rebuild(group, rounds, "gloo")
 
 
 @pytest.mark.parametrize(
@@ -310,14 +308,13 @@ def test_stages_that_do_not_fit_are_told_to_every_rank(world: Ranks, dtype: torc
 
 
 def end_host(group: Any, act: Any, lanes: bool) -> tuple[str, int | None]:
-    with replaced(transport, "is_supported", (lambda: False) if lanes else transport.is_supported):
-        pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=4.0)
-        if torch.distributed.get_rank(group) == 0:
-            with struck(MOMENTS["backward"], act), pytest.raises(zb.PipelineError) as caught:
-                pipe.step(*batch(M))
-        else:
-            with pytest.raises(zb.PipelineError) as caught:
-                pipe.step(*batch(M))
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=4.0, transport="gloo" if lanes else "auto")
+    if torch.distributed.get_rank(group) == 0:
+        with struck(MOMENTS["backward"], act), pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
+    else:
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
     return str(caught.value), caught.value.rank
 
 

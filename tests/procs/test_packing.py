@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.procs.endpoints import CountingLines, of_group
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.mailbox.packing import packed, unpacked
-from zerobubble.runtime.transport import transport
 
 M = 4
 
@@ -54,28 +53,16 @@ def loss_fn(output: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
 
 def train_and_count(group: Any, name: str) -> tuple[int, int, bool]:
     """How often a channel was used in the second step, how often passes of this rank's row hand on, and whether gradients are right."""
-    used = 0
-    start = transport._started
-
-    def counting(exchange: Any, tensor: Tensor, peer: int, tag: int) -> Any:
-        nonlocal used
-        used += tag < transport._CONTROL_TAG
-        return start(exchange, tensor, peer, tag)
-
-    lanes = mock.patch.object(transport, "is_supported", return_value=False)
-    with (
-        lanes,
-        mock.patch.object(transport, "_started", counting),
-        zb.Pipeline(lambda s, n: Several(s), name, M, loss_fn, group=group) as pipe,
-    ):
+    lines = of_group(CountingLines, group)
+    with zb.Pipeline(lambda s, n: Several(s), name, M, loss_fn, group=group, transport=lines) as pipe:
         torch.manual_seed(0)
         x, y = torch.randn(M, 8, dtype=torch.float64), torch.randn(M, 8, dtype=torch.float64)
         pipe.step(x, y)
         for parameter in pipe.parameters():
             parameter.grad = None
-        used = 0
+        lines.used = 0
         pipe.step(x, y)
-        in_second = used
+        in_second = lines.used
         messages = sum(rank == pipe.rank for rank, _, _, _ in zb.lower(pipe.schedule).channels())
         stages = [Several(s) for s in range(pipe.schedule.num_stages)]
         for part, aim in zip(x.chunk(M), y.chunk(M), strict=True):

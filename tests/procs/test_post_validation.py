@@ -23,7 +23,6 @@ from tests.pure.shapes import TRAINING
 from zerobubble.runtime.hooks import post_validation
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
-from zerobubble.runtime.transport import transport
 
 LIMIT = 8.0
 """Above the norms that come up by themselves."""
@@ -125,26 +124,18 @@ class Case(NamedTuple):
     looks: bool = False
 
 
-def no_shared_memory() -> bool:
-    return False
-
-
 def train(group: Any, case: Case, seed: int = 0) -> Run:
     """Train with some steps clipped and some left out, on batches of two lengths, the second of which first comes in a step taken back."""
-    supported, transport.is_supported = transport.is_supported, no_shared_memory if case.lanes else transport.is_supported
-    try:
-        schedule = zb.make(case.schedule, group.size(), case.microbatches)
-        scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, growth_interval=2) if case.scale else None
+    schedule = zb.make(case.schedule, group.size(), case.microbatches)
+    scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, growth_interval=2) if case.scale else None
 
-        def loss(output: Tensor, target: Tensor) -> Tensor:
-            return loss_fn(output, target) if scaler is None else scaler.scale(loss_fn(output, target))
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(output, target) if scaler is None else scaler.scale(loss_fn(output, target))
 
-        torch.manual_seed(7 + group.rank())
-        with zb.Pipeline(build, schedule, case.microbatches, loss, group=group) as pipe:
-            assert bool(pipe._transport.connections) != case.lanes or group.size() == 1
-            return loop(pipe, case, scaler)
-    finally:
-        transport.is_supported = supported
+    torch.manual_seed(7 + group.rank())
+    transport = "gloo" if case.lanes else "shared-memory"
+    with zb.Pipeline(build, schedule, case.microbatches, loss, group=group, transport=transport) as pipe:
+        return loop(pipe, case, scaler)
 
 
 def loop(pipe: zb.Pipeline, case: Case, scaler: torch.amp.GradScaler | None) -> Run:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zerobubble.runtime.failure.blame import COMING, EVERYBODY, IN_TIME, RankStatus, diagnose
+from zerobubble.runtime.failure.blame import RankStatus, diagnose
+from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, STARTING
 
 
 def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> None:
@@ -47,7 +48,7 @@ def test_several_silent_ranks_are_all_named() -> None:
 
 
 def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
-    words = {0: RankStatus(COMING, 1, "Connection closed by peer"), 1: RankStatus("waiting for the step to begin", 0, IN_TIME)}
+    words = {0: RankStatus(STARTING, 1, "Connection closed by peer"), 1: RankStatus("waiting for the step to begin", 0, IN_TIME)}
     for caller in words:
         note = diagnose(words, 2, caller)
         assert note.rank == 0

@@ -28,14 +28,16 @@ from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.session import Session, seal
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.rank_stages import Build, Stages, modules_of
-from zerobubble.runtime.stage.stage import Cotangents, Stage
+from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.batch import UNCUT, Cut, arguments, join_outputs, refuse_other_size, split_batch
 from zerobubble.runtime.step.handshake import StepHandshake
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.named_arguments import spread_kwargs
-from zerobubble.runtime.transport.collective import collective
+from zerobubble.runtime.transport.choice import AUTO, refuse_unknown
+from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.payload import Cotangents
 from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -88,6 +90,9 @@ class Pipeline:
     (eager, layers leave their weight gradients to W), "graph" (the traced graph of the stage is cut), "compiled" (its parts are compiled,
     too) or "whole" (B does all, W nothing). With `cuda_graphs`, the passes of stages split by their graph are captured once and replayed.
 
+    `transport` names what carries tensors between ranks: "gloo", "nccl" or "shared-memory"; "auto" is the fastest there is. An `Endpoint`
+    of `zerobubble.runtime.transport`, this rank's end of a transport of your own, carries everything, and needs no process group.
+
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
@@ -112,6 +117,7 @@ class Pipeline:
         main_grad: torch.dtype | None = None,
         split: str | Mapping[int, str] = "deferred",
         cuda_graphs: bool = False,
+        transport: str | Endpoint = AUTO,
     ) -> None:
         self.on_step = on_step
         self.metering = False
@@ -120,7 +126,7 @@ class Pipeline:
         self._auto: Auto | None = None
         self._validation: PostValidation | None = None
         self._handshakes: dict[Executor, StepHandshake] = {}
-        self._session = Session(group, timeout, self._part)
+        self._session = Session(group, timeout, self._part, transport)
         self._transport = self._session.transport
         self.rank, ranks = self._transport.rank, self._transport.size
         self._copies = Copies.none(self._transport)
@@ -130,8 +136,11 @@ class Pipeline:
         self._session.inside = "while building its stages"
         terms = {"timeout": f"{timeout:g} s", "pace": seal(pace), "overlap function": "one" if overlap else "none"}
         terms["type of main_grad"] = str(main_grad)
+        terms["transport"] = transport if isinstance(transport, str) else type(transport).__name__
         fault = ""
         try:
+            if isinstance(transport, str):
+                refuse_unknown(transport)
             if schedule == "auto":
                 self._auto = Auto.from_options(placement, ranks, num_microbatches, memory_limit)
                 schedule = self._auto.schedule
@@ -157,7 +166,7 @@ class Pipeline:
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit stop the others, too
             self._session.fail(error, "while building its stages")
         self._session.agree(fault, terms)
-        with self._session.ending_all("while connecting the ranks"), collective("connecting the ranks"):
+        with self._session.opening("while connecting the ranks"), self._transport.collective("connecting the ranks"):
             self._transport.open(self.device, every_channel(self.schedule.placement))
         self._copies = self._level(ties)
         self.pace = Pace(pace) if pace is not None else None
@@ -330,7 +339,7 @@ class Pipeline:
                 for stage in piece.stages.values():
                     stage.count()
                 self._train_with(piece.train, piece.stages, _Given(inputs, targets, kwargs), None)
-            with collective("describing the split"):
+            with self._transport.collective("describing the split"):
                 told = self._transport.gather_objects([stage.report() for stage in piece.stages.values()])
         found = {report.stage: report for reports in reversed(told) for report in reports}
         return SplitReports(found[stage] for stage in sorted(found))
@@ -373,13 +382,8 @@ class Pipeline:
     def _level(self, tied: tuple[tuple[Place, ...], ...]) -> Copies:
         """The parameters that are held elsewhere, too, all made equal."""
         copies = Copies(self.schedule.placement, self.modules, self._transport, tied, self._gradients)
-        try:
+        with self._session.opening("while making the copies of stages equal"):
             copies.broadcast_initial_values()
-        except InputError:
-            self._session.part("the pipeline was never opened")
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever stops this rank stops them all
-            self._session.fail(error, "while making the copies of stages equal")
         return copies
 
     def _follow(self, auto: Auto) -> None:
@@ -406,7 +410,7 @@ class Pipeline:
             yield
 
     def _timeline(self, executor: Executor) -> Timeline:
-        with collective("gathering a timeline"):
+        with self._transport.collective("gathering a timeline"):
             return trace.gather(executor.program.name, executor.records, self._transport)
 
     def _report(self, seconds: float, loss: Tensor) -> StepReport:

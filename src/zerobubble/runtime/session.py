@@ -15,8 +15,9 @@ from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.failure.blame import CLOSING, FailureReport, RankStatus
 from zerobubble.runtime.failure.watch import FailureWatch, error_of, let_go, why
 from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.transport.collective import collective
-from zerobubble.runtime.transport.transport import LostContactError, Transport, stop_waiting, waiting
+from zerobubble.runtime.transport.choice import transport_for
+from zerobubble.runtime.transport.contact import LostContactError
+from zerobubble.runtime.transport.endpoint import Endpoint
 
 
 class Session:
@@ -28,26 +29,25 @@ class Session:
     Raises `PipelineError` when not all of them come.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float, parting: Callable[[bool], None]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, parting: Callable[[bool], None], transport: str | Endpoint) -> None:
         self.inside: str | Executor | None = None
         self.closed: str | None = None
         self.stages: dict[int, Stage] = {}
         self._parting = weakref.WeakMethod(parting)
         try:
-            self.transport = Transport(group, timeout)
+            self.transport = transport_for(transport, group, timeout)
         except RuntimeError as error:
             raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
-        store, host = self.transport.store, self.transport.store_host
-        self._failure_watch = FailureWatch(store, self.transport.rank, self.transport.size, host, self._doing)
+        self._failure_watch = FailureWatch(self.transport.group, self._doing)
 
     def meet(self) -> None:
         """Wait until all ranks are here."""
-        with self.ending_all("while meeting the other ranks"), collective("meeting the other ranks"):
-            self.transport.meet()
+        with self.ending_all("while meeting the other ranks"), self.transport.collective("meeting the other ranks"):
+            self.transport.connect()
 
     def agree(self, fault: str, terms: dict[str, str]) -> None:
         """Compare `terms` with every rank; where something is wrong, raise the same `InputError` on all, with every fault."""
-        with self.ending_all("while comparing arguments"), collective("comparing arguments"):
+        with self.ending_all("while comparing arguments"), self.transport.collective("comparing arguments"):
             told = self.transport.gather_objects((fault, terms))
         faults = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
         for what in dict.fromkeys(name for _, theirs in told for name in theirs):
@@ -68,6 +68,20 @@ class Session:
         try:
             yield
         except PipelineError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
+            self.fail(error, when)
+        finally:
+            self.inside = around
+
+    @contextmanager
+    def opening(self, when: str) -> Iterator[None]:
+        """As `ending_all`, while the pipeline is made: an `InputError` is raised on every rank alike, so each closes and raises its own."""
+        around, self.inside = self.inside, when
+        try:
+            yield
+        except InputError:
+            self.part("the pipeline was never opened")
             raise
         except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
             self.fail(error, when)
@@ -102,7 +116,7 @@ class Session:
         else:
             rank = self.transport.rank
             note = self._failure_watch.report(FailureReport(rank, action, f"rank {rank} failed {when}: {why(error, self.stages)}"))
-        stop_waiting()
+        self.transport.waiting.forget()
         let_go(error)
         self.part(note.message, note)
         if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
@@ -120,7 +134,7 @@ class Session:
 
     def _doing(self) -> RankStatus:
         """What this rank says when another waits for it in vain."""
-        inside, waits = self.inside, waiting()
+        inside, waits = self.inside, self.transport.waiting.now
         if self.closed is not None:
             return CLOSING
         if inside is None:

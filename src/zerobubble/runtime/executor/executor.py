@@ -26,9 +26,9 @@ from zerobubble.runtime.mailbox.mailbox import Mailbox
 from zerobubble.runtime.measure.clock import Mark, clock_for
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.trace import Records
-from zerobubble.runtime.stage.stage import Cotangents, Stage, Tensors
+from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.transport.transport import Transport
-from zerobubble.runtime.values.payload import Payload, with_extra
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_extra
 from zerobubble.runtime.values.shapes import Known
 from zerobubble.timeline import Doing
 

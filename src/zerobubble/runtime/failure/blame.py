@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-NOBODY, EVERYBODY = -2, -1
-"""The `peer` of a rank that waits for none, and of one that meets all others."""
-
-IN_TIME = "no answer within `timeout`"
-"""The reason of a rank that waited for as long as it may."""
-
-COMING = "exchanging a message"
-"""What a rank does that finds a connection closed when it comes to use it."""
+from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, NOBODY, STARTING
 
 
 class RankStatus(NamedTuple):
@@ -66,7 +59,7 @@ def _circle(words: dict[int, RankStatus], caller: int) -> FailureReport:
     gave_up = {rank: word for rank, word in sorted(words.items()) if word.reason == IN_TIME}
     for rank, word in gave_up.items():
         late = words.get(word.peer)
-        if late is not None and late.doing == COMING:
+        if late is not None and late.doing == STARTING:
             kept = f"rank {word.peer} kept the others waiting: it came when rank {rank} had given up {word.doing} ({IN_TIME})"
             return FailureReport(word.peer, late.op, f"{kept}; raise `timeout` if it may take that long")
     said = ", ".join(f"rank {rank} was {word.doing}" for rank, word in sorted(words.items()))

@@ -24,6 +24,7 @@ import torch
 from zerobubble.errors import PipelineError
 from zerobubble.runtime.failure.blame import CLOSING, FailureReport, RankStatus, diagnose
 from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.transport.endpoint import Group
 
 GRACE_S = 3.0
 """How long the ranks have to answer the alarm; who does not is gone or frozen."""
@@ -55,16 +56,14 @@ class _Heard:
 
 
 class FailureWatch:
-    """The place where a failed pipeline's note hangs. `doing` is a bound method that says what this rank does; it is held weakly.
+    """The place where a failed pipeline's note hangs. `doing` is a bound method that says what this rank does; it is held weakly."""
 
-    `host` is the rank whose process holds the store, None where it is none of the group's.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int, host: int | None, doing: Callable[[], RankStatus]) -> None:
+    def __init__(self, group: Group, doing: Callable[[], RankStatus]) -> None:
+        store, rank = group.store, group.rank
         self._store = _Heard(store)
         self._rank = rank
-        self._size = size
-        self._host = host
+        self._size = group.size
+        self._host = group.store_host
         self._answers = True
         over = threading.Event()
         listener = threading.Thread(

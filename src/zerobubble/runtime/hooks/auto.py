@@ -20,7 +20,6 @@ from zerobubble.planning import Objective, Problem, Solved, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner
 from zerobubble.planning.placements import family
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
-from zerobubble.runtime.transport.collective import collective
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.timeline import Timeline
 
@@ -119,7 +118,7 @@ class Auto:
         if transport.rank == 0 and self._planner is None:
             self._planner = BackgroundPlanner(self._problem, SECONDS)
         found = self._planner.answer() if self._planner is not None else None
-        with collective("waiting for a plan"):
+        with transport.collective("waiting for a plan"):
             told = transport.gather_objects(None if found is None else found.to_dict())[0]
         if told is None:
             return None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.transport.collective import collective
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
 
@@ -87,7 +86,7 @@ def gather_norms(
     Of copies of a stage, whose gradients are the same, the norms are the first rank's.
     """
     entries = {stage: (norms.tolist(), norms.dtype, spoilt.get(stage)) for stage, norms in mine.items()}
-    with collective("gathering the norms of gradients"):
+    with transport.collective("gathering the norms of gradients"):
         gathered = transport.gather_objects((entries, arguments))
     told = [theirs for theirs, _ in gathered]
     found = {stage: entry for norms in reversed(told) for stage, entry in norms.items()}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.transport.collective import collective
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
 
@@ -31,7 +30,7 @@ def unscale(
         _unscale_sums(scaler, optimizer, [total for parameter in parameters if (total := gradients.of(parameter)) is not None])
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     mine = float(sum(flag.item() for flag in found.values()) > 0)
-    with collective("sharing which gradients are not finite"):
+    with transport.collective("sharing which gradients are not finite"):
         told: list[tuple[float, float]] = transport.gather_objects((mine, scaler.get_scale()))
     if len({scale for _, scale in told}) > 1:
         scales = ", ".join(f"rank {rank} has {scale:g}" for rank, (_, scale) in enumerate(told))

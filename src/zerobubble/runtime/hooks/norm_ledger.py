@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from zerobubble.runtime.hooks.clip import Norms
+from zerobubble.runtime.transport.control import Topic
 
 _WAITS, _OVERFLOWN, _HEAD = 0, 1, 2
 _ABSENT = -1.0
@@ -20,6 +23,30 @@ Parts = Mapping[int, list[nn.Parameter]]
 def dtypes_of(parts: Parts) -> Dtypes:
     """What a rank tells of itself before sheets are made: by stage, the dtype of each gradient."""
     return {stage: [parameter.dtype for parameter in parameters] for stage, parameters in parts.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ledger:
+    ledger: Tensor
+
+    def numbers(self) -> list[float]:
+        return self.ledger.tolist()
+
+    @classmethod
+    def read(cls, numbers: Tensor) -> Self:
+        return cls(numbers)
+
+
+class NormsSoFar(_Ledger):
+    """The ledger on its way down the ranks, with what those before have written."""
+
+    topic: ClassVar[Topic] = Topic.NORMS_SO_FAR
+
+
+class NormsOfAll(_Ledger):
+    """The ledger of all ranks, from the last one."""
+
+    topic: ClassVar[Topic] = Topic.NORMS_OF_ALL
 
 
 class NormLedger:

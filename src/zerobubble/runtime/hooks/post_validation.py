@@ -22,15 +22,13 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError
 from zerobubble.runtime.hooks.clip import counted, norms_of
 from zerobubble.runtime.hooks.forward_snapshot import Snapshot
-from zerobubble.runtime.hooks.norm_ledger import NormLedger, dtypes_of
+from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 from zerobubble.runtime.pipeline import Pipeline
-from zerobubble.runtime.transport.collective import collective
-from zerobubble.runtime.transport.transport import wait
+from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.values.gradients import IN_GRAD
 
-_DOWN, _BACK = 11, 12
 _STEPPING, _VALIDATING = "while stepping the optimizer", "while validating the optimizer's step"
 
 Way = Literal["copy", "arithmetic"]
@@ -71,12 +69,12 @@ class PostValidation:
         self._has_stepped = False
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._options: list[dict[str, Any]] = []
-        self._down: tuple[Any, Tensor] | None = None
-        self._back: tuple[Any, Tensor] | None = None
-        self._telling: list[tuple[Any, int]] = []
+        self._down: Expected[NormsSoFar] | None = None
+        self._back: Expected[NormsOfAll] | None = None
+        self._telling: list[Sending] = []
         self._parts = counted(pipe.modules, pipe._copies.elsewhere)
         fault = _fault(optimizer, pipe, max_norm, undo)
-        with pipe._session.ending_all("while making the optimizer"), collective("making the optimizer"):
+        with pipe._session.ending_all("while making the optimizer"), self._transport.collective("making the optimizer"):
             told = self._transport.gather_objects((fault, (max_norm, self._scaler is not None), dtypes_of(self._parts)))
         faults = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(told) if entry[0]]
         if not faults and len({entry[1] for entry in told}) > 1:
@@ -160,13 +158,16 @@ class PostValidation:
         ledger = self._receive_down()
         self._form.write(ledger, norms, overflown=overflown)
         rank, size = self._transport.rank, self._transport.size
-        self._tell(ledger, range(size - 1) if self._is_last else (rank + 1,), _BACK if self._is_last else _DOWN)
+        if self._is_last:
+            self._telling = [self._transport.tell(NormsOfAll(ledger), other) for other in range(size - 1)]
+        else:
+            self._telling = [self._transport.tell(NormsSoFar(ledger), rank + 1)]
         self._keep()
         if self._is_last:
             self._conclude(ledger)
         else:
             self._verdict = None
-            self._back = self._transport.listen(self._form.length, size - 1, _BACK)
+            self._back = self._transport.listen(NormsOfAll, self._form.length, size - 1)
             self._has_stepped = not self._form.waits(ledger)
             if self._has_stepped:
                 self._step_early()
@@ -175,22 +176,16 @@ class PostValidation:
     def _expect(self) -> None:
         """Post the receive of the next ledger, so that it never waits for this rank."""
         if self._transport.rank > 0:
-            self._down = self._transport.listen(self._form.length, self._transport.rank - 1, _DOWN)
+            self._down = self._transport.listen(NormsSoFar, self._form.length, self._transport.rank - 1)
 
     def _receive_down(self) -> Tensor:
         if self._down is None:
             return self._form.empty()
-        work, ledger = self._down
-        wait(work, self._transport.rank - 1, "waiting for the norms of its gradients")
-        return ledger
-
-    def _tell(self, ledger: Tensor, ranks: range | tuple[int, ...], topic: int) -> None:
-        values = ledger.tolist()
-        self._telling = [(self._transport.tell(values, rank, topic), rank) for rank in ranks]
+        return self._down.wait("waiting for the norms of its gradients").ledger
 
     def _wait_until_told(self) -> None:
-        for (work, _), rank in self._telling:
-            wait(work, rank, "telling it of the norms of gradients")
+        for sending in self._telling:
+            sending.wait("telling it of the norms of gradients")
         self._telling = []
 
     def _unscale(self) -> bool:
@@ -226,8 +221,7 @@ class PostValidation:
         """Learn whether the last step stands, and make it the exact one."""
         if self._back is None:
             return
-        work, ledger = self._back
-        wait(work, self._transport.size - 1, "waiting for its judgement of the optimizer's step")
+        ledger = self._back.wait("waiting for its judgement of the optimizer's step").ledger
         self._back = None
         with self._pipe.recording_optimizer():
             self._conclude(ledger)

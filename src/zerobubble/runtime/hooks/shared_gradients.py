@@ -7,9 +7,10 @@ gradients when its last pass that adds to them is over, to the ranks that hold t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,28 @@ from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.hooks.copied_buffers import CopiedBuffers
 from zerobubble.runtime.hooks.shared_parameters import Outline, Place, SharedGroup, outline, shared_groups
-from zerobubble.runtime.transport.collective import collective
-from zerobubble.runtime.transport.transport import Transport, wait
+from zerobubble.runtime.transport.control import Sending, Topic
+from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.memory import as_memory
 
-_TOPIC = 4
 _DOING = "summing the gradients of a parameter that several ranks hold"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFlags:
+    """Which of the parameters that ranks share have a gradient on the rank that tells it, in the order of their group."""
+
+    topic: ClassVar[Topic] = Topic.SHARED_GRADIENTS
+
+    present: tuple[bool, ...]
+
+    def numbers(self) -> tuple[float, ...]:
+        return tuple(map(float, self.present))
+
+    @classmethod
+    def read(cls, numbers: Tensor) -> GradientFlags:
+        return cls(tuple(map(bool, numbers.tolist())))
 
 
 class Copies:
@@ -70,7 +86,7 @@ class Copies:
         Raises `InputError` with all faults, the same on every rank.
         """
         needed = bool(self._tied or self._copied)
-        with collective("comparing what is tied and the copies of stages"):
+        with self._transport.collective("comparing what is tied and the copies of stages"):
             told = self._transport.gather_objects((self._tied, outline(self._modules) if needed else {}, self._buffer_shapes()))
         if any(tied != self._tied for tied, _, _ in told):
             raise InputError("ranks disagree on tied: " + "; ".join(f"rank {r} has {_text(tied)}" for r, (tied, _, _) in enumerate(told)))
@@ -78,7 +94,8 @@ class Copies:
         self._compare_copies(outlines, [buffers for _, _, buffers in told])
         groups = shared_groups(self._tied, outlines, self._copied)
         self._know(groups, outlines[self._transport.rank])
-        self._transport.greet({Channel(*pair, Stuff.WORK) for shared_group in groups for pair in permutations(shared_group.ranks, 2)})
+        pairs = {pair for shared_group in groups for pair in permutations(shared_group.ranks, 2)}
+        self._transport.open_channels({Channel(source, destination, Stuff.WORK) for source, destination in pairs})
         for shared_group in groups:
             for row in shared_group.rows:
                 held = [self._known[place].detach() for place in row.members.get(self._transport.rank, ())]
@@ -122,7 +139,7 @@ class Copies:
         else:
             for rank in ranks:
                 if rank != source:
-                    wait(_send(self._transport, first, rank), rank, "sending what is tied or copied")
+                    self._transport.wait(_send(self._transport, first, rank), rank, "sending what is tied or copied")
         for tensor in held:
             tensor.copy_(first)
 
@@ -193,14 +210,14 @@ class _Sum:
         self._own: list[Tensor | None] = []
         self.stages = shared_group.stages[transport.rank]
         self._sending: list[tuple[Any, int]] = []
-        self._telling: list[tuple[tuple[Any, Tensor], int]] = []
+        self._telling: list[Sending] = []
 
     def send(self) -> None:
         """Start sending which gradients there are, then these, to every other rank."""
         self._own = [self._ready(_added([self._gradients.of(parameter) for parameter in row])) for row in self._rows]
-        present = [float(gradient is not None) for gradient in self._own]
+        present = GradientFlags(tuple(gradient is not None for gradient in self._own))
         for other in self._others:
-            self._telling.append((self._transport.tell(present, other, _TOPIC), other))
+            self._telling.append(self._transport.tell(present, other))
             self._sending += [(_send(self._transport, gradient, other), other) for gradient in self._own if gradient is not None]
 
     def _ready(self, gradient: Tensor | None) -> Tensor | None:
@@ -211,16 +228,17 @@ class _Sum:
         """Wait for the others' gradients and leave the sum in `.grad`, a tensor for each parameter."""
         parts = {self._transport.rank: self._own}
         for other in self._others:
-            work, flags = self._transport.listen(len(self._rows), other, _TOPIC)
-            wait(work, other, _DOING)
-            told = zip(self._rows, flags.tolist(), strict=True)
+            flags = self._transport.listen(GradientFlags, len(self._rows), other).wait(_DOING)
+            told = zip(self._rows, flags.present, strict=True)
             parts[other] = [_receive(self._transport, row[0], other, self._gradients.dtype) if flag else None for row, flag in told]
         for row, *gradients in zip(self._rows, *(parts[rank] for rank in self._ranks), strict=True):
             total = _added(gradients)
             for parameter in row:
                 self._gradients.put(parameter, total if parameter is row[0] or total is None else total.clone())
-        for work, other in [*self._sending, *((work, other) for (work, _), other in self._telling)]:
-            wait(work, other, _DOING)
+        for work, other in self._sending:
+            self._transport.wait(work, other, _DOING)
+        for sending in self._telling:
+            sending.wait(_DOING)
         self.clear()
 
     def clear(self) -> None:
@@ -242,7 +260,7 @@ def _send(transport: Transport, tensor: Tensor, peer: int) -> Any:
 
 def _receive(transport: Transport, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
     room = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    wait(transport.receiver(Stuff.WORK, peer)(room), peer, "receiving what is tied or copied")
+    transport.wait(transport.receiver(Stuff.WORK, peer)(room), peer, "receiving what is tied or copied")
     return room
 
 

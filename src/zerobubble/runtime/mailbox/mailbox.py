@@ -1,9 +1,14 @@
-"""Messages of one step: receives posted early where their shapes are known, sends kept until they have left."""
+"""The messages of one step: receives are posted early where their shapes are known, and what was sent is kept until it has left.
+
+A message travels in one of two ways, which the transport's capabilities decide. Where it carries whole messages and their shapes are known,
+`WholeMessages` has a call for each. Else a message goes tensor by tensor over a line: in the first step with new inputs behind a note that
+announces its shapes, later in one buffer whose receive is posted early.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +18,14 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
 from zerobubble.program import Channel, Program, Recv, Send, channel_of
 from zerobubble.rules import Stuff, Value, uses
-from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsIn, MissingGradientsOut
+from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsIn, MissingGradientsOut, expect_notices
 from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
-from zerobubble.runtime.stage.stage import Cotangents, Tensors
-from zerobubble.runtime.transport.rings import Rings
-from zerobubble.runtime.transport.transport import Contact, Transport, wait
+from zerobubble.runtime.mailbox.whole_messages import WholeMessages
+from zerobubble.runtime.transport.contact import Exchange
+from zerobubble.runtime.transport.endpoint import Line, Work
+from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.memory import as_memory, is_plain, why_not_sent
-from zerobubble.runtime.values.payload import Layout, Payload, changes, layout_of
+from zerobubble.runtime.values.payload import Cotangents, Layout, Payload, Tensors, changes, layout_of
 from zerobubble.runtime.values.shapes import Known, Shapes, are_same_but_for_gradients, look_like, read_note, shapes_of, write_note
 
 
@@ -30,63 +36,72 @@ class Mailbox:
         self._device = transport.device
         self._rank = transport.rank
         self._num_stages = program.num_stages
-        self._rings = Rings(program, transport) if transport.connections else None
+        self._wait = transport.wait
         self._peer: dict[Value, int] = {}
-        self._contact: dict[Value, Contact] = {}
-        self._send: dict[tuple[int, Stuff], Any] = {}
-        self._receive: dict[tuple[int, Stuff], Any] = {}
-        self._missing_out: dict[int, MissingGradientsOut] = {}
-        self._missing_in: dict[int, MissingGradientsIn] = transport.posted
-        self._place: dict[Value, int] = {}
+        self._exchange: dict[Value, Exchange] = {}
+        self._send: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
+        self._receive: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
         for action in program.rows[transport.rank]:
             if isinstance(action, Send):
-                self._contact[action.value] = Contact(action.peer, f"sending {_describe(action.value)}")
+                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"sending {_describe(action.value)}")
                 self._send[action.peer, action.value.stuff] = transport.sender(action.value.stuff, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
-                self._contact[action.value] = Contact(action.peer, f"waiting for {_describe(action.value)}")
+                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"waiting for {_describe(action.value)}")
                 self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
-        if self._rings is None and self._device.type == "cpu":
+        can = transport.capabilities
+        self._whole_messages = WholeMessages(program, transport) if can.carries_whole_messages else None
+        self._missing_out: dict[int, MissingGradientsOut] = {}
+        # The transport's own dictionary: what is dropped there when connections close must not be kept here.
+        self._missing_in: dict[Line, MissingGradientsIn] = transport.standing
+        self._notices: dict[int, Line] = {}
+        self._place: dict[Value, int] = {}
+        if can.completes_in_order and not can.carries_whole_messages:
             self._watch_missing(program, transport)
         self._known = Known()
         self._announcing = False
-        self._shared: Rings | None = None
+        # What this step's messages go by, None where they go over lines.
+        self._whole: WholeMessages | None = None
+        # Receives that were asked for, in the order of each channel, and could not be posted yet.
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
-        self._arriving: dict[Value, tuple[Any, Sequence[Any]]] = {}
-        self._leaving: dict[Value, tuple[Tensors, list[Any], int]] = {}
-        self._gradient_of = {self._activation_of(v): v for v in self._contact if v.stuff is Stuff.GRADIENT}
+        # Received values: their tensors, and the works to wait for before they are there.
+        self._arriving: dict[Value, tuple[Any, Sequence[Work]]] = {}
+        # Sent values: their tensors, which stay unchanged until the works are done, and the rank they go to.
+        self._leaving: dict[Value, tuple[Tensors, list[Work], int]] = {}
+        self._gradient_of = {self._activation_of(value): value for value in self._exchange if value.stuff is Stuff.GRADIENT}
+        # For gradients whose sender does not know that some of their tensors need none any more: which of them are still needed.
         self._frozen: dict[Value, list[bool]] = {}
 
     def _watch_missing(self, program: Program, transport: Transport) -> None:
-        """Number the gradients of each channel, and be ready to tell and hear of some that are missing."""
+        """Number the gradients of each channel, and be ready to tell and to be told that some are missing."""
         places: dict[Channel, int] = defaultdict(int)
         for action in program.rows[transport.rank]:
             if isinstance(action, (Send, Recv)) and action.value.stuff is Stuff.GRADIENT:
                 channel = channel_of(transport.rank, action)
                 self._place[action.value] = places[channel]
                 places[channel] += 1
-        for source, peer, _ in places:
+        for source, destination, _ in places:
             if source == transport.rank:
-                self._missing_out[peer] = MissingGradientsOut(transport, peer)
-            elif source not in self._missing_in:
-                self._missing_in[source] = MissingGradientsIn(transport, source)
+                self._missing_out[destination] = MissingGradientsOut(transport, destination)
+            else:
+                self._notices[source] = expect_notices(transport, source)
 
     def begin(self, known: Known, announcing: bool) -> None:
         """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
         self._known = known
         self._announcing = announcing
-        self._shared = None if announcing else self._rings
-        if self._shared is not None:
-            self._shared.begin(known, self._shapes, self._largest_shapes)
+        self._whole = None if announcing else self._whole_messages
+        if self._whole is not None:
+            self._whole.begin(known, self._shapes, self._largest_shapes)
         self._frozen.clear()
-        for out in self._missing_out.values():
-            out.begin()
-        for into in self._missing_in.values():
-            into.begin()
+        for outgoing in self._missing_out.values():
+            outgoing.begin()
+        for incoming in self._missing_in.values():
+            incoming.begin()
 
     def post(self, value: Value, peer: int) -> None:
         """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
-        if self._announcing or self._shared is not None:
+        if self._announcing or self._whole is not None:
             self._unread[peer, value.stuff].append(value)
         else:
             self._start(value, peer)
@@ -96,10 +111,10 @@ class Mailbox:
         if value not in self._arriving:
             self._read_up_to(value)
         tensors, works = self._arriving.pop(value)
-        if self._shared is not None:
-            return self._taken_from_ring(value, tensors)
+        if self._whole is not None:
+            return self._taken_whole(value, tensors)
         for work in works:
-            wait(work, self._peer[value], f"waiting for {_describe(value)}")
+            self._wait(work, self._peer[value], f"waiting for {_describe(value)}")
         if value.stuff is Stuff.ACTIVATION:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
@@ -116,9 +131,9 @@ class Mailbox:
         """
         if value.stuff is Stuff.ACTIVATION:
             self._check(value, tensors)
-        if self._shared is not None:
-            with self._contact[value]:
-                self._shared.put[value](tensors)
+        if self._whole is not None:
+            with self._exchange[value]:
+                self._whole.put[value](tensors)
             return
         ahead: list[tuple[Tensor, Any]] = []
         outgoing: Sequence[Tensor]
@@ -140,7 +155,7 @@ class Mailbox:
         if value in self._leaving:
             _, works, peer = self._leaving.pop(value)
             for work in works:
-                wait(work, peer, f"sending {_describe(value)}")
+                self._wait(work, peer, f"sending {_describe(value)}")
 
     def drain(self, coming: Iterable[Value]) -> None:
         """Receive the values posted and still `coming`, and drop them; wait until all that was sent has left."""
@@ -160,9 +175,9 @@ class Mailbox:
         unread = self._unread[peer, value.stuff]
         while value not in self._arriving:
             following = unread.popleft()
-            if self._shared is not None:
-                with self._contact[following]:
-                    self._arriving[following] = self._shared.take[following](), ()
+            if self._whole is not None:
+                with self._exchange[following]:
+                    self._arriving[following] = self._whole.take[following](), ()
                 continue
             if value.stuff is Stuff.ACTIVATION:
                 self._read_note(following, peer)
@@ -171,9 +186,9 @@ class Mailbox:
     def _read_note(self, value: Value, peer: int) -> None:
         receive, what = self._receive[peer, value.stuff], f"waiting for {_describe(value)}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
-        wait(receive(length), peer, what)
+        self._wait(receive(length), peer, what)
         note = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        wait(receive(note), peer, what)
+        self._wait(receive(note), peer, what)
         self._known[value], layout = read_note(note)
         if layout is not None:
             self._known.layouts[value] = layout
@@ -210,14 +225,14 @@ class Mailbox:
     def _change(self, value: Value, tensors: Tensors) -> None:
         """An activation to be sent looks otherwise than in an earlier step: that may be only because stages were frozen or unfrozen.
 
-        A ring tells with each tensor whether a gradient flows back. Where messages cannot tell it, the next stage goes on as before: what
-        comes back for a tensor that needs no gradient any more is dropped, and a tensor that needs one only now is refused.
+        A whole message tells with each tensor whether a gradient flows back. Where messages cannot tell it, the next stage goes on as
+        before: what comes back for a tensor that needs no gradient any more is dropped, and a tensor that needs one only now is refused.
         """
         self._refuse_what_cannot_be_sent(value, tensors)
         before, now = self._known[value], shapes_of(tensors)
         if not are_same_but_for_gradients(before, now):
             raise InputError(_changed(value, before, now))
-        if self._shared is not None:
+        if self._whole is not None:
             self._learn(value, now)
             return
         needed = [(old.differentiable, new.differentiable) for old, new in zip(before, now, strict=True)]
@@ -228,13 +243,13 @@ class Mailbox:
 
     def _learn(self, activation: Value, shapes: Shapes) -> None:
         """A gradient flows back for other tensors of `activation` than before: its message and that of its gradient change."""
-        assert self._shared is not None
+        assert self._whole is not None
         self._known[activation] = shapes
         for value in (activation, self._gradient_of.get(activation)):
             if value is not None:
-                self._shared.change(value, self._shapes(value))
+                self._whole.change(value, self._shapes(value))
 
-    def _taken_from_ring(self, value: Value, tensors: Any) -> Any:
+    def _taken_whole(self, value: Value, tensors: Any) -> Any:
         if value.stuff is not Stuff.ACTIVATION:
             return tensors
         for tensor, shape in zip(tensors, self._known[value], strict=True):
@@ -248,18 +263,18 @@ class Mailbox:
         return tensors if layout is None else Payload.of(tensors, layout)
 
     def _may_lack(self, source: int, destination: int) -> bool:
-        """Whether gradients from `source`, off shared memory, are led by a tensor that tells which are there."""
+        """Whether gradients from `source` that go over lines are led by a tensor that tells which of them are there."""
         if self._announcing:
             return True
-        gaps = self._known.gaps
-        return bool(gaps) and Channel(source, destination, Stuff.GRADIENT) in gaps
+        lacking = self._known.missing_gradients
+        return bool(lacking) and Channel(source, destination, Stuff.GRADIENT) in lacking
 
     def _filled(self, value: Value, peer: int, gradients: Cotangents) -> Sequence[Tensor]:
-        """What goes on the channel for these gradients: zeros in gaps, and where they are expected, first which are there."""
+        """What goes on the channel for these gradients: zeros for missing ones, and where some are expected, first which are there."""
         there = [gradient is not None for gradient in gradients]
         if there and self._may_lack(self._rank, peer):
             if not all(there):
-                self._known.gaps.add(Channel(self._rank, peer, Stuff.GRADIENT))
+                self._known.missing_gradients.add(Channel(self._rank, peer, Stuff.GRADIENT))
             return [torch.tensor(there, dtype=torch.uint8, device=self._device), *packed(self._with_zeros(value, gradients))]
         if not all(there) and peer not in self._missing_out:
             raise InputError(_lacking(value, there.index(False)))
@@ -279,11 +294,12 @@ class Mailbox:
                 return ()
             told = tensors[0].tolist()
             if not all(told):
-                self._known.gaps.add(Channel(peer, self._rank, Stuff.GRADIENT))
+                self._known.missing_gradients.add(Channel(peer, self._rank, Stuff.GRADIENT))
             return _masked(tensors[1:], told)
-        if not self._missing_in:
+        if not self._notices:
             return tensors
-        there = self._missing_in[peer].told(self._place[value], len(tensors), f"waiting for {_describe(value)}")
+        notices = self._missing_in[self._notices[peer]]
+        there = notices.told(self._place[value], len(tensors), f"waiting for {_describe(value)}")
         return tensors if there is None else _masked(tensors, there)
 
     def _without_frozen(self, value: Value, gradients: Cotangents) -> Cotangents:

@@ -1,41 +1,43 @@
 """Gradients that come to be missing on a channel where none ever was: a notice says from which message on to expect lists of what is there.
 
 Receives are posted early in shapes that are known, so a missing gradient travels as zeros. The receive of a notice is posted before all
-others of its channel and both go over one connection in order: where a gradient has come, so has a notice that concerns it, and to see
-that there is none costs a look at one byte. Only the messages behind a notice, until the step is over, have lists. This is for lanes on
-CPUs: rings tell what is missing in their slots, and a GPU's host would have to wait for each message to know.
+others of its channel, and the transport completes messages between two ranks in order: where a gradient has come, so has a notice that
+concerns it, and to see that there is none costs a look at one byte. Only the messages behind a notice, until the step is over, have lists.
+A transport that carries whole messages tells by itself what is missing in them. One that does not complete in order, such as NCCL, whose
+host would have to wait for each message to know, has no notices: there a gradient that comes to be missing is an error.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerobubble.rules import Stuff
-from zerobubble.runtime.transport.transport import Transport, wait
+from zerobubble.runtime.transport.endpoint import Line, Work
+from zerobubble.runtime.transport.transport import Transport
 
 _NOTICE, _FIRST_LIST = 1, 2
-"""Lines beside the channel's own: for the notice, and one for the list of each message by its place on the channel."""
-_FORM = struct.Struct("<q?")
+"""Numbers of the lines beside the channel: one for the notice, and one for the list of each message by its place on the channel."""
+_NOTICE_FORM = struct.Struct("<q?")
+"""A notice: the place of the first message that has a list, and a byte that is not 0 once the notice has come."""
 
 
 class MissingGradientsOut:
     """The sender's end. Call `begin` before each step."""
 
     def __init__(self, transport: Transport, peer: int) -> None:
-        self._line = partial(transport.sender, Stuff.GRADIENT, peer)
+        self._transport = transport
+        self._peer = peer
         self._has_told = False
 
     def begin(self) -> None:
         """A step begins: nothing is missing so far."""
         self._has_told = False
 
-    def tell(self, place: int, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Any]]:
+    def tell(self, place: int, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Work]]:
         """Start telling, before message `place` is sent, which of its gradients are there, if any was missing in this step.
 
         Keep the tensors until the works beside them are done.
@@ -43,25 +45,42 @@ class MissingGradientsOut:
         there = [gradient is not None for gradient in gradients]
         if not self._has_told and all(there):
             return []
-        notes = [] if self._has_told else [(_NOTICE, torch.frombuffer(bytearray(_FORM.pack(place, True)), dtype=torch.uint8))]
-        notes.append((_FIRST_LIST + place, torch.tensor(there, dtype=torch.uint8)))
-        self._has_told = True
-        return [(tensor, self._line(aside)(tensor)) for aside, tensor in notes]
+        sent = []
+        if not self._has_told:
+            sent.append(self._send(_NOTICE, torch.frombuffer(bytearray(_NOTICE_FORM.pack(place, True)), dtype=torch.uint8)))
+            self._has_told = True
+        sent.append(self._send(_FIRST_LIST + place, torch.tensor(there, dtype=torch.uint8)))
+        return sent
+
+    def _send(self, number: int, tensor: Tensor) -> tuple[Tensor, Work]:
+        return tensor, self._transport.sender(Stuff.GRADIENT, self._peer, number)(tensor)
+
+
+def expect_notices(transport: Transport, peer: int) -> Line:
+    """Have a `MissingGradientsIn` for the notices of `peer` among the transport's standing receives; gives the line it is found by.
+
+    There is one for all programs of a pipeline: its receive stays posted from step to step, and another one posted on the same line would
+    get the notice in its place.
+    """
+    line = Line(peer, transport.rank, Stuff.GRADIENT, _NOTICE)
+    if line not in transport.standing:
+        transport.standing[line] = MissingGradientsIn(transport, peer)
+    return line
 
 
 class MissingGradientsIn:
-    """The receiver's end, one for all programs that use the channel. Call `begin` before each step."""
+    """The receiver's end. Call `begin` before each step."""
 
     def __init__(self, transport: Transport, peer: int) -> None:
+        self._transport = transport
         self._peer = peer
-        self._line = partial(transport.receiver, Stuff.GRADIENT, peer)
-        self._room = bytearray(_FORM.size)
+        self._room = bytearray(_NOTICE_FORM.size)
         self._post()
 
     def _post(self) -> None:
-        self._room[:] = bytes(_FORM.size)
+        self._room[:] = bytes(_NOTICE_FORM.size)
         self._first: int | None = None
-        self._work = self._line(_NOTICE)(torch.frombuffer(self._room, dtype=torch.uint8))
+        self._work = self._transport.receiver(Stuff.GRADIENT, self._peer, _NOTICE)(torch.frombuffer(self._room, dtype=torch.uint8))
 
     def begin(self) -> None:
         """A step begins: be ready for its notice."""
@@ -73,10 +92,11 @@ class MissingGradientsIn:
         if not self._room[-1]:
             return None
         if self._first is None:
-            wait(self._work, self._peer, what)
-            self._first = _FORM.unpack(self._room)[0]
+            self._transport.wait(self._work, self._peer, what)
+            self._first = _NOTICE_FORM.unpack(self._room)[0]
         if place < self._first:
             return None
         there = torch.empty(count, dtype=torch.uint8)
-        wait(self._line(_FIRST_LIST + place)(there), self._peer, what)
+        work = self._transport.receiver(Stuff.GRADIENT, self._peer, _FIRST_LIST + place)(there)
+        self._transport.wait(work, self._peer, what)
         return [bool(flag) for flag in there.tolist()]

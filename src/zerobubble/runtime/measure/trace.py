@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
 
 from zerobubble.ir import Op
 from zerobubble.rules import Value
+from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.timeline import Doing, Mark, Span, Timeline
 
 PINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """A rank's clock in nanoseconds; 0 in a ping, which asks for a reading."""
+
+    topic: ClassVar[Topic] = Topic.CLOCK
+
+    nanoseconds: int = 0
+
+    def numbers(self) -> tuple[float]:
+        return (float(self.nanoseconds),)
+
+    @classmethod
+    def read(cls, numbers: Tensor) -> ClockReading:
+        return cls(int(numbers.item()))
 
 
 class Records(NamedTuple):
@@ -48,8 +68,8 @@ def clock_shift(transport: Transport) -> int:
     for peer in range(1, transport.size):
         if transport.rank == 0:
             for _ in range(PINGS):
-                transport.listen(1, peer, 1)[0].wait()
-                transport.tell([float(perf_counter_ns())], peer, 1)[0].wait()
+                transport.listen(ClockReading, 1, peer).wait()
+                transport.tell(ClockReading(perf_counter_ns()), peer).wait()
         elif transport.rank == peer:
             trips = [_ping(transport) for _ in range(PINGS)]
             shift, trip = min(trips, key=lambda pair: pair[1])
@@ -59,8 +79,7 @@ def clock_shift(transport: Transport) -> int:
 
 def _ping(transport: Transport) -> tuple[int, int]:
     begin = perf_counter_ns()
-    transport.tell([0.0], 0, 1)[0].wait()
-    work, answer = transport.listen(1, 0, 1)
-    work.wait()
+    transport.tell(ClockReading(), 0).wait()
+    answer = transport.listen(ClockReading, 1, 0).wait()
     end = perf_counter_ns()
-    return int(answer.item()) - (begin + end) // 2, end - begin
+    return answer.nanoseconds - (begin + end) // 2, end - begin

@@ -33,9 +33,9 @@ from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.traceable import described, is_traceable, kind_of, shared_memory
 from zerobubble.runtime.split.work import collect_into
 from zerobubble.runtime.stage.skips import refusing
-from zerobubble.runtime.stage.stage import Cotangents, Stage, Tensors, _set_apart
+from zerobubble.runtime.stage.stage import Stage, _set_apart
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.values.payload import Layout, Payload, opaque_in, put_together, take_apart
+from zerobubble.runtime.values.payload import Cotangents, Layout, Payload, Tensors, opaque_in, put_together, take_apart
 
 
 class _TracedError(Exception):

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.values.payload import Payload, Stashed, layout_of, with_extra
+from zerobubble.runtime.values.payload import Payload, Stashed, Tensors, layout_of, with_extra
 
-Tensors = tuple[Tensor, ...]
 Finish = Callable[[Any], Tensor] | None
 
 

@@ -23,13 +23,9 @@ from zerobubble.runtime.split.report import SplitReport, at_once
 from zerobubble.runtime.split.work import WeightWork, collect_into
 from zerobubble.runtime.stage.skips import carry
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.values.payload import Payload, take_apart
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, take_apart
 from zerobubble.runtime.values.shapes import shapes_of
 
-Tensors = tuple[Tensor, ...]
-"""What crosses a stage boundary; a `Payload` where it is more than the positional arguments of the next stage."""
-Cotangents = tuple[Tensor | None, ...]
-"""The gradients of those tensors that can have one; None for one that the stage after it ignored."""
 run_backward = Variable._execution_engine.run_backward
 _AVERAGING = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.stage.stage import Tensors
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.values.payload import Payload, put_together, take_apart, tensors_in
+from zerobubble.runtime.values.payload import Payload, Tensors, put_together, take_apart, tensors_in
 
 UNCUT = 0
 """The size of a batch that came as microbatches."""

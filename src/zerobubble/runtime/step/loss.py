@@ -5,22 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.transport.transport import Transport, wait
+from zerobubble.runtime.transport.control import Expected, Sending, Topic
+from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.payload import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeight = Callable[[Any], "float | Tensor"]
 OnLoss = Callable[[int, Tensor], object]
 
-_TOPIC = 3
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_NONE = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """The losses that a rank knows, each in the place of its microbatch and 0 elsewhere; `dtype` is None where there are no targets.
+
+    `number` is the mean of all losses, from the rank that has it, or the weight of all microbatches, from a rank that tells its losses.
+    """
+
+    topic: ClassVar[Topic] = Topic.LOSS
+
+    dtype: torch.dtype | None
+    number: float
+    losses: tuple[float, ...]
+
+    def numbers(self) -> tuple[float, ...]:
+        dtype = -1 if self.dtype is None else _DTYPES.index(self.dtype)
+        return (float(dtype), self.number, *self.losses)
+
+    @classmethod
+    def read(cls, numbers: Tensor) -> LossReport:
+        dtype, number, *losses = numbers.tolist()
+        return cls(None if dtype < 0 else _DTYPES[int(dtype)], number, tuple(losses))
 
 
 class LossBook:
@@ -51,9 +74,9 @@ class LossBook:
         self._weights: list[float] | None = None
         self._known: list[Tensor | None] = []
         self._shares: list[Tensor | None] = []
-        self._telling: list[Any] = []
+        self._telling: list[Sending] = []
         self._result: Tensor | None = None
-        self._listening: dict[int, tuple[Any, Tensor]] = {}
+        self._listening: dict[int, Expected[LossReport]] = {}
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -84,7 +107,7 @@ class LossBook:
         self._telling = []
         self._result = self.losses = None
         sources = [exit for exit in dict.fromkeys(exits) if exit != rank] if rank == self._teller else [self._teller]
-        self._listening = {source: self._transport.listen(len(exits) + 2, source, _TOPIC) for source in sources}
+        self._listening = {source: self._transport.listen(LossReport, len(exits) + 2, source) for source in sources}
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
         """The share of one microbatch in the mean loss; the output itself when evaluating without targets."""
@@ -122,54 +145,46 @@ class LossBook:
     def _tell_all(self) -> None:
         shares = [share for share in self._shares if share is not None]
         total = sum(shares[1:], shares[0]) if shares else None
-        message = self._message(0.0 if total is None else total.item())
+        report = self._report(0.0 if total is None else total.item())
         others = [rank for rank in range(self._transport.size) if rank != self._teller]
-        self._telling = [(self._transport.tell(message, rank, _TOPIC), rank) for rank in others]
+        self._telling = [self._transport.tell(report, rank) for rank in others]
         self._result = total
 
-    def _message(self, number: float) -> list[float]:
-        """What is known of the losses, each in its place, after their dtype and one more number."""
+    def _report(self, number: float) -> LossReport:
         known = [loss for loss in self._known if loss is not None]
-        dtype = float(_DTYPES.index(known[0].dtype)) if known else _NONE
         values = iter(torch.stack(known).tolist() if known else ())
-        return [dtype, number, *(0.0 if loss is None else next(values) for loss in self._known)]
+        losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
+        return LossReport(known[0].dtype if known else None, number, losses)
 
     def close(self) -> Tensor | None:
         """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the messages of other ranks."""
         rank = self._transport.rank
         if rank in self._exits and rank != self._teller:
-            self._telling = [(self._transport.tell(self._message(self._total_weight), self._teller, _TOPIC), self._teller)]
-        for source in self._listening:
-            message = self._wait(source)
-            self._hear(source, message[0], message[1], message[2:])
+            self._telling = [self._transport.tell(self._report(self._total_weight), self._teller)]
+        for source, expected in self._listening.items():
+            self._hear(source, expected.wait("waiting for the loss"))
         if rank == self._teller and not self._telling:
             self._tell_all()
-        for (work, _), other in self._telling:
-            wait(work, other, "sending the loss")
+        for sending in self._telling:
+            sending.wait("sending the loss")
         known = [loss for loss in self._known if loss is not None]
         self.losses = torch.stack(known) if known else None
         return self._result
 
-    def _wait(self, source: int) -> Tensor:
-        """In a frame of its own: a message would keep its connection open while an exception of the caller is told."""
-        work, message = self._listening[source]
-        wait(work, source, "waiting for the loss")
-        return message
-
-    def _hear(self, source: int, kind: Tensor, number: Tensor, losses: Tensor) -> None:
+    def _hear(self, source: int, report: LossReport) -> None:
         """Take over the losses that `source` knows: all of them when it is the teller, and the mean with them."""
-        if kind.item() == _NONE:
+        if report.dtype is None:
             self._result = None
             return
-        dtype, device = _DTYPES[int(kind.item())], self._transport.device
-        values = losses.to(device, dtype).unbind()
+        device = self._transport.device
+        values = torch.tensor(report.losses, dtype=report.dtype, device=device).unbind()
         if source == self._teller:
             self._known = list(values)
-            self._result = number.to(device, dtype)
+            self._result = torch.tensor(report.number, dtype=report.dtype, device=device)
             return
-        if number.item() != self._total_weight:
+        if report.number != self._total_weight:
             raise InputError(
-                f"ranks {self._teller} and {source} weigh the microbatches by {self._total_weight:g} and {number.item():g} in all: "
+                f"ranks {self._teller} and {source} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all: "
                 "every rank with a last stage needs the targets of the whole batch"
             )
         for microbatch, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Messages between ranks of one machine: through shared memory, with a bell per channel to wake a sleeping receiver.
+"""Messages between CPU ranks of one machine: through shared memory, with an eventfd for each channel to wake a receiver that sleeps.
 
 A channel has a ring of slots. It holds at least as many messages as the program ever has receives posted at once, so a send never
 waits longer than under the rendezvous model in which every program is proved not to stop. What a message costs is one copy in, one
@@ -19,12 +19,15 @@ import socket
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, PeerGoneError, Put, Take, Work
+from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.values.memory import as_memory, is_memory
 from zerobubble.runtime.values.shapes import Shapes
 
@@ -35,14 +38,8 @@ _ALIGN = 64
 _SPIN_S = 100e-6
 _THERE, _MISSING, _TRACKED = 0, 1, 2
 """What is told of a tensor in a message: it is there, it is missing, or it is there and a gradient for it flows back."""
-
-
-Put = Callable[[Sequence[Tensor | None]], None]
-Take = Callable[[], tuple[Tensor | None, ...]]
-
-
-class PeerGoneError(RuntimeError):
-    """The other end of a channel closed it or did not answer in time."""
+ROOMY_BYTES = 32 << 20
+"""A ring takes this much room for messages beyond the slots it needs, so that senders run ahead."""
 
 
 def is_supported() -> bool:
@@ -50,27 +47,76 @@ def is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-class Connection:
-    """One end of a channel's wake-up line: a bell (an eventfd) to ring, and a socket that hands over segments and tells of the end.
+class SharedMemoryEndpoint(Endpoint):
+    """Whole messages go through a ring of slots in shared memory; what has no known shapes goes over the lines of `gloo`."""
 
-    Only the receiver `hears` the bell: a sender that waits for a slot would take a ring from it, or wait for one that it has taken.
+    name = "shared-memory"
+    capabilities = Capabilities(completes_in_order=True, carries_whole_messages=True)
+
+    def __init__(self, gloo: GlooEndpoint) -> None:
+        self.group = gloo.group
+        self._gloo = gloo
+        self._spins = gloo.group.size <= (os.cpu_count() or 1)
+        self._connections: dict[Channel, Connection] = {}
+        self._end = weakref.finalize(self, _close_all, self._connections)
+
+    def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
+        self._gloo.open(device, channels)
+        rendezvous = Rendezvous(self.group.name, self.group.rank, self._gloo.timeout)
+        rendezvous.listen(channels)
+        self._barrier()
+        self._connections.update(rendezvous.connect(channels))
+        self._barrier()
+        rendezvous.remove()
+
+    def _barrier(self) -> None:
+        self._gloo.gather(torch.zeros(1))
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        return self._gloo.sender(line)
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        return self._gloo.receiver(line)
+
+    def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> Ring:
+        """A ring with room for the largest message in each slot, and no fewer slots than the receiver waits for at a time."""
+        size = max(message_bytes(shapes) for shapes in messages)
+        slots = min(len(messages), max(at_once, ROOMY_BYTES // size))
+        sends = channel.source == self.group.rank
+        return Ring(self._connections[channel], slots, size, sends=sends, spins=self._spins)
+
+    def close(self) -> None:
+        self._end()
+        self._gloo.close()
+
+
+def _close_all(connections: dict[Channel, Connection]) -> None:
+    for connection in connections.values():
+        connection.close()
+    connections.clear()
+
+
+class Connection:
+    """One end of a channel's wake-up line: an eventfd that wakes the receiver, and a socket that hands over segments and tells of the end.
+
+    Only the receiver is woken by the eventfd (`wakes`): a sender that waits for a slot would consume a wake-up that was meant for it.
     """
 
-    def __init__(self, end: socket.socket, bell: int, timeout: float, *, hears: bool) -> None:
+    def __init__(self, end: socket.socket, wake_up: int, timeout: float, *, wakes: bool) -> None:
         self._socket = end
-        self._bell = bell
+        self._wake_up = wake_up
         self._timeout = timeout
         self._segments: list[int] = []
         self._gone = ""
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        if hears:
-            self._poll.register(bell, select.POLLIN)
+        if wakes:
+            self._poll.register(wake_up, select.POLLIN)
         end.setblocking(False)
 
-    def ring(self) -> None:
-        """Wake the other end."""
-        os.eventfd_write(self._bell, 1)
+    def wake(self) -> None:
+        """Wake the receiver."""
+        os.eventfd_write(self._wake_up, 1)
 
     def hand_over(self, segment: int) -> None:
         """Give the file descriptor of a segment to the other end."""
@@ -85,7 +131,7 @@ class Connection:
         return self._segments.pop(0)
 
     def sleep_until(self, ready: Callable[[], bool], longest_ms: int = 100) -> None:
-        """Sleep until `ready()`, woken by the bell; looks by itself at least every `longest_ms`, for it may ring just before sleep."""
+        """Sleep until `ready()`. Looks by itself at least every `longest_ms`, for the wake-up may come just before it sleeps."""
         end = time.monotonic() + self._timeout
         pause_ms = min(10, longest_ms)
         while not ready():
@@ -94,8 +140,8 @@ class Connection:
             if time.monotonic() > end:
                 raise PeerGoneError(f"no answer within {self._timeout:g} s")
             for descriptor, _ in self._poll.poll(pause_ms):
-                if descriptor == self._bell:
-                    os.eventfd_read(self._bell)
+                if descriptor == self._wake_up:
+                    os.eventfd_read(self._wake_up)
                 else:
                     self._read()
             pause_ms = min(2 * pause_ms, longest_ms)
@@ -110,13 +156,13 @@ class Connection:
             self._gone = str(error)
 
     def close(self) -> None:
-        """Let go of the line."""
+        """Close both."""
         self._socket.close()
-        os.close(self._bell)
+        os.close(self._wake_up)
 
 
 class Rendezvous:
-    """Opens the sockets of a pipeline's channels: receivers listen, everybody meets, senders connect."""
+    """Opens the sockets of a pipeline's channels: receivers listen, all ranks wait for each other, senders connect."""
 
     def __init__(self, name: str, rank: int, timeout: float) -> None:
         self._folder = os.path.join(tempfile.gettempdir(), f"zerobubble-{name}")
@@ -129,10 +175,10 @@ class Rendezvous:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         for channel in channels:
             if channel.destination == self._rank:
-                door = socket.socket(socket.AF_UNIX)
-                door.bind(self._path(channel))
-                door.listen(1)
-                self._listening[channel] = door
+                listener = socket.socket(socket.AF_UNIX)
+                listener.bind(self._path(channel))
+                listener.listen(1)
+                self._listening[channel] = listener
 
     def connect(self, channels: Sequence[Channel]) -> dict[Channel, Connection]:
         """The connections of the channels that start or end here; every rank must be listening."""
@@ -141,14 +187,15 @@ class Rendezvous:
             if channel.source == self._rank:
                 end = socket.socket(socket.AF_UNIX)
                 end.connect(self._path(channel))
-                bell = os.eventfd(0, os.EFD_CLOEXEC)
-                socket.send_fds(end, [b"b"], [bell])
-                ends[channel] = Connection(end, bell, self._timeout, hears=False)
-        for channel, door in self._listening.items():
-            door.settimeout(self._timeout)
-            end = door.accept()[0]
-            ends[channel] = Connection(end, socket.recv_fds(end, 1, 1)[1][0], self._timeout, hears=True)
-            door.close()
+                wake_up = os.eventfd(0, os.EFD_CLOEXEC)
+                socket.send_fds(end, [b"b"], [wake_up])
+                ends[channel] = Connection(end, wake_up, self._timeout, wakes=False)
+        for channel, listener in self._listening.items():
+            listener.settimeout(self._timeout)
+            end = listener.accept()[0]
+            (wake_up,) = socket.recv_fds(end, 1, 1)[1]
+            ends[channel] = Connection(end, wake_up, self._timeout, wakes=True)
+            listener.close()
             os.unlink(self._path(channel))
         return ends
 
@@ -163,7 +210,7 @@ class Rendezvous:
         return os.path.join(self._folder, f"{channel.source}-{channel.destination}-{channel.stuff}")
 
 
-class SharedLane:
+class Ring:
     """One end of a channel's ring for messages of up to `slot_bytes`, `slots` of them."""
 
     def __init__(self, connection: Connection, slots: int, slot_bytes: int, *, sends: bool, spins: bool) -> None:
@@ -207,7 +254,7 @@ class SharedLane:
                 ctypes.memmove(self._address + start + offset, whole.data_ptr(), room)
             self._count = words[_PUT] = count + 1
             if words[_ASLEEP]:
-                self._connection.ring()
+                self._connection.wake()
 
         return put
 

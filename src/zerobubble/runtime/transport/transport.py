@@ -1,252 +1,135 @@
-"""Messages between ranks: FIFO channels on torch.distributed backends, and a control line for small host-side values.
-
-Every (direction between two ranks, kind of stuff) has its own lane, so that no message ever waits behind one of another channel:
-a tag on gloo, a communicator on NCCL (where operations of one communicator run in order). The backends belong to the pipeline alone,
-so closing them wakes exactly the ranks of this pipeline.
-"""
+"""The front of a pipeline's transport: what the runtime above sends and receives with, whatever endpoint carries it."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import platform
-import re
-import uuid
 import weakref
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from zerobubble.errors import InputError
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
-from zerobubble.runtime.failure.blame import COMING, IN_TIME
-from zerobubble.runtime.transport.shared_memory import Connection, PeerGoneError, Rendezvous, is_supported
-
-_CONTROL_TAG = 16
-_BESIDE = 5040
-"""The distance in tags to a line beside a channel's own. Gloo shares tags out to network interfaces by remainder; any number up to 10
-divides this."""
-_LANES = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
-
-
-class LostContactError(Exception):
-    """A message could not be exchanged with `peer`, for this `reason`, while this rank did `what`."""
-
-    def __init__(self, peer: int, what: str, reason: str) -> None:
-        super().__init__(f"lost contact while {what}: {reason}")
-        self.peer = peer
-        self.what = what
-        self.reason = reason
+from zerobubble.runtime.transport.contact import STARTING, LostContactError, Waiting, reason_of
+from zerobubble.runtime.transport.control import ControlPayload, Expected, P, Sending
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Work
+from zerobubble.runtime.values.shapes import Shapes
 
 
 class Transport:
-    """The lanes of one pipeline. Ranks here are ranks in the pipeline's group. `posted` has, by peer, what stays posted between steps."""
+    """Sends and receives for one pipeline. Ranks are those of the endpoint's group.
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+    Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` gives another endpoint for those on a device. `standing` has
+    receives that stay posted from one step to the next; whoever posts them keeps them there, because they must be dropped before the
+    connections close. `wait(work, peer, doing)` waits for an exchange.
+    """
+
+    def __init__(self, endpoint: Endpoint, choose_for_tensors: Callable[[torch.device], Endpoint] | None = None) -> None:
+        self.group = endpoint.group
+        self.rank, self.size = endpoint.group.rank, endpoint.group.size
         self.device = torch.device("cpu")
-        self._timeout = timedelta(seconds=timeout)
-        self.connections: dict[Channel, Connection] = {}
-        self.posted: dict[int, Any] = {}
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, src=dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
-        self._name = name[0]
-        self.store: Any = self._prefix(dist.distributed_c10d._get_default_store(), f"zerobubble/{name[0]}")
-        self.store_host = _store_host(group)
-        self._controls: list[Any] = []
-        self._lanes: list[Any] = []
-        # A backend still open when the interpreter ends would abort the process.
-        self._end = weakref.finalize(self, _let_go, self._controls, self._lanes, self.connections, self.posted)
+        self.waiting = Waiting()
+        self.wait: Callable[[Work, int, str], None] = self.waiting.wait
+        self.standing: dict[Line, Any] = {}
+        self._for_topics = endpoint
+        self._for_tensors = endpoint
+        self._choose_for_tensors = choose_for_tensors
+        # At the end of the interpreter, finalizers run in the reverse order of their making: this one before those of the endpoints.
+        self._end = weakref.finalize(self, self.standing.clear)
 
-    def meet(self) -> None:
-        """Connect the control line. Every rank has it when it returns, so none can close it too early."""
-        self._controls.append(self._backend("control", "cpu"))
-        self._all_gather(torch.zeros(1))
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the endpoint that carries tensors can do."""
+        return self._for_tensors.capabilities
+
+    def connect(self) -> None:
+        """Reach the other ranks. All of them have their lines of topics when it returns, so none can close them too early."""
+        self._for_topics.connect()
+        self._barrier()
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
-        """Open the lanes for tensors on `device`, and where all ranks share a machine and compute on CPUs, the connections of `channels`.
+        """Open the lines for tensors on `device`, and `channels`. All ranks have them when it returns, so none can close them too early.
 
-        Every rank has them when it returns, so none can close them too early.
+        Raises `InputError` for a device whose tensors the endpoint does not carry.
         """
         self.device = device
-        places = self.gather_objects((platform.node(), _boot(), device.type == "cpu" and is_supported()))
-        self._lanes += [self._backend(f"lane{lane}", device.type) for lane in range(2 * len(_LANES) if device.type == "cuda" else 1)]
-        if len(set(places)) == 1 and places[0][2] and channels:
-            self._connect(channels)
-        self._all_gather(torch.zeros(1))
-        self.greet(channels)
+        if self._choose_for_tensors is not None:
+            self._for_tensors = self._choose_for_tensors(device)
+        if device.type not in self.capabilities.device_types:
+            carried = ", ".join(sorted(self.capabilities.device_types))
+            raise InputError(
+                f"transport {self._for_tensors.name!r} carries tensors on {carried}, and the stages are on {device}; "
+                "move them, or choose another transport"
+            )
+        self._for_tensors.open(device, channels)
+        self._barrier()
+        self.open_channels(channels)
 
-    def greet(self, channels: Iterable[Channel]) -> None:
-        """Connect these channels, which are the same on every rank, where a lane is a communicator.
+    def open_channels(self, channels: Iterable[Channel]) -> None:
+        """Connect channels before they are used; every rank calls it with the same ones."""
+        self._for_tensors.open_channels(channels)
 
-        NCCL makes one with the first message between two ranks, and holds each until the other is there: in the order of a schedule, ranks
-        would wait for each other in a circle.
+    def _barrier(self) -> None:
+        self._for_topics.gather(torch.zeros(1))
+
+    def sender(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
+        """A call that starts sending one tensor to `peer` and gives the work to wait for.
+
+        Line 0 is the channel itself. The call raises `LostContactError` where the connection is known to be gone.
         """
-        if len(self._lanes) < 2:
-            return
-        greeting = torch.zeros(1, device=self.device)
-        for source, destination, stuff in sorted(channels):
-            if source == self.rank:
-                wait(self.sender(stuff, destination)(greeting), destination, "connecting")
-            elif destination == self.rank:
-                wait(self.receiver(stuff, source)(greeting), source, "connecting")
+        return _telling_loss(self._for_tensors.sender(Line(self.rank, peer, stuff, number)), peer)
 
-    def _connect(self, channels: Sequence[Channel]) -> None:
-        doors = Rendezvous(self._name, self.rank, self._timeout.total_seconds())
-        doors.listen(channels)
-        self._all_gather(torch.zeros(1))
-        self.connections.update(doors.connect(channels))
-        self._all_gather(torch.zeros(1))
-        doors.remove()
+    def receiver(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
+        """A call that starts receiving one tensor from `peer` and gives the work to wait for; `number` and errors as for `sender`."""
+        return _telling_loss(self._for_tensors.receiver(Line(peer, self.rank, stuff, number)), peer)
 
-    def _prefix(self, store: Any, prefix: str) -> Any:
-        return dist.distributed_c10d.PrefixStore(prefix, store)
+    def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
+        """This rank's end of a channel that carries whole messages, as `Endpoint.message_lane` gives it."""
+        return self._for_tensors.message_lane(channel, messages, at_once)
 
-    def _backend(self, name: str, device_type: str) -> Any:
-        store = self._prefix(self.store, name)
-        if device_type != "cuda":
-            return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=self._timeout)
-        options = dist.distributed_c10d.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        return dist.distributed_c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+    def tell(self, payload: ControlPayload, peer: int) -> Sending:
+        """Start sending a control message to `peer`."""
+        numbers = torch.tensor(payload.numbers(), dtype=torch.float64)
+        start = _telling_loss(self._for_topics.sender(Line(self.rank, peer, payload.topic)), peer)
+        return Sending(start(numbers), numbers, peer, self.wait)
 
-    def _lane(self, stuff: Stuff, source: int, destination: int) -> tuple[int, int]:
-        """The backend and the tag of a channel."""
-        lane = 2 * _LANES.index(stuff) + (source < destination)
-        return (lane, 0) if len(self._lanes) > 1 else (0, lane)
-
-    def sender(self, stuff: Stuff, peer: int, aside: int = 0) -> Any:
-        """A function that starts sending one tensor to `peer` and returns the work to wait for.
-
-        On CPUs a channel has lines beside its own, numbered from 1, over the same connection.
-        """
-        lanes, (lane, tag) = self._lanes, self._lane(stuff, self.rank, peer)
-        return lambda tensor: _started(lanes[lane].send, tensor, peer, tag + aside * _BESIDE)
-
-    def receiver(self, stuff: Stuff, peer: int, aside: int = 0) -> Any:
-        """A function that posts the receive of one tensor from `peer` and returns the work to wait for; `aside` as for `sender`."""
-        lanes, (lane, tag) = self._lanes, self._lane(stuff, peer, self.rank)
-        return lambda tensor: _started(lanes[lane].recv, tensor, peer, tag + aside * _BESIDE)
-
-    def tell(self, values: Sequence[float], peer: int, topic: int) -> tuple[Any, Tensor]:
-        """Start sending a few numbers to `peer`; keep the result until the step is over."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        return _started(self._controls[0].send, tensor, peer, _CONTROL_TAG + topic), tensor
-
-    def listen(self, count: int, peer: int, topic: int) -> tuple[Any, Tensor]:
-        """Post the receive of `count` numbers from `peer`: (work, the tensor they will be in)."""
-        tensor = torch.empty(count, dtype=torch.float64)
-        return _started(self._controls[0].recv, tensor, peer, _CONTROL_TAG + topic), tensor
+    def listen(self, kind: type[P], count: int, peer: int) -> Expected[P]:
+        """Be ready for a control message of `count` numbers from `peer`, whose payload is a `kind`."""
+        numbers = torch.empty(count, dtype=torch.float64)
+        start = _telling_loss(self._for_topics.receiver(Line(peer, self.rank, kind.topic)), peer)
+        return Expected(kind, start(numbers), numbers, peer, self.wait)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's `value`, in rank order, on every rank."""
+        """Everyone's `value`, in rank order, on every rank. Call it in a `collective`."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([data.numel()]))
+        sizes = self._for_topics.gather(torch.tensor([data.numel()]))
         room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
         room[: data.numel()] = data
-        parts = self._all_gather(room)
+        parts = self._for_topics.gather(room)
         return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._controls[0].allgather([gathered], [tensor]).wait()
-        return gathered
+    def collective(self, doing: str) -> AbstractContextManager[None]:
+        """A context for what all ranks do together; its failure is told as `LostContactError` with everybody."""
+        return self.waiting.collective(doing)
 
     def close(self) -> None:
         """Drop every connection; a peer still waiting on one gets an error at once."""
         self._end()
+        self._for_tensors.close()
+        self._for_topics.close()
 
 
-def _let_go(controls: list[Any], lanes: list[Any], connections: dict[Channel, Connection], posted: dict[int, Any]) -> None:
-    posted.clear()
-    for connection in connections.values():
-        connection.close()
-    connections.clear()
-    lanes.clear()
-    controls.clear()
+def _telling_loss(start: Callable[[Tensor], Work], peer: int) -> Callable[[Tensor], Work]:
+    """`start` with the error of a connection that is known to be gone told as `LostContactError`."""
 
+    def started(tensor: Tensor) -> Work:
+        try:
+            return start(tensor)
+        except RuntimeError as error:
+            raise LostContactError(peer, STARTING, reason_of(error)) from error
 
-def reason_of(error: RuntimeError) -> str:
-    """Why a message could not be exchanged, in a few words, without the backend's place in its sources and its general advice."""
-    told = str(error).splitlines()[0]
-    if "imed out" in told or "no answer within" in told:
-        return IN_TIME
-    return re.sub(r"^\[[^\]]*\] *", "", told).split(". This is typically")[0]
-
-
-def _started(exchange: Any, tensor: Tensor, peer: int, tag: int) -> Any:
-    """The work of a send or receive; a connection that is known to be gone is told at once."""
-    try:
-        return exchange([tensor], peer, tag)
-    except RuntimeError as error:
-        raise LostContactError(peer, COMING, reason_of(error)) from error
-
-
-_waiting: tuple[int, str] | None = None
-"""The peer that this process waits for, and what it waits for; a wait that failed stays."""
-
-
-def waiting() -> tuple[int, str] | None:
-    """Whom this process waits for now, as (peer, what)."""
-    return _waiting
-
-
-def stop_waiting() -> None:
-    """A wait that failed has been told of."""
-    global _waiting
-    _waiting = None
-
-
-def wait(work: Any, peer: int, what: str) -> None:
-    """Wait for a message; raises `LostContactError` when the connection is gone or the timeout has passed."""
-    global _waiting
-    _waiting = peer, what
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise LostContactError(peer, what, reason_of(error)) from error
-    _waiting = None
-
-
-class Contact:
-    """Turns the failure of a shared-memory channel inside into `LostContactError`."""
-
-    __slots__ = ("_peer", "_what")
-
-    def __init__(self, peer: int, what: str) -> None:
-        self._peer = peer
-        self._what = what
-
-    def __enter__(self) -> None:
-        global _waiting
-        _waiting = self._peer, self._what
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        global _waiting
-        if kind is None:
-            _waiting = None
-        elif isinstance(error, PeerGoneError):
-            raise LostContactError(self._peer, self._what, reason_of(error)) from error
-
-
-def _store_host(group: dist.ProcessGroup | None) -> int | None:
-    """The rank of `group` whose process holds the store that all talk to, None when it is none of them."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosted = isinstance(store, dist.TCPStore) and not by_launcher  # type: ignore[attr-defined]
-    return ranks.index(0) if hosted and 0 in ranks else None
-
-
-def _boot() -> str:
-    """Which running machine this is: containers may share a host name."""
-    identity = Path("/proc/sys/kernel/random/boot_id")
-    return identity.read_text() if identity.exists() else ""
+    return started

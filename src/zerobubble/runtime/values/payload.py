@@ -10,6 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+Tensors: TypeAlias = tuple[Tensor, ...]
+"""What crosses a stage boundary; a `Payload` where it is more than the positional arguments of the next stage."""
+Cotangents: TypeAlias = tuple[Tensor | None, ...]
+"""The gradients of those tensors that can have one; None for one that the stage after it ignored."""
 _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _ROWS = (tuple, list, torch.Size)
 _MAPS = (dict, OrderedDict)

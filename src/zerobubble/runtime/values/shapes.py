@@ -35,14 +35,14 @@ Shapes = tuple[TensorShape, ...]
 class Known(dict[Value, Shapes]):
     """The shapes of a step's messages, learnt in an earlier one with the same inputs.
 
-    `layouts` are those of the messages that are more than tensors, and `gaps` the channels on which a gradient was missing. `flops` are the
-    floating-point operations of this rank's passes, where they were counted.
+    `layouts` are those of the messages that are more than tensors. `missing_gradients` are the channels on which a gradient was missing.
+    `flops` are the floating-point operations of this rank's passes, where they were counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.layouts: dict[Value, Layout] = {}
-        self.gaps: set[Channel] = set()
+        self.missing_gradients: set[Channel] = set()
         self.flops: int | None = None
 
 

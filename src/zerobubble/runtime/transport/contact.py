@@ -1,0 +1,99 @@
+"""Waiting for other ranks: whom this rank waits for now, and one exception for every way in which a message can fail to come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zerobubble.runtime.transport.endpoint import PeerGoneError, Work
+
+NOBODY = -2
+"""The `peer` of a rank that waits for none."""
+
+EVERYBODY = -1
+"""The `peer` of a rank that does something together with all others, where nobody knows whose message is missing."""
+
+IN_TIME = "no answer within `timeout`"
+"""The reason of a rank that has waited for as long as it may."""
+
+STARTING = "exchanging a message"
+"""What a rank does that finds a connection closed when it comes to use it."""
+
+
+class LostContactError(Exception):
+    """A message could not be exchanged with `peer`, for this `reason`, while this rank did `what`."""
+
+    def __init__(self, peer: int, what: str, reason: str) -> None:
+        super().__init__(f"lost contact while {what}: {reason}")
+        self.peer = peer
+        self.what = what
+        self.reason = reason
+
+
+class Waiting:
+    """Whom one rank of one pipeline waits for, so that a thread which is asked can tell while the rank itself is blocked.
+
+    `now` is the rank waited for and what for, None while there is none. A wait that failed stays until `forget`, so that the other ranks,
+    which look for who keeps them waiting, can follow it.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now: tuple[int, str] | None = None
+
+    def wait(self, work: Work, peer: int, doing: str) -> None:
+        """Wait for an exchange with `peer`; raises `LostContactError` when the connection is gone or the timeout has passed."""
+        self.now = peer, doing
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LostContactError(peer, doing, reason_of(error)) from error
+        self.now = None
+
+    def exchange(self, peer: int, doing: str) -> Exchange:
+        """A context for an exchange with `peer` that raises `PeerGoneError`; it can be entered again and again."""
+        return Exchange(self, peer, doing)
+
+    @contextmanager
+    def collective(self, doing: str) -> Iterator[None]:
+        """A context for what all ranks do together, such as `Transport.gather_objects`: its failure is `LostContactError` with
+        everybody."""
+        try:
+            with self.exchange(EVERYBODY, doing):
+                yield
+        except RuntimeError as error:
+            raise LostContactError(EVERYBODY, doing, reason_of(error)) from error
+
+    def forget(self) -> None:
+        """A wait that failed has been told of."""
+        self.now = None
+
+
+class Exchange:
+    """What `Waiting.exchange` gives. A class, because it is entered for every message of a step."""
+
+    __slots__ = ("_doing", "_peer", "_waiting")
+
+    def __init__(self, waiting: Waiting, peer: int, doing: str) -> None:
+        self._waiting = waiting
+        self._peer = peer
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        self._waiting.now = self._peer, self._doing
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self._waiting.now = None
+        elif isinstance(error, PeerGoneError):
+            raise LostContactError(self._peer, self._doing, reason_of(error)) from error
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Why a message could not be exchanged, in a few words, without the backend's place in its sources and its general advice."""
+    told = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "imed out" in told or "no answer within" in told:
+        return IN_TIME
+    return re.sub(r"^\[[^\]]*\] *", "", told).split(". This is typically")[0]

@@ -1,0 +1,160 @@
+"""The protocol of a transport: one rank's end of the lines between the ranks of a group, and what it can do beyond them.
+
+A minimal endpoint has `sender` and `receiver`: a call each that starts one exchange of one tensor over a line. All that a pipeline says,
+small control messages included, goes over such lines. An endpoint that can do more says so in its `capabilities`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zerobubble.program import Channel
+from zerobubble.rules import Stuff
+from zerobubble.runtime.transport.control import Topic
+from zerobubble.runtime.values.shapes import Shapes
+
+Put = Callable[[Sequence[Tensor | None]], None]
+"""Sends the tensors of one message, some of which may be missing."""
+Take = Callable[[], tuple[Tensor | None, ...]]
+"""Waits for the next message and gives its tensors, None for those that are missing."""
+
+
+class PeerGoneError(RuntimeError):
+    """The rank at the other end has closed the line, or did not answer in time."""
+
+
+class Work(Protocol):
+    """An exchange that has been started."""
+
+    def wait(self) -> object:
+        """Return when a tensor has been received, or when a tensor that was sent may be changed again.
+
+        On a device with streams it is enough that the current stream waits for it. Raises `RuntimeError`, such as `PeerGoneError`, when the
+        connection is gone; its text has "timed out" when the other rank did not answer in time.
+        """
+
+
+class Line(NamedTuple):
+    """Tensors travel along a line from rank `source` to rank `destination` in the order in which they were sent.
+
+    `carries` says what they are. Lines of `Stuff` carry what stages exchange, on the pipeline's device, and line 0 of them is the channel
+    of a program; further `number`s are lines beside it for what concerns its messages. Lines of a `Topic` carry one-dimensional tensors on
+    the CPU. No line waits for another.
+    """
+
+    source: int
+    destination: int
+    carries: Stuff | Topic
+    number: int = 0
+
+
+class Group(NamedTuple):
+    """This `rank` among `size` ranks, and a `store` that all of them reach.
+
+    The store is one of torch.distributed's, or has its methods `set`, `get`, `check` and `compare_set`; it is asked only when something
+    goes wrong, so it must not depend on the lines. Each pipeline needs a part of it for itself, such as a `PrefixStore`. `store_host` is
+    the rank whose process holds the store, None when it is none of these ranks. `name` differs between pipelines and is the same on all
+    ranks.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    store_host: int | None = None
+    name: str = ""
+
+
+class Capabilities(NamedTuple):
+    """What an endpoint can do beyond its lines."""
+
+    device_types: frozenset[str] = frozenset({"cpu"})
+    """The types of devices whose tensors it carries."""
+
+    completes_in_order: bool = False
+    """A receive that was started completes by itself, and of two messages between the same ranks, on whatever lines, the one sent first
+    completes first. Once a message has come, what was sent before it can be read without waiting."""
+
+    carries_whole_messages: bool = False
+    """It has a `message_lane` for each channel. Such a lane carries all tensors of a message at once and tells which are missing, but needs
+    to know the shapes of all its messages before the first; messages whose shapes are not known go over the lines."""
+
+
+class MessageLane(Protocol):
+    """One end of a channel that carries whole messages. A message tells of each tensor whether it is there and asks for a gradient."""
+
+    def sender(self, shapes: Shapes) -> Put:
+        """A call that sends a message of these `shapes`. It may wait for room, and raises `PeerGoneError`."""
+
+    def receiver(self, shapes: Shapes, *, differentiable: bool) -> Take:
+        """A call that gives the next message, which has these `shapes`. It waits for the message, and raises `PeerGoneError`.
+
+        With `differentiable`, its tensors ask for gradients where those that were sent do, which is expected to be where the shapes do.
+        """
+
+
+class Endpoint(ABC):
+    """One rank's end of a transport among the ranks of `group`.
+
+    An endpoint belongs to one pipeline, which calls `connect`, then `open`, then `open_channels`, on every rank, and `close` at the end. It
+    decides itself how long it waits for another rank.
+    """
+
+    group: Group
+    name = "of your own"
+    """What messages call this transport."""
+    capabilities = Capabilities()
+
+    @abstractmethod
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        """A call that starts sending one contiguous tensor along a line that begins here. The tensor stays unchanged until its work is
+        done.
+
+        Making the call must not communicate. The call returns without waiting for the receiver, and raises `RuntimeError` when the
+        connection is known to be gone.
+        """
+
+    @abstractmethod
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        """A call that starts receiving the next tensor of a line that ends here into a contiguous tensor of its size and dtype.
+
+        Receives are started in the order of the messages, long before these may come.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop every connection. A rank that waits at the other end of a line gets an error at once. Closing twice does nothing."""
+
+    def connect(self) -> None:  # noqa: B027 - most endpoints have nothing to do here
+        """Reach the other ranks: afterwards lines of topics work. Raises `RuntimeError` when not all ranks come."""
+
+    def open(self, device: torch.device, channels: Sequence[Channel]) -> None:  # noqa: B027
+        """Be ready for tensors on `device`. `channels` are those that programs may use, the same on every rank.
+
+        No rank sends before `open` has returned on all of them.
+        """
+
+    def open_channels(self, channels: Iterable[Channel]) -> None:  # noqa: B027
+        """Connect these channels where their first message would wait for both ranks. Every rank calls it with the same channels."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's `tensor`, in rank order; it is on the CPU and has the same size and dtype on all ranks."""
+        here, size = self.group.rank, self.group.size
+        others = [rank for rank in range(size) if rank != here]
+        gathered = [tensor if rank == here else torch.empty_like(tensor) for rank in range(size)]
+        works = [self.sender(Line(here, rank, Topic.GATHER))(tensor) for rank in others]
+        works += [self.receiver(Line(rank, here, Topic.GATHER))(gathered[rank]) for rank in others]
+        for work in works:
+            work.wait()
+        return gathered
+
+    def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
+        """This rank's end of `channel` for `messages` of at most these shapes, of which the receiver may wait for `at_once` at a time.
+
+        Both ends ask for the lanes of a channel in the same order. Only for endpoints that carry whole messages.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not carry whole messages")

@@ -1,0 +1,89 @@
+"""Lines over gloo, for tensors on CPUs: a tag for each line, so that none waits for another."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerobubble.program import Channel
+from zerobubble.rules import Stuff
+from zerobubble.runtime.transport.control import Topic
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, Work
+
+STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
+"""What stages exchange, in the order of the tags and communicators."""
+_TOPIC_TAG = 16
+_NUMBER_TAGS = 5040
+"""The distance in tags between lines of different numbers. Gloo shares tags out to network interfaces by remainder; any number up to 10
+divides this, so a line takes the same interface as those beside it and keeps its order among them."""
+
+
+class GlooEndpoint(Endpoint):
+    """Gloo backends of the pipeline's own, so that closing them wakes the ranks of this pipeline and no others: one for topics, one for
+    tensors. A wait ends with an error after `timeout` seconds."""
+
+    name = "gloo"
+    capabilities = Capabilities(completes_in_order=True)
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        self.group = group
+        self.timeout = timeout
+        self._for_topics: list[Any] = []
+        self._for_tensors: list[Any] = []
+        # A backend still open when the interpreter ends would abort the process.
+        self._end = weakref.finalize(self, _drop, self._for_topics, self._for_tensors)
+
+    def connect(self) -> None:
+        self._for_topics.append(self._backend("control"))
+
+    def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
+        self._for_tensors.append(self._backend("lines"))
+
+    def _backend(self, name: str) -> Any:
+        rank, size, store, *_ = self.group
+        prefixed = dist.distributed_c10d.PrefixStore(name, store)
+        return dist.distributed_c10d.ProcessGroupGloo(prefixed, rank, size, timeout=timedelta(seconds=self.timeout))
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        backends, tag, peer = self._backends(line), tag_of(line), line.destination
+        return lambda tensor: backends[0].send([tensor], peer, tag)
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        backends, tag, peer = self._backends(line), tag_of(line), line.source
+        return lambda tensor: backends[0].recv([tensor], peer, tag)
+
+    def _backends(self, line: Line) -> list[Any]:
+        """Where the line's backend is: the list, because a call that kept the backend itself would keep it open."""
+        return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.group.size)]
+        self._for_topics[0].allgather([gathered], [tensor]).wait()
+        return gathered
+
+    def close(self) -> None:
+        self._end()
+
+
+def tag_of(line: Line) -> int:
+    """The tag of a line. The two directions between two ranks share a connection, so they differ, too."""
+    if isinstance(line.carries, Topic):
+        return _TOPIC_TAG + line.carries.value
+    return lane_of(line) + line.number * _NUMBER_TAGS
+
+
+def lane_of(line: Line) -> int:
+    """A number for each kind of tensors and direction between two ranks, from 0 to 5."""
+    assert isinstance(line.carries, Stuff)
+    return 2 * STUFF.index(line.carries) + (line.source < line.destination)
+
+
+def _drop(*backends: list[Any]) -> None:
+    for held in backends:
+        held.clear()

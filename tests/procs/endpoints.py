@@ -1,0 +1,112 @@
+"""Transports that tests bring: one that promises as little as NCCL, one that counts, and one between threads of a process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from queue import Empty, Queue
+from threading import Lock
+from time import monotonic
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed import HashStore
+
+from zerobubble.rules import Stuff
+from zerobubble.runtime.transport import Capabilities, Endpoint, Group, Line, PeerGoneError, Work
+from zerobubble.runtime.transport.choice import over_torch
+from zerobubble.runtime.transport.gloo import GlooEndpoint
+
+E = TypeVar("E", bound=GlooEndpoint)
+
+
+class BareLines(GlooEndpoint):
+    """Gloo that promises no more than NCCL: nobody can tell on a channel that a gradient is missing where none ever was."""
+
+    capabilities = Capabilities()
+
+
+class CountingLines(GlooEndpoint):
+    """Gloo that counts the exchanges of tensors between stages, in `used`."""
+
+    used = 0
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        return self._counting(line, super().sender(line))
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        return self._counting(line, super().receiver(line))
+
+    def _counting(self, line: Line, start: Callable[[Tensor], Work]) -> Callable[[Tensor], Work]:
+        def counted(tensor: Tensor) -> Work:
+            self.used += isinstance(line.carries, Stuff)
+            return start(tensor)
+
+        return counted
+
+
+def of_group(kind: type[E], group: Any) -> E:
+    """This rank's endpoint among the ranks of a process group."""
+    return kind(over_torch(group, 60.0).group, 60.0)
+
+
+class Threads:
+    """What threads of one process share, each of them a rank: a queue for every line, a store, and the ranks that have closed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = HashStore()
+        self.closed: set[int] = set()
+        self._lock = Lock()
+        self._queues: dict[Line, Queue[Tensor]] = defaultdict(Queue)
+
+    def queue(self, line: Line) -> Queue[Tensor]:
+        with self._lock:
+            return self._queues[line]
+
+
+class ThreadEndpoint(Endpoint):
+    """A transport in one file: `Pipeline(transport=ThreadEndpoint(threads, rank))` in each thread."""
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.group = Group(rank, threads.size, threads.store)
+        self._threads = threads
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        queue = self._threads.queue(line)
+
+        def send(tensor: Tensor) -> Work:
+            queue.put(tensor.detach().clone())
+            return _Sent()
+
+        return send
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        return lambda tensor: _Receive(self._threads, line, tensor)
+
+    def close(self) -> None:
+        self._threads.closed.add(self.group.rank)
+
+
+class _Sent:
+    def wait(self) -> None:
+        """Nothing to wait for: the queue has a copy."""
+
+
+class _Receive:
+    """The next tensor of a line; receives of one line are waited for in the order in which they were started."""
+
+    def __init__(self, threads: Threads, line: Line, tensor: Tensor) -> None:
+        self._threads, self._line, self._tensor = threads, line, tensor
+
+    def wait(self) -> None:
+        queue, end = self._threads.queue(self._line), monotonic() + 30.0
+        while monotonic() < end:
+            is_closed = self._line.source in self._threads.closed
+            try:
+                self._tensor.copy_(queue.get(timeout=0.02))
+                return
+            except Empty:
+                if is_closed:
+                    raise PeerGoneError("the thread has closed its end") from None
+        raise PeerGoneError("timed out")
