@@ -13,7 +13,8 @@ from pathlib import Path
 
 from zerobubble import Costs, Schedule, make, simulate
 from zerobubble.blocks import KNOWN, Block, Steps, four_steps, known_block
-from zerobubble.cli.figures import Entry, equal_costs, judge, stages_passed
+from zerobubble.cli.evaluation import Evaluation, evaluate
+from zerobubble.cli.inputs import Costed, equal_costs
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg
@@ -64,8 +65,7 @@ $ zerobubble compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --times 10,10,8
 - Two boxes one above the other in one line are passes that run overlapped. Here overlapping saves no time: a pair takes as long as
   its two passes.
 - Hatched is idle: the bubble.
-- The grey strip below a rank is the activation memory it holds, with the peak at the right. 1 MB stands for what one microbatch leaves on
-  a rank.
+- The grey strip below a rank is the activation memory it holds, with the peak at the right in microbatches of all its stages.
 
 A schedule made from a building block has a second picture: the block, repeated, squeezed and reordered. There a lighter shade is a
 later copy of the block, a bar below a pass marks a later stage of the rank, and the number at the right is the peak in stage
@@ -91,7 +91,7 @@ class Piece:
     recipe: Recipe
     schedule: Schedule
     costs: Costs
-    entry: Entry
+    evaluation: Evaluation
     made_from: tuple[Block, Steps] | None
 
     @property
@@ -107,7 +107,7 @@ class Piece:
     @property
     def peaks(self) -> list[float]:
         """In microbatches, rank by rank."""
-        return [peak / UNIT_BYTES for peak in self.entry.peaks]
+        return self.evaluation.peak_microbatches
 
 
 Families = Mapping[str, Sequence[Piece]]
@@ -131,12 +131,12 @@ def families() -> Families:
 def _piece(recipe: Recipe) -> Piece:
     schedule = make(recipe.name, RANKS, MICROBATCHES)
     costs = _costs(schedule)
-    return Piece(recipe, schedule, costs, judge(schedule, costs), _made_from(schedule))
+    return Piece(recipe, schedule, costs, evaluate(Costed(schedule, costs, "1 ms for each of F, B and W")), _made_from(schedule))
 
 
 def _costs(schedule: Schedule) -> Costs:
     """1 ms for each of F, B and W and `UNIT_BYTES` of a rank and microbatch, in equal parts on the stages that it passes there."""
-    stages, parts = schedule.num_stages, stages_passed(schedule)
+    stages, parts = schedule.num_stages, schedule.num_stages / schedule.num_ranks
     times, held = [1 / parts] * stages, [round(UNIT_BYTES / parts)] * stages
     return Costs.from_ms(times, times, times, held_after_f=held, held_after_b=held)
 
@@ -153,7 +153,9 @@ def _made_from(schedule: Schedule) -> tuple[Block, Steps] | None:
 def _pictures(piece: Piece) -> dict[str, str]:
     """The timeline as SVG, and the four steps where the schedule is made from a block, by file name."""
     title = f"{RANKS} ranks, {MICROBATCHES} microbatches"
-    drawn = {f"{piece.name}.svg": timeline_svg(piece.entry.timeline, title=title, width=WIDTH, memory=piece.recipe.trains)}
+    unit = piece.evaluation.costed.microbatch_bytes
+    picture = timeline_svg(piece.evaluation.timeline, title=title, width=WIDTH, memory=piece.recipe.trains, microbatch_bytes=unit)
+    drawn = {f"{piece.name}.svg": picture}
     if piece.made_from:
         drawn[f"{piece.name}-block.svg"] = block_svg(*piece.made_from, WIDTH)
     return {name: TOOLTIP.sub("", text) for name, text in drawn.items()}
@@ -181,7 +183,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cells(piece: Piece) -> list[str]:
-    recipe, timeline = piece.recipe, piece.entry.timeline
+    recipe, timeline = piece.recipe, piece.evaluation.timeline
     kinds = {op.kind for _, _, op in piece.schedule.ops()}
     return [
         f"[{piece.name}](#{piece.name})",
@@ -191,7 +193,7 @@ def _cells(piece: Piece) -> list[str]:
         show_percent(timeline.bubble_makespan),
         show_percent(timeline.bubble_span),
         _peak(piece),
-        str(piece.entry.messages),
+        str(piece.evaluation.messages),
     ]
 
 
@@ -231,15 +233,15 @@ def _section(piece: Piece, twins: Sequence[str]) -> Iterator[str]:
 
 
 def _figures(piece: Piece) -> str:
-    timeline = piece.entry.timeline
+    timeline = piece.evaluation.timeline
     makespan = f"makespan {show_ms(timeline.makespan)}, bubble {show_percent(timeline.bubble_makespan)}"
     span = f"longest span of a rank {show_ms(timeline.span)}, bubble {show_percent(timeline.bubble_span)}"
-    return f"{makespan}; {span}; peak memory {_peak(piece)} microbatches; {piece.entry.messages} messages."
+    return f"{makespan}; {span}; peak memory {_peak(piece)} microbatches; {piece.evaluation.messages} messages."
 
 
 def _confirmed(piece: Piece) -> str:
     """A sentence about the closed forms that hold here and give what was simulated."""
-    timeline, at = piece.entry.timeline, setting(piece.schedule, piece.costs)
+    timeline, at = piece.evaluation.timeline, setting(piece.schedule, piece.costs)
     bubble, peak = FORMULAS[piece.name].bubble(at), FORMULAS[piece.name].peak
     simulated: list[tuple[str, Form, float]] = [
         ("bubble", bubble, timeline.span - timeline.work // RANKS),

@@ -209,7 +209,7 @@ def test_bad_input_is_refused_in_one_sentence(args: str, said: str) -> None:
 def test_an_unreadable_file_is_named_with_line_and_cell(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0B0\n1F0,1Q0\n")
-    assert f"cannot read a schedule from {file}: line 2, cell 2: '1Q0' is not a pass" in refused("check", str(file))
+    assert f"cannot read {file}: line 2, cell 2: '1Q0' is not a pass" in refused("check", str(file))
     file.write_bytes(b"\xff\xfe0F0")
     assert "not UTF-8" in refused("check", str(file))
 

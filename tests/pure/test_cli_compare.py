@@ -118,9 +118,9 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     assert "'zb-v' has 8 stages, the costs describe 4" in refused("compare", "gpipe", "zb-v", *SHAPE, "--costs", str(file))
     assert "--costs and --comm contradict" in refused("compare", "gpipe", *SHAPE, "--costs", str(file), "--comm", "1")
     file.write_text(make("gpipe", 2, 2).to_text())
-    assert f"cannot read costs from {file}: line 1: not JSON" in refused("compare", "gpipe", *SHAPE, "--costs", str(file))
+    assert f"{file} holds a schedule, not costs of stages or a plan" in refused("compare", "gpipe", *SHAPE, "--costs", str(file))
     file.write_text(dumps(make("gpipe", 2, 2)))
-    assert f"cannot read costs from {file}: it holds a schedule" in refused("compare", "gpipe", *SHAPE, "--costs", str(file))
+    assert f"{file} holds a schedule, not costs of stages or a plan" in refused("compare", "gpipe", *SHAPE, "--costs", str(file))
 
 
 def test_compare_writes_pictures_and_pages(tmp_path: Path) -> None:

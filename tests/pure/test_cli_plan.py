@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,6 +18,7 @@ import zerobubble as zb
 from zerobubble.cli import main
 from zerobubble.cli import plan as verb
 from zerobubble.cli.layers import equal_room, read_layers
+from zerobubble.cli.workload import SearchOptions
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress
@@ -261,14 +262,15 @@ def test_wrong_requests_are_one_sentence(options: tuple[str, ...], reason: str) 
 def test_the_bar_shows_bubble_and_gap_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
     monkeypatch.setattr(verb, "Console", lambda **_: Console(file=drawn, force_terminal=True, width=120))
-    with verb.progress_bar(5.0) as watch:
+    searching = SearchOptions("any", None, 5.0, None, 0)
+    with verb.progress_bar(searching) as watch:
         assert watch is not None
         watch(PlanProgress("wave-4", 0.0457, 0.012, "annealing"))
-    assert "wave-4: bubble 4.57 %, gap 1.20 %, annealing" in drawn.getvalue()
-    with verb.progress_bar(0.0) as watch:
+    assert "wave-4: bubble 4.57 %, 1.20 % longer than the bound, annealing" in " ".join(drawn.getvalue().split())
+    with verb.progress_bar(replace(searching, budget=0.0)) as watch:
         assert watch is None
     monkeypatch.setattr(verb, "Console", lambda **_: Console(file=drawn, force_terminal=False))
-    with verb.progress_bar(5.0) as watch:
+    with verb.progress_bar(searching) as watch:
         assert watch is None
 
 
@@ -378,7 +380,7 @@ def test_bytes_limit_a_plan_for_costs(tmp_path: Path) -> None:
         (("--microbatches", "6", "--placement", "vee", "--ranks", "4"), "has costs of 4 stages, but vee puts 2 on each of 4 ranks"),
         (("--microbatches", "6", "--placement", "veee"), "did you mean 'vee'"),
         (("--placement", "vee"), "plan needs --microbatches M"),
-        (("--memory", "4"), "--memory is not for --costs: give --memory-bytes"),
+        (("--microbatches", "6", "--placement", "vee", "--memory", "4"), "--memory is not for --costs: give --memory-bytes"),
         (("--times", "1,1,1"), "--costs and --times contradict each other"),
         (("--layers", "x"), "--costs and --layers contradict each other"),
         (("--per-rank", "x"), "--costs and --per-rank contradict each other"),

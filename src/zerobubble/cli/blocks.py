@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
-from zerobubble.cli.files import read_text, require_size, write_text
+from zerobubble.cli.files import is_file, read_text, require_size, write_text
 from zerobubble.cli.options import json_option, microbatches_option, ranks_option
 from zerobubble.costs import NS_PER_MS
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_html, block_svg
 
 
@@ -69,10 +69,12 @@ def _find(name: str, ranks: int | None) -> Block:
             raise InputError(f"{name} needs --ranks P")
         require_size(name, ranks * ranks)
         return known_block(name, ranks)
+    if not is_file(name):
+        raise InputError(f"there is no block {name!r}: {near(name, KNOWN)}known are {', '.join(KNOWN)}, or give a file with one")
     try:
         made = Block.from_text(read_text(name))
     except InputError as error:
-        raise InputError(f"{name} is neither a published block ({', '.join(KNOWN)}) nor a file with one: {error}") from error
+        raise InputError(f"cannot read a block from {name}: {error}") from error
     if ranks not in (None, made.placement.num_ranks):
         raise InputError(f"--ranks {ranks} does not fit {name}, which has {made.placement.num_ranks}: leave the option out")
     return made

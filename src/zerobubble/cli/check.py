@@ -8,12 +8,12 @@ from dataclasses import asdict
 
 import click
 
-from zerobubble.cli.figures import in_microbatches
-from zerobubble.cli.files import parse_schedule, read_text
-from zerobubble.cli.marks import excerpt, source_rows
-from zerobubble.cli.options import json_option
+from zerobubble.cli.excerpts import excerpt, source_rows
+from zerobubble.cli.inputs import Costed, find_schedule
+from zerobubble.cli.options import Shape, json_option, shape_options
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
+from zerobubble.export.units import counted, describe_shape
 from zerobubble.ir import Schedule
 from zerobubble.recognition import Recognition, recognise
 from zerobubble.simulation import peak_memory
@@ -26,11 +26,14 @@ MOST_RECOGNISED = 100_000
 
 
 @click.command("check")
-@click.argument("file")
+@click.argument("name")
+@shape_options
 @json_option
 @click.pass_context
-def check(ctx: click.Context, file: str, as_json: bool) -> None:
-    """Check the schedule in FILE (text, JSON or PyTorch CSV; - is stdin).
+def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
+    """Check whether the schedule NAME can run.
+
+    NAME is a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. It may also be a known schedule by name.
 
     Prints every fault as a sentence with its place in the file, root causes first, or else which known schedule it is or comes
     closest to. The exit code is 0 for a legal schedule, 1 for a faulty one and 2 for a file that cannot be read.
@@ -38,27 +41,28 @@ def check(ctx: click.Context, file: str, as_json: bool) -> None:
     \b
     Examples:
       zerobubble check mine.csv
+      zerobubble check plan.json --json
       zerobubble make zb-h2 --ranks 4 --microbatches 8 | zerobubble check -
     """
-    text = read_text(file)
-    schedule = parse_schedule(file, text)
+    given = find_schedule(name, shape)
+    schedule = given.schedule
     faults = schedule_faults(schedule)
     known = None if faults or sum(map(len, schedule.rows)) > MOST_RECOGNISED else recognise(schedule)
     if as_json:
         click.echo(json.dumps(_as_dict(schedule, faults, known), indent=2))
     else:
-        click.echo("\n".join(_explained(schedule, faults, text) if faults else _legal(schedule, known)))
+        click.echo("\n".join(_explained(schedule, faults, given.text or schedule.to_text()) if faults else _legal(schedule, known)))
     ctx.exit(FAULTY if faults else 0)
 
 
 def _peak(schedule: Schedule) -> float:
     """The most any rank holds, in microbatches, when B frees nothing."""
-    return in_microbatches(schedule, max(peak_memory(schedule, Costs.uniform(schedule.num_stages))))
+    costed = Costed(schedule, Costs.uniform(schedule.num_stages), "equal stages")
+    return max(costed.in_microbatches(peak_memory(schedule, costed.costs)))
 
 
 def _legal(schedule: Schedule, known: Recognition | None) -> Iterator[str]:
-    counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
-    yield f"{schedule.name} is legal: {counts}, peak {_peak(schedule):g} microbatches in memory"
+    yield f"{schedule.name} is legal: {describe_shape(schedule)}, {counted(_peak(schedule), 'microbatch')} in memory at most"
     yield str(known) if known else f"it is too long (more than {MOST_RECOGNISED:,} passes) to be compared with the known schedules"
 
 
@@ -67,7 +71,7 @@ def _explained(schedule: Schedule, faults: tuple[Fault, ...], text: str) -> Iter
     for fault in faults[:MOST_SHOWN]:
         yield "\n".join(filter(None, (fault.message, excerpt(fault, rows, schedule))))
     if len(faults) > MOST_SHOWN:
-        yield f"and {len(faults) - MOST_SHOWN} more faults (--json gives all of them)"
+        yield f"and {counted(len(faults) - MOST_SHOWN, 'more fault')} (--json gives all of them)"
 
 
 def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition | None) -> dict[str, object]:

@@ -3,50 +3,55 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerobubble.cli.files import parse_schedule, read_costs, read_text, read_value, write_text
-from zerobubble.cli.options import json_option
-from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ParseError
+from zerobubble.cli.files import is_file, read_timeline, write_text
+from zerobubble.cli.inputs import Costed, find_schedule, with_costs
+from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, shape_options
+from zerobubble.errors import InputError
 from zerobubble.explain import PARTS, Difference, diff, gaps
 from zerobubble.explain.words import lines
 from zerobubble.export.html import report_html
-from zerobubble.export.json_form import loads
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.report import Report
 from zerobubble.export.units import ms
-from zerobubble.ir import Schedule
-from zerobubble.planning.problem import Solved
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 TABLE_WIDTH = 130
 
+NOTE = "Times in ms. A row adds up to the makespan of the run: what the rank did or waited for, and why."
+
 
 @click.command("diff")
 @click.argument("plan")
 @click.argument("run")
-@click.option("--costs", "costs_file", metavar="FILE", help="Costs of each stage as JSON; a plan file brings its own.")
+@shape_options
+@cost_options
 @click.option("--html", metavar="FILE", help="Also write plan, run and causes to this file, as a page.")
 @click.option("--trace", metavar="FILE", help="Also write plan and run to this file, for ui.perfetto.dev.")
 @json_option
-def diff_verb(plan: str, run: str, costs_file: str | None, html: str | None, trace: str | None, as_json: bool) -> None:
-    """Tell where the measured timeline RUN took other than the PLAN, rank by rank and cause by cause.
+def diff_verb(plan: str, run: str, shape: Shape, given: CostOptions, html: str | None, trace: str | None, as_json: bool) -> None:
+    """Explain where the measured timeline RUN took other times than the PLAN, rank by rank and cause by cause.
 
-    PLAN is a plan file, or a schedule file (text, JSON or PyTorch CSV) with --costs. RUN is the JSON of what `Pipeline.timeline` gave.
+    PLAN is the schedule that ran: a plan, which brings its costs, or with --costs or --times a known schedule by name, a schedule file
+    (text or JSON) or PyTorch's schedule CSV; - is stdin. A name needs no --ranks and --microbatches: they are those of the run. RUN is
+    the JSON of what `Pipeline.timeline` gave.
 
     \b
     Examples:
       zerobubble diff plan.json run.json
+      zerobubble diff zb-h1 run.json --costs costs.json
       zerobubble diff zbv.txt run.json --costs costs.json --html diff.html --trace diff.trace.json
     """
-    schedule, costs = _plan(plan, costs_file)
-    measured = read_value(run, Timeline, "a timeline")
+    measured = read_timeline(run)
+    costed = _planned(plan, shape if is_file(plan) else _shape_of(measured, shape), given)
+    schedule, costs = costed.schedule, costed.costs
     difference, planned = diff(schedule, costs, measured), simulate(schedule, costs)
     idle = gaps(schedule, costs, planned), gaps(schedule, costs, measured)
     if html is not None:
@@ -60,20 +65,19 @@ def diff_verb(plan: str, run: str, costs_file: str | None, html: str | None, tra
         _print(difference, Console())
 
 
-def _plan(file: str, costs_file: str | None) -> tuple[Schedule, Costs]:
-    """The schedule and the costs it was planned with."""
-    text = read_text(file)
-    try:
-        value = loads(text)
-    except ParseError:
-        value = None
-    if isinstance(value, Solved):
-        if value.schedule is None:
-            raise InputError(f"{file} holds no schedule: {value.reason}")
-        return value.schedule, value.problem.costs if costs_file is None else read_costs(costs_file)
-    if costs_file is None:
-        raise InputError(f"{file} says nothing of costs: give those it was planned with as --costs FILE, or give a plan file")
-    return parse_schedule(file, text), read_costs(costs_file)
+def _shape_of(run: Timeline, shape: Shape) -> Shape:
+    """The shape with the ranks and microbatches of the run where the command line leaves them out."""
+    microbatches = 1 + max((span.op.microbatch for _, span in run.spans()), default=0)
+    return replace(shape, ranks=shape.ranks or run.num_ranks, microbatches=shape.microbatches or microbatches)
+
+
+def _planned(plan: str, shape: Shape, given: CostOptions) -> Costed:
+    """The schedule and the costs it was planned with; raises `InputError` where nothing says what those are."""
+    found = find_schedule(plan, shape)
+    if found.problem is None and not given_flags("costs_file", *EQUAL_COSTS):
+        raise InputError(f"{plan} says nothing of costs: give those it was planned with as --costs FILE or --times, or give a plan file")
+    (costed,) = with_costs([found], given)
+    return costed
 
 
 def _print(difference: Difference, console: Console) -> None:
@@ -82,12 +86,13 @@ def _print(difference: Difference, console: Console) -> None:
     console.width = max(console.width, TABLE_WIDTH)
     console.print()
     console.print(_table(difference))
+    console.print(f"\n{NOTE}", style="dim", highlight=False)
 
 
 def _table(difference: Difference) -> Table:
     """A line per rank, times in ms, which add up to the makespan of the run."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("rank", *PARTS, "run ms"):
+    for title in ("rank", *PARTS, "run"):
         table.add_column(title, justify="right")
     for account in difference.accounts:
         table.add_row(str(account.rank), *(f"{ms(time):,.2f}" for time in (*account.parts(), account.total)))

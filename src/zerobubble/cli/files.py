@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ParseError
-from zerobubble.export.json_form import loads
-from zerobubble.export.schedule_file import load_schedule
+from zerobubble.errors import InputError
+from zerobubble.export.document import describe_document, load_document
+from zerobubble.export.json_form import Document
 from zerobubble.ir import Schedule
+from zerobubble.planning.problem import Solved
 from zerobubble.schedules import known_schedules
+from zerobubble.timeline import Timeline
 
-Value = TypeVar("Value")
 Parsed = TypeVar("Parsed")
 
 MOST_PASSES = 2_000_000
@@ -28,19 +29,20 @@ def is_file(name: str) -> bool:
     return (name == "-" or bool(Path(name).suffix) or Path(name).exists()) and name not in known_schedules()
 
 
-def read_schedule(file: str) -> Schedule:
-    """The schedule in `file` (text, JSON or PyTorch CSV; `-` is stdin). Raises `InputError` naming the file for anything unreadable."""
-    return parse_schedule(file, read_text(file))
+def read_document(file: str) -> Document:
+    """Whatever is in `file`, recognised by how it starts; `-` is stdin. Raises `InputError` naming the file for anything unreadable."""
+    return parse_document(file, read_text(file))
 
 
-def parse_schedule(file: str, text: str) -> Schedule:
-    """The schedule in the `text` of `file`. Raises `InputError` naming the file for anything unreadable."""
+def parse_document(file: str, text: str) -> Document:
+    """Whatever is in the `text` of `file`. Raises `InputError` naming the file for anything unreadable."""
     try:
-        schedule = load_schedule(text, Path(file).stem if file != "-" else "stdin")
+        document = load_document(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
-        raise InputError(f"cannot read a schedule from {file}: {error}") from error
-    require_size(file, schedule.num_stages * schedule.num_microbatches)
-    return schedule
+        raise InputError(f"cannot read {file}: {error}") from error
+    if isinstance(document, Schedule):
+        require_size(file, document.num_stages * document.num_microbatches)
+    return document
 
 
 def require_size(name: str, passes: int) -> None:
@@ -50,19 +52,21 @@ def require_size(name: str, passes: int) -> None:
 
 
 def read_costs(file: str) -> Costs:
-    """The costs in `file`, in the JSON form. Raises `InputError` naming the file for anything else."""
-    return read_value(file, Costs, "costs")
+    """The costs of stages in `file`, a costs file or a plan. Raises `InputError` naming the file for anything else."""
+    document = read_document(file)
+    if isinstance(document, Solved):
+        return document.problem.costs
+    if not isinstance(document, Costs):
+        raise InputError(f"{file} holds {describe_document(document)}, not costs of stages or a plan")
+    return document
 
 
-def read_value(file: str, kind: type[Value], what: str) -> Value:
-    """The value of this `kind` in `file`, in the JSON form. Raises `InputError` naming the file and `what` was sought for anything else."""
-    try:
-        value = loads(read_text(file))
-    except ParseError as error:
-        raise InputError(f"cannot read {what} from {file}: {error}") from error
-    if not isinstance(value, kind):
-        raise InputError(f"cannot read {what} from {file}: it holds a {type(value).__name__.lower()}")
-    return value
+def read_timeline(file: str) -> Timeline:
+    """The timeline in `file`. Raises `InputError` naming the file for anything else."""
+    document = read_document(file)
+    if not isinstance(document, Timeline):
+        raise InputError(f"{file} holds {describe_document(document)}, not a timeline: write that of a run with Pipeline.timeline")
+    return document
 
 
 def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:

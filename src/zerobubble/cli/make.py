@@ -1,16 +1,15 @@
-"""`zerobubble make`: a known schedule as a file."""
+"""`zerobubble make`: a schedule as a file of another form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import click
 
-from zerobubble.cli.figures import equal_costs
 from zerobubble.cli.files import write_text
-from zerobubble.cli.options import json_option, make_schedule, microbatches_option, ranks_option, set_option, stages_option
+from zerobubble.cli.inputs import Given, find_schedule, with_costs
+from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, shape_options
 from zerobubble.errors import InputError
 from zerobubble.export.json_form import dumps
 from zerobubble.export.megatron import balanced_layers, to_megatron_layout
@@ -23,46 +22,29 @@ from zerobubble.lowering import lower
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
-
-def _played(schedule: Schedule) -> Timeline:
-    """The schedule where F, B and W of a rank and microbatch take 1 ms each and messages nothing."""
-    return simulate(schedule, equal_costs(schedule, (1, 1, 1), 0))
-
-
 LAYOUT = "megatron-layout"
-FORMATS: dict[str, Callable[[Schedule], str]] = {
+ORDERS: dict[str, Callable[[Schedule], str]] = {
     "text": Schedule.to_text,
     "json": dumps,
     "program": lambda schedule: lower(schedule).to_text(),
     "torch-csv": to_torch_csv,
     "torch-csv-comms": to_torch_comms_csv,
     "torch-csv-fsdp": partial(to_torch_comms_csv, unsharded=MOST_UNSHARDED),
-    "svg": lambda schedule: timeline_svg(_played(schedule)),
-    "perfetto": lambda schedule: perfetto_json(_played(schedule)),
 }
+"""Forms that tell the order of passes."""
+PICTURES: dict[str, Callable[[Timeline], str]] = {"svg": timeline_svg, "perfetto": perfetto_json}
+"""Forms that tell when each pass runs, which takes costs."""
 
 
 @click.command("make")
 @click.argument("name")
-@ranks_option
-@microbatches_option
-@stages_option
-@set_option
-@click.option("--format", "form", type=click.Choice([*FORMATS, LAYOUT]), help="Form of the file; text if not given.")
+@shape_options
+@cost_options
+@click.option("--format", "form", type=click.Choice([*ORDERS, *PICTURES, LAYOUT]), help="Form of the file; text if not given.")
 @click.option("--layers", type=int, metavar="N", help="Transformer layers of the model, for the layout.")
 @click.option("-o", "--output", metavar="FILE", help="Write here instead of to stdout.")
 @json_option
-def make_file(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    options: dict[str, Any],
-    form: str | None,
-    layers: int | None,
-    output: str | None,
-    as_json: bool,
-) -> None:
+def make_file(name: str, shape: Shape, given: CostOptions, form: str | None, layers: int | None, output: str | None, as_json: bool) -> None:
     """Write the schedule NAME in one of these forms:
 
     \b
@@ -71,29 +53,51 @@ def make_file(
       torch-csv        PyTorch's schedule CSV, format compute_only
       torch-csv-comms  the same with messages, format compute_comms
       torch-csv-fsdp   the same with messages, and weights gathered for FSDP
-      svg, perfetto    a picture; a trace for ui.perfetto.dev, at 1 ms a pass
+      svg, perfetto    a picture; a trace for ui.perfetto.dev
       megatron-layout  where the layers go: --pipeline-model-parallel-layout
+
+    NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and
+    traces are timed with --times, --comm, --held, --overlap or --costs, or else with the costs of the plan, or else with 1 ms for each of
+    F, B and W of a rank.
 
     \b
     Examples:
       zerobubble make zb-h1 --ranks 4 --microbatches 8
       zerobubble make zb-v --ranks 8 --microbatches 24 --format torch-csv -o zbv.csv
+      zerobubble make plan.json --format torch-csv -o plan.csv
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 10 --set group=4
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
     """
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
+    form = "json" if as_json else form or "text"
     if layers is not None and form != LAYOUT:
         raise click.UsageError(f"--layers belongs to --format {LAYOUT}: leave it out")
-    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, options)
-    text = FORMATS["json" if as_json else form or "text"](schedule) if form != LAYOUT else _layout(schedule, layers)
+    if form not in PICTURES and (flags := given_flags("costs_file", *EQUAL_COSTS)):
+        raise click.UsageError(f"{flags[0]} belongs to --format {' and '.join(PICTURES)}, the form {form} holds no times: leave it out")
+    text = _text(find_schedule(name, shape), form, given, layers)
     if output is None:
         click.echo(text, nl=False)
     else:
         write_text(output, text)
 
 
-def _layout(schedule: Schedule, layers: int | None) -> str:
+def _text(found: Given, form: str, given: CostOptions, layers: int | None) -> str:
+    """The schedule in the form asked for."""
+    if form in ORDERS:
+        return ORDERS[form](found.schedule)
+    if form == LAYOUT:
+        return _layout(found, layers)
+    (costed,) = with_costs([found], given)
+    return PICTURES[form](simulate(costed.schedule, costed.costs))
+
+
+def _layout(found: Given, layers: int | None) -> str:
+    """Megatron's layout of so many transformer `layers`, shared evenly; a plan for layers has a cut of its own, which that would undo."""
+    if found.problem is not None and (cut := found.problem.layers_per_stage):
+        sizes = " ".join(map(str, cut))
+        remedy = "spell each stage in E, t and L and write it with zerobubble.export.to_megatron_layout"
+        raise InputError(f"{found.name} has stages of {sizes} layers, and --format {LAYOUT} shares layers evenly: {remedy}")
     if layers is None:
         raise InputError(f"--format {LAYOUT} needs --layers N, the number of transformer layers of the model")
-    return to_megatron_layout(balanced_layers(schedule.placement, layers)) + "\n"
+    return to_megatron_layout(balanced_layers(found.schedule.placement, layers)) + "\n"

@@ -1,24 +1,39 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and options that belong together as one value."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from zerobubble.cli.files import require_size
-from zerobubble.errors import InputError
-from zerobubble.ir import Schedule
-from zerobubble.schedules import find, make
-
 MOST_MS = 1e9
 
-ranks_option = click.option("--ranks", type=int, metavar="P", help="Number of ranks in the pipeline.")
-microbatches_option = click.option("--microbatches", type=int, metavar="M", help="Number of microbatches in a batch.")
-stages_option = click.option("--stages-per-rank", type=int, metavar="V", help="Stages on each rank, for schedules that leave it open.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; errors stay on stderr.")
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+Times = tuple[float, float, float]
+"""F, B and W in ms."""
+
+
+def option_group(kind: type[Any], name: str, *options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
+    """A decorator for `options` that the verb gets as one argument `name`: a `kind`, a dataclass with a field for each of them."""
+    names = [field.name for field in fields(kind)]
+
+    def decorate(verb: Verb) -> Verb:
+        @wraps(verb)
+        def called(**values: Any) -> Any:
+            group = kind(**{key: values.pop(key) for key in names})
+            return verb(**values, **{name: group})
+
+        decorated: Any = called
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
 
 
 def milliseconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
@@ -31,7 +46,7 @@ def milliseconds_or_none(ctx: click.Context, param: click.Parameter, value: str 
     return None if value is None else _number(ctx, param, value)
 
 
-def three_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, float, float]:
+def three_times(ctx: click.Context, param: click.Parameter, value: str) -> Times:
     """The value of an option that takes the times of F, B and W in ms, with commas between."""
     parts = value.split(",")
     if len(parts) != 3:
@@ -51,46 +66,38 @@ def _number(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return number
 
 
-def refuse_beside(ctx: click.Context, option: str, *others: str) -> None:
-    """Raise where the parameter `option` is given and so is one of `others`, which say the same or have no meaning beside it."""
-    flags = {param.name: param.opts[-1] for param in ctx.command.params}
-    given = [name for name in (option, *others) if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    if option in given and len(given) > 1:
-        raise click.UsageError(f"{flags[option]} and {flags[given[1]]} contradict each other: give one")
-
-
-def settings(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:
+def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:
     """The values of an option that takes KEY=VALUE and may come again; a VALUE is JSON, or else the text that it is."""
     if wrong := [word for word in value if not word.partition("=")[0] or "=" not in word]:
         raise click.BadParameter(f"{wrong[0]!r} is not KEY=VALUE, such as group=8", ctx, param)
-    return {key: _value(text) for key, _, text in (word.partition("=") for word in value)}
+    return {key: _json_or_text(text) for key, _, text in (word.partition("=") for word in value)}
 
 
-def _value(text: str) -> Any:
+def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-set_option = click.option(
-    "--set", "options", multiple=True, callback=settings, metavar="KEY=VALUE", help="An option of the schedule's own; may come again."
-)
+def given_flags(*names: str) -> list[str]:
+    """The flags of those of the parameters `names` that stand on the command line, in this order."""
+    ctx = click.get_current_context()
+    flags = {param.name: param.opts[-1] for param in ctx.command.params}
+    return [flags[name] for name in names if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
 
 
-def make_schedule(
-    name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, options: dict[str, Any] | None = None
-) -> Schedule:
-    """The known schedule `name`; raises `InputError` for a missing count or one that is beyond the command line."""
-    recipe = find(name)
-    missing = [option for option, count in (("--ranks P", ranks), ("--microbatches M", microbatches)) if count is None]
-    if ranks is None or microbatches is None:
-        raise InputError(f"{name} needs {' and '.join(missing)}")
-    stages = recipe.stages_per_rank if stages_per_rank is None else stages_per_rank
-    require_size(name, 3 * ranks * microbatches * stages)
-    return make(name, ranks, microbatches, stages_per_rank, **(options or {}))
+def refuse_beside(option: str, *others: str) -> None:
+    """Raise where the parameter `option` is given and so is one of `others`, which say the same or have no meaning beside it."""
+    flag = given_flags(option)
+    if flag and (beside := given_flags(*others)):
+        raise click.UsageError(f"{flag[0]} and {beside[0]} contradict each other: give one")
 
 
+ranks_option = click.option("--ranks", type=int, metavar="P", help="Number of ranks in the pipeline.")
+microbatches_option = click.option("--microbatches", type=int, metavar="M", help="Number of microbatches in a batch.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; errors stay on stderr.")
+width_option = click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Columns to draw in; the terminal's if not given.")
 times_option = click.option(
     "--times", callback=three_times, default="1,1,1", metavar="F,B,W", help="Times of F, B and W in ms, per rank and microbatch."
 )
@@ -98,7 +105,59 @@ comm_option = click.option("--comm", callback=milliseconds, default="0", metavar
 held_option = click.option(
     "--held", type=click.FloatRange(0, 1000), default=1.0, metavar="X", help="Memory kept from B to W, as a share of what F saved."
 )
-overlap_option = click.option(
-    "--overlap", callback=milliseconds_or_none, metavar="T", help="Time of an F overlapped with a whole backward in ms; F+B+W if not given."
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is made with where it is given by name; None and empty where the command line does not say."""
+
+    ranks: int | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    options: dict[str, Any] | None = None
+
+
+shape_options = option_group(
+    Shape,
+    "shape",
+    ranks_option,
+    microbatches_option,
+    click.option("--stages-per-rank", type=int, metavar="V", help="Stages on each rank, for schedules that leave it open."),
+    click.option(
+        "--set", "options", multiple=True, callback=key_values, metavar="KEY=VALUE", help="An option of the schedule's own; may come again."
+    ),
 )
-width_option = click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Columns to draw in, the terminal's if not given.")
+"""The options of a verb that takes schedules by name; they make its argument `shape`."""
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What passes cost, as the command line says it: equal stages by times in ms, or a file; see `cli.inputs` for what they make."""
+
+    times: Times
+    comm: float
+    held: float
+    overlap: float | None
+    costs_file: str | None
+
+
+cost_options = option_group(
+    CostOptions,
+    "given",
+    times_option,
+    comm_option,
+    held_option,
+    click.option(
+        "--overlap",
+        callback=milliseconds_or_none,
+        metavar="T",
+        help="Time of an F overlapped with a whole backward in ms; F+B+W if not given.",
+    ),
+    click.option(
+        "--costs", "costs_file", metavar="FILE", help="Costs of each stage, from a costs file or a plan, instead of the four above."
+    ),
+)
+"""The options of a verb that times schedules; they make its argument `given`. A plan brings its own costs where none of them is given."""
+
+EQUAL_COSTS = ("times", "comm", "held", "overlap")
+"""The parameters that describe equal stages."""

@@ -8,10 +8,13 @@ from math import floor
 import click
 
 from zerobubble.cli.files import write_text
-from zerobubble.cli.plan import figures, progress_bar
-from zerobubble.cli.workload import Times, asked_placements, asked_work, planning_options
+from zerobubble.cli.options import json_option
+from zerobubble.cli.plan import progress_bar, solved_to_dict
+from zerobubble.cli.workload import SearchOptions, WorkOptions, read_question, search_options, work_options
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_html, front_svg
+from zerobubble.export.units import counted
+from zerobubble.planning import Objective
 from zerobubble.planning.pareto import Point, pareto
 
 MOST_POINTS = 100
@@ -33,56 +36,37 @@ def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 @click.command("pareto")
-@planning_options
+@work_options
+@search_options
 @click.option("--memory", "memories", callback=memory_range, metavar="LO:HI:STEP", help="Limits in microbatches; P/4:2P:P/8 if not given.")
 @click.option("--svg", metavar="FILE", help="Also write the picture to this file.")
 @click.option("--html", metavar="FILE", help="Also write picture and figures to this file, as a page.")
+@json_option
 def pareto_verb(
-    ranks: int | None,
-    microbatches: int | None,
-    times: Times,
-    comm: float,
-    held: float,
-    per_rank: str | None,
-    placement: str,
-    objective: str,
-    budget: float,
-    evaluations: int | None,
-    seed: int,
-    as_json: bool,
-    memories: list[float] | None,
-    svg: str | None,
-    html: str | None,
+    work: WorkOptions, search: SearchOptions, memories: list[float] | None, svg: str | None, html: str | None, as_json: bool
 ) -> None:
     """Find the smallest bubble for each amount of memory, over all placements of stages.
 
     The budget is for each limit. Each line is the best plan found for a limit, with the bound that no schedule on any of the
-    placements can beat.
+    placements can beat. With --costs, a costs file is planned on the placement that it was measured on, and a plan file gives the times
+    or costs, microbatches and objective that it was made for; limits are in microbatches of all the stages that a rank has.
 
     \b
     Examples:
       zerobubble pareto --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --held 0.941
       zerobubble pareto --ranks 8 --microbatches 24 --memory 4:12:1 --budget 20 --html front.html
+      zerobubble pareto --costs plan.json --budget 1
     """
-    work, microbatches = asked_work("pareto", ranks, microbatches, times, comm, held, per_rank)
-    p = work.num_ranks
+    question = read_question("pareto", work, search)
+    p = question.num_ranks
     limits = memories or [p * eighth / 8 for eighth in range(2, 17)]
-    with progress_bar(budget * len(limits) if evaluations is None else None) as watch:
-        front = pareto(
-            work,
-            microbatches,
-            limits,
-            placements=asked_placements(placement, p, microbatches),
-            objective=objective,
-            seconds=budget,
-            seed=seed,
-            evaluations=evaluations,
-            progress=watch,
-        )
+    with progress_bar(search, searches=len(limits)) as progress:
+        arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
+        front = pareto(question.work, question.microbatches, limits, placements=question.tried, **arguments)
     last = front.points[-1].plan.best
     if last.schedule is None:
         raise InputError(f"no schedule fits at any of the limits: {last.reason}")
-    title = f"Bubble and memory: {p} ranks, {microbatches} microbatches"
+    title = f"Bubble and memory: {counted(p, 'rank')}, {counted(question.microbatches, 'microbatch')}"
     for file, text in ((svg, front_svg), (html, front_html)):
         if file is not None:
             write_text(file, text(front, title))
@@ -91,6 +75,6 @@ def pareto_verb(
 
 def _as_dict(point: Point) -> dict[str, object]:
     """One limit: the winner's figures, None without one, and those of every placement; the bound is a bubble rate over all."""
-    answers = [figures(choice.name, choice.solved) for choice in point.plan.choices]
+    answers = [solved_to_dict(choice.name, choice.solved) for choice in point.plan.choices]
     best = answers[0] if point.plan.best.schedule is not None else None
     return {"memory": point.memory, "lower_bound": point.plan.lower_bound, "best": best, "choices": answers}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
 
 import click
 from rich.console import Console
@@ -13,70 +13,82 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zerobubble.cli.files import write_text
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_room, read_layers
-from zerobubble.cli.options import refuse_beside
-from zerobubble.cli.workload import Times, asked_placements, asked_shape, asked_stages, asked_work, planning_options
+from zerobubble.cli.options import json_option, option_group, refuse_beside
+from zerobubble.cli.workload import (
+    SearchOptions,
+    WorkOptions,
+    named_placements,
+    read_question,
+    refuse_limits_of_the_other_unit,
+    require_shape,
+    search_options,
+    work_options,
+)
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.export.units import ms
-from zerobubble.planning import Plan, Solved, plan, plan_layers
+from zerobubble.planning import Objective, Plan, Solved, plan, plan_layers
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.reasons import percent
 from zerobubble.planning.robust_order import robust_order_dict, robust_order_text, with_robust_winner
 from zerobubble.planning.sensitivity_text import what_if, what_if_text
 
-Told = tuple[dict[str, object], str]
-"""What is told beside the plan: keys for the JSON form, and text."""
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `plan` takes beside the work and the search: the room on each rank, other planners, and what else to say of the winner."""
+
+    memory: float | None
+    memory_bytes: int | None
+    layers: str | None
+    baseline: str | None
+    error: float | None
+    noise: float | None
+
+
+_SHARE = click.FloatRange(0, 100, True, True)
+plan_options = option_group(
+    PlanOptions,
+    "options",
+    click.option("--memory", type=float, metavar="X", help="Room on each rank, in microbatches of all its stages; all if not given."),
+    click.option("--memory-bytes", type=click.IntRange(1), metavar="N", help="Room on each rank in bytes, for costs of stages."),
+    click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times."),
+    click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours."),
+    click.option(
+        "--what-if", "error", type=_SHARE, metavar="PERCENT", help="Also say what becomes of the winner if times are off by so much."
+    ),
+    click.option(
+        "--noise",
+        type=_SHARE,
+        metavar="PERCENT",
+        help="Search on, as long again, for an order that is as short and suffers least where each pass varies by so much.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan with what is said beside it: keys for the JSON form, and paragraphs."""
+
+    plan: Plan
+    data: dict[str, object]
+    paragraphs: tuple[str, ...] = ()
+
+    def with_remark(self, data: dict[str, object], paragraph: str) -> Answer:
+        """The same plan with one more remark."""
+        return replace(self, data=self.data | data, paragraphs=(*self.paragraphs, paragraph))
 
 
 @click.command("plan")
-@planning_options
-@click.option("--memory", type=float, metavar="X", help="Room on each rank, in microbatches of all its stages; all if not given.")
-@click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours.")
-@click.option("--costs", "costs_file", metavar="FILE", help="JSON with the costs of each stage of one placement, instead of --times.")
-@click.option("--memory-bytes", type=click.IntRange(1), metavar="N", help="Room on each rank in bytes, for --costs.")
-@click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times.")
-@click.option(
-    "--what-if",
-    "error",
-    type=click.FloatRange(0, 100, True, True),
-    metavar="PERCENT",
-    help="Also tell what becomes of the winner if times are off.",
-)
-@click.option(
-    "--noise",
-    type=click.FloatRange(0, 100, True, True),
-    metavar="PERCENT",
-    help="Search the winner on, as long again, for an order that stands passes which vary by so much.",
-)
+@work_options
+@search_options
+@plan_options
 @click.option("--format", "form", type=click.Choice(["torch-csv"]), help="Print the winner as PyTorch's schedule CSV and nothing else.")
-@click.option("-o", "--output", metavar="FILE", help="Also save the winner with its bound and figures, for zb.io.load_plan.")
-@click.pass_context
-def plan_verb(
-    ctx: click.Context,
-    ranks: int | None,
-    microbatches: int | None,
-    times: Times,
-    comm: float,
-    held: float,
-    per_rank: str | None,
-    placement: str,
-    objective: str,
-    budget: float,
-    evaluations: int | None,
-    seed: int,
-    as_json: bool,
-    memory: float | None,
-    baseline: str | None,
-    costs_file: str | None,
-    memory_bytes: int | None,
-    layers: str | None,
-    error: float | None,
-    noise: float | None,
-    form: str | None,
-    output: str | None,
-) -> None:
+@click.option("-o", "--output", metavar="FILE", help="Also save the winner with all it was made from, for every verb and zb.io.load_plan.")
+@json_option
+def plan_verb(work: WorkOptions, search: SearchOptions, options: PlanOptions, form: str | None, output: str | None, as_json: bool) -> None:
     """Find the schedule with the smallest bubble for these times and this memory, over all placements of stages.
 
     Prints the winner and the other placements with their bubbles, memory and messages, the bound of each, which no schedule can
@@ -86,67 +98,86 @@ def plan_verb(
     schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory is
     then the room for microbatches in an equal share of the layers, beside an equal share of their parameters.
 
-    With --costs, as Pipeline.profile measures them, the order is planned for the stages of the placement that they were measured on,
-    within --memory-bytes.
+    With --costs and a costs file, as Pipeline.profile measures it, the order is planned for the stages of the placement that they were
+    measured on, within --memory-bytes. With --costs and a plan it is planned anew for what the plan was made for: its times or costs,
+    microbatches, memory and objective, unless they are given.
 
     \b
     Examples:
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
       zerobubble plan --ranks 8 --microbatches 24 --placement vee,wave-4 --memory 5 --budget 20 -o plan.json
+      zerobubble plan --costs plan.json --microbatches 48 --budget 60
       zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 8
-      zerobubble plan --microbatches 24 --costs costs.json --placement vee --memory-bytes 8000000000
+      zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
     """
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    refuse_beside(ctx, "layers", "per_rank", "baseline")
-    refuse_beside(ctx, "costs_file", "times", "comm", "held", "per_rank", "layers")
-    if memory is not None and costs_file is not None:
-        raise click.UsageError("--memory is not for --costs: give --memory-bytes, in bytes")
-    if memory_bytes is not None and costs_file is None:
-        raise click.UsageError("--memory-bytes is for --costs: give --memory, in microbatches")
-    if memory is not None and 0 < memory < 1:
-        raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
-    told: list[Told] = []
-    with progress_bar(budget * (1 if layers is None else 2) if evaluations is None else None) as watch:
-        search: dict[str, Any] = {"objective": objective, "seconds": budget, "seed": seed, "evaluations": evaluations, "progress": watch}
-        if costs_file is not None:
-            costs, made, microbatches = asked_stages(costs_file, ranks, microbatches, placement)
-            limits = None if memory_bytes is None else Limits((memory_bytes,) * made.num_ranks)
-            found = plan(costs, microbatches, limits, placements=made, baseline=baseline, **search)
-        elif layers is None:
-            work, microbatches = asked_work("plan", ranks, microbatches, times, comm, held, per_rank)
-            search |= {"placements": asked_placements(placement, work.num_ranks, microbatches), "baseline": baseline}
-            found = plan(work, microbatches, memory, **search)
-        else:
-            ranks, microbatches = asked_shape("plan", ranks, microbatches)
-            named, model = asked_placements(placement, ranks, microbatches), read_layers(layers, comm, held)
-            limits = None if memory is None else equal_room(model, ranks, memory)
-            together = plan_layers(model, named, microbatches, limits, **search)
-            found, told = together.plan, [(cuts_dict(together), cuts_text(together, len(model)))]
-    if noise is not None:
-        found, robust = with_robust_winner(found, noise / 100, seconds=budget, seed=seed, evaluations=evaluations)
-        problem = found.best.problem
-        told.append(({"noise": robust_order_dict(problem, robust)}, robust_order_text(problem, robust, noise / 100)))
-    schedule = found.schedule
+    refuse_beside("layers", "per_rank", "baseline")
+    refuse_beside("costs_file", "layers")
+    _require_room_for_one(options.memory)
+    answer = _with_remarks(_answer(work, search, options), search, options)
+    schedule = answer.plan.schedule
     if output is not None:
-        write_text(output, plan_text(found.best))
-    if error is not None and form is None:
-        moved = what_if(found.best, error / 100, seed=seed)
-        told.append(({"what_if": moved.to_dict()}, what_if_text(moved)))
+        write_text(output, plan_text(answer.plan))
     if as_json:
-        click.echo(json.dumps(as_dict(found) | {key: value for data, _ in told for key, value in data.items()}, indent=2))
+        click.echo(json.dumps(plan_to_dict(answer.plan) | answer.data, indent=2))
     elif form is not None:
         click.echo(to_torch_csv(schedule), nl=False)
     else:
-        click.echo("\n\n".join([str(found), *(text for _, text in told)]))
+        click.echo("\n\n".join([str(answer.plan), *answer.paragraphs]))
+
+
+def _require_room_for_one(memory: float | None) -> None:
+    if memory is not None and 0 < memory < 1:
+        raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
+
+
+def _answer(work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
+    """The plan for layers, stages or ranks, whichever the options describe."""
+    if options.layers is not None:
+        return _plan_layers(options.layers, work, search, options.memory)
+    question = read_question("plan", work, search)
+    refuse_limits_of_the_other_unit(question.work, options.memory, options.memory_bytes)
+    limits = question.limits if options.memory_bytes is None else Limits((options.memory_bytes,) * question.num_ranks)
+    memory = limits if options.memory is None else options.memory
+    with progress_bar(search) as progress:
+        arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
+        found = plan(question.work, question.microbatches, memory, placements=question.tried, baseline=options.baseline, **arguments)
+    return Answer(found, {})
+
+
+def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, memory: float | None) -> Answer:
+    """The plan for the layers in `file`, cut into stages together with the schedule."""
+    ranks, microbatches = require_shape("plan", work.ranks, work.microbatches)
+    placements = named_placements(search.placement, ranks, microbatches)
+    layers = read_layers(file, work.comm, work.held)
+    limits = None if memory is None else equal_room(layers, ranks, memory)
+    with progress_bar(search, searches=2) as progress:
+        found = plan_layers(layers, placements, microbatches, limits, **search.arguments(search.objective or Objective.SPAN, progress))
+    return Answer(found.plan, cuts_dict(found), (cuts_text(found, len(layers)),))
+
+
+def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -> Answer:
+    """The answer with a winner that stands noise, and what becomes of it where times are off, as far as they are asked for."""
+    if options.noise is not None:
+        share = options.noise / 100
+        found, robust = with_robust_winner(answer.plan, share, seconds=search.budget, seed=search.seed, evaluations=search.evaluations)
+        problem = found.best.problem
+        answer = replace(answer, plan=found)
+        answer = answer.with_remark({"noise": robust_order_dict(problem, robust)}, robust_order_text(problem, robust, share))
+    if options.error is not None:
+        moved = what_if(answer.plan.best, options.error / 100, seed=search.seed)
+        answer = answer.with_remark({"what_if": moved.to_dict()}, what_if_text(moved))
+    return answer
 
 
 @contextmanager
-def progress_bar(seconds: float | None) -> Iterator[ProgressCallback | None]:
+def progress_bar(search: SearchOptions, searches: int = 1) -> Iterator[ProgressCallback | None]:
     """What to call with news of a search, to be shown as a bar on a terminal; None where there is none, or nothing to wait for."""
     console = Console(stderr=True)
+    seconds = search.budget * searches if search.evaluations is None else None
     if not console.is_terminal or seconds == 0:
         yield None
         return
@@ -157,25 +188,25 @@ def progress_bar(seconds: float | None) -> Iterator[ProgressCallback | None]:
 def _shown(bar: Progress, seconds: float | None) -> ProgressCallback:
     task = bar.add_task("getting ready", total=seconds)
 
-    def watch(news: PlanProgress) -> None:
-        told = f"{news.placement}: bubble {percent(news.bubble)}, gap {percent(news.gap)}, {news.how}"
-        bar.update(task, completed=bar.tasks[0].elapsed or 0.0, description=told)
+    def show(news: PlanProgress) -> None:
+        description = f"{news.placement}: bubble {percent(news.bubble)}, {percent(news.gap)} longer than the bound, {news.how}"
+        bar.update(task, completed=bar.tasks[0].elapsed or 0.0, description=description)
 
-    return watch
+    return show
 
 
-def as_dict(found: Plan) -> dict[str, object]:
+def plan_to_dict(found: Plan) -> dict[str, object]:
     """The winner's figures, with its CSV, and those of every placement; bounds are bubble rates too."""
     return {
-        **figures(found.choices[0].name, found.best),
+        **solved_to_dict(found.choices[0].name, found.best),
         "seconds": found.seconds,
         "compile_seconds": found.compiling,
         "csv": to_torch_csv(found.schedule),
-        "choices": [figures(choice.name, choice.solved) | {"reason": choice.note} for choice in found.choices],
+        "choices": [solved_to_dict(choice.name, choice.solved) | {"reason": choice.note} for choice in found.choices],
     }
 
 
-def figures(name: str, solved: Solved) -> dict[str, object]:
+def solved_to_dict(name: str, solved: Solved) -> dict[str, object]:
     """The figures of one answer: bubbles and bounds as rates, times in ms, None where there is no schedule."""
     problem, timeline = solved.problem, solved.timeline
     bounds = problem.bounds()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 from rich.console import Console
@@ -11,142 +10,118 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerobubble.cli.drawing import draw, legend
-from zerobubble.cli.figures import equal_costs, in_microbatches
-from zerobubble.cli.files import is_file, read_schedule, write_text
-from zerobubble.cli.options import (
-    comm_option,
-    held_option,
-    json_option,
-    make_schedule,
-    microbatches_option,
-    overlap_option,
-    ranks_option,
-    set_option,
-    stages_option,
-    times_option,
-    width_option,
-)
-from zerobubble.errors import InputError
+from zerobubble.cli.files import write_text
+from zerobubble.cli.inputs import Costed, find_schedule, with_costs
+from zerobubble.cli.options import CostOptions, Shape, cost_options, json_option, shape_options, width_option
 from zerobubble.export.svg import timeline_svg
-from zerobubble.export.units import ms, show_ms, show_percent
-from zerobubble.ir import Schedule
+from zerobubble.export.units import counted, describe_shape, ms, show_bytes, show_ms, show_percent
 from zerobubble.simulation import simulate
 from zerobubble.timeline import RankFigures, Timeline
 
 TABLE_WIDTH = 72
 
+NOTE = (
+    "Times in ms. Lead and tail: idle before the first and after the last pass of the rank; gaps: idle between them. Span: from the "
+    "rank's first start to its last end. Bubble: the rank's idle share of the makespan."
+)
+
 
 @click.command("show")
 @click.argument("name")
-@ranks_option
-@microbatches_option
-@stages_option
-@set_option
-@times_option
-@comm_option
-@held_option
-@overlap_option
-@click.option("--svg", metavar="FILE", help="Also write the picture to this file.")
+@shape_options
+@cost_options
+@click.option("--svg", metavar="FILE", help="Also write the picture, with the memory of each rank, to this file.")
 @width_option
 @json_option
-def show(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    options: dict[str, Any],
-    times: tuple[float, float, float],
-    comm: float,
-    held: float,
-    overlap: float | None,
-    svg: str | None,
-    width: int | None,
-    as_json: bool,
-) -> None:
+def show(name: str, shape: Shape, given: CostOptions, svg: str | None, width: int | None, as_json: bool) -> None:
     """Draw the schedule NAME and print its bubble and memory.
 
-    NAME is a known schedule or a file with a schedule of your own (text, JSON or PyTorch CSV). Each of the V stages of a
-    rank takes 1/V of the times.
+    NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan is
+    drawn with the costs that it was made for, unless --times, --comm, --held, --overlap or --costs is given. Of V stages on a rank
+    each takes 1/V of --times.
 
     \b
     Examples:
       zerobubble show 1f1b --ranks 4 --microbatches 8
       zerobubble show zb-h1 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
-      zerobubble show mine.csv --svg mine.svg
+      zerobubble show plan.json
+      zerobubble show mine.csv --costs costs.json --svg mine.svg
     """
-    schedule = _find(name, ranks, microbatches, stages_per_rank, options)
-    timeline = simulate(schedule, equal_costs(schedule, times, comm, held, overlap))
+    (costed,) = with_costs([find_schedule(name, shape)], given)
+    timeline = simulate(costed.schedule, costed.costs)
     if svg is not None:
-        write_text(svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes)))
+        unit = None if costed.in_bytes else costed.microbatch_bytes
+        write_text(svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit))
     if as_json:
-        click.echo(json.dumps(_as_dict(schedule, timeline), indent=2))
+        click.echo(json.dumps(_as_dict(costed, timeline), indent=2))
     else:
-        _print(schedule, timeline, Console(width=width))
+        _print(costed, timeline, Console(width=width))
 
 
-def _find(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, options: dict[str, Any]) -> Schedule:
-    if not is_file(name):
-        return make_schedule(name, ranks, microbatches, stages_per_rank, options)
-    if options:
-        raise InputError(f"--set {next(iter(options))}=... does not fit the file {name}: leave the option out")
-    schedule = read_schedule(name)
-    given = {"--ranks": ranks, "--microbatches": microbatches, "--stages-per-rank": stages_per_rank}
-    actual = (schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank)
-    for (option, wanted), has in zip(given.items(), actual, strict=True):
-        if wanted not in (None, has):
-            raise InputError(f"{option} {wanted} does not fit {name}, which has {has}: leave the option out")
-    return schedule
-
-
-def _as_dict(schedule: Schedule, timeline: Timeline) -> dict[str, object]:
+def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
+    schedule = costed.schedule
+    ranks = [_rank_as_dict(costed, figures) for figures in timeline.ranks]
     return {
         "name": schedule.name,
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
+        "costs": costed.source,
         "makespan": ms(timeline.makespan),
         "span": ms(timeline.span),
         "bubble_makespan": timeline.bubble_makespan,
         "bubble_span": timeline.bubble_span,
-        "peak_microbatches": in_microbatches(schedule, timeline.peak_bytes or 0),
-        "ranks": [_rank_as_dict(schedule, figures) for figures in timeline.ranks],
+        "peak_microbatches": max(_peaks(costed, timeline)),
+        **({"peak_bytes": timeline.peak_bytes} if costed.in_bytes else {}),
+        "ranks": ranks,
     }
 
 
-def _rank_as_dict(schedule: Schedule, figures: RankFigures) -> dict[str, float]:
+def _rank_as_dict(costed: Costed, figures: RankFigures) -> dict[str, float]:
     times = {name: ms(getattr(figures, name)) for name in ("work", "lead", "gaps", "tail", "span")}
-    return {"rank": figures.rank, **times, "peak_microbatches": in_microbatches(schedule, figures.peak_bytes or 0)}
+    held = figures.peak_bytes or 0
+    peak_bytes = {"peak_bytes": held} if costed.in_bytes else {}
+    return {"rank": figures.rank, **times, "peak_microbatches": held / costed.microbatch_bytes[figures.rank], **peak_bytes}
 
 
-def _print(schedule: Schedule, timeline: Timeline, console: Console) -> None:
+def _peaks(costed: Costed, timeline: Timeline) -> list[float]:
+    return costed.in_microbatches([figures.peak_bytes or 0 for figures in timeline.ranks])
+
+
+def _print(costed: Costed, timeline: Timeline, console: Console) -> None:
     coloured = console.color_system in ("256", "truecolor")
-    counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
-    console.print(f"{escape(schedule.name)}: {counts}\n", highlight=False)
+    console.print(f"{escape(costed.schedule.name)}: {describe_shape(costed.schedule)}, {escape(costed.source)}\n", highlight=False)
     console.print(draw(timeline, console.width, coloured), soft_wrap=True)
     console.print()
     console.print(legend(timeline, coloured=coloured))
-    console.width = max(console.width, TABLE_WIDTH)
+    drawn, console.width = console.width, max(console.width, TABLE_WIDTH)
     console.print()
-    console.print(_table(schedule, timeline))
+    console.print(_table(costed, timeline))
     console.print()
-    console.print(_totals(schedule, timeline), highlight=False)
+    console.print(_totals(costed, timeline), highlight=False)
+    console.width = drawn
+    console.print(f"\n{NOTE}", style="dim", highlight=False)
 
 
-def _table(schedule: Schedule, timeline: Timeline) -> Table:
+def _table(costed: Costed, timeline: Timeline) -> Table:
     """A line per rank, times in ms; the bubble is the rank's idle share of the makespan."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("rank", "work ms", "lead", "gaps", "tail", "span", "bubble", "peak microbatches"):
+    for title in ("rank", "work", "lead", "gaps", "tail", "span", "bubble", "peak memory"):
         table.add_column(title, justify="right")
-    for figures in timeline.ranks:
+    for figures, microbatches in zip(timeline.ranks, _peaks(costed, timeline), strict=True):
         times = (f"{ms(time):,.3f}" for time in (figures.work, figures.lead, figures.gaps, figures.tail, figures.span))
         bubble = 1 - figures.work / timeline.makespan if timeline.makespan else 0.0
-        peak = in_microbatches(schedule, figures.peak_bytes or 0)
-        table.add_row(str(figures.rank), *times, show_percent(bubble), f"{peak:g}")
+        table.add_row(str(figures.rank), *times, show_percent(bubble), _memory(costed, microbatches, figures.peak_bytes or 0))
     return table
 
 
-def _totals(schedule: Schedule, timeline: Timeline) -> str:
+def _memory(costed: Costed, microbatches: float, peak_bytes: int) -> str:
+    """What a rank holds at most, in bytes where they are real."""
+    return show_bytes(peak_bytes) if costed.in_bytes else counted(microbatches, "microbatch")
+
+
+def _totals(costed: Costed, timeline: Timeline) -> str:
     metrics = (("makespan", timeline.makespan, timeline.bubble_makespan), ("longest rank span", timeline.span, timeline.bubble_span))
-    lines = [f"{name:<18} {show_ms(time):>12}   bubble {show_percent(bubble)}" for name, time, bubble in metrics]
-    peak = f"{in_microbatches(schedule, timeline.peak_bytes or 0):g} microbatches"
-    return "\n".join([*lines, f"{'peak memory':<18} {peak:>12}"])
+    lines = [f"{name:<18} {show_ms(time):>15}   bubble {show_percent(bubble)}" for name, time, bubble in metrics]
+    peak = _memory(costed, max(_peaks(costed, timeline)), timeline.peak_bytes or 0)
+    return "\n".join([*lines, f"{'peak memory':<18} {peak:>15}"])

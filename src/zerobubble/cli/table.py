@@ -10,15 +10,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from zerobubble.cli.figures import equal_costs, in_microbatches
-from zerobubble.cli.files import require_size
-from zerobubble.cli.options import comm_option, json_option, microbatches_option, ranks_option, times_option
-from zerobubble.costs import NS_PER_MS, Costs
+from zerobubble.cli.inputs import Costed, Given, equal_costs, equal_times, find_schedules
+from zerobubble.cli.options import Shape, Times, comm_option, given_flags, json_option, shape_options, times_option
+from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
 from zerobubble.export.units import ms, show_percent
 from zerobubble.formulas import FORMULAS, Form, setting
 from zerobubble.ir import Schedule
-from zerobubble.schedules import Recipe, known_schedules
+from zerobubble.schedules import known_schedules
 from zerobubble.simulation import peak_memory, simulate
 
 WIDEST_TABLE = 100
@@ -30,7 +29,7 @@ NOTE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Comparison:
     """A figure from a closed form and from the simulation; `holds` where the form's conditions do. `form` is None without one."""
 
     form: Form | None
@@ -46,108 +45,130 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One schedule of the table: bubble in ms, bubble rate of the span, peak in microbatches."""
+    """One schedule of the table: bubble in ms, bubble rate of the span, peak in microbatches. `name` is as it was asked for."""
 
+    name: str
     schedule: Schedule
-    bubble: Pair
+    bubble: Comparison
     rate: float
-    peak: Pair
+    peak: Comparison
 
 
 @click.command("table")
-@ranks_option
-@microbatches_option
+@click.argument("names", nargs=-1)
+@shape_options
 @times_option
 @comm_option
 @json_option
-def table(ranks: int | None, microbatches: int | None, times: tuple[float, float, float], comm: float, as_json: bool) -> None:
-    """Print bubble and peak memory of every schedule, from the papers' closed forms and simulated.
+def table(names: tuple[str, ...], shape: Shape, times: Times, comm: float, as_json: bool) -> None:
+    """Print bubble and peak memory of schedules, from the papers' closed forms and simulated.
+
+    NAMES are known schedules by name, or files: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without any
+    it is every known schedule that has the shape. A plan for equal ranks brings its times, unless --times or --comm is given.
 
     \b
     Examples:
       zerobubble table --ranks 8 --microbatches 24
-      zerobubble table --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
+      zerobubble table 1f1b zb-h1 zb-h2 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
+      zerobubble table plan.json zb-v 1f1b
     """
-    if ranks is None or microbatches is None:
-        raise InputError("table needs --ranks P and --microbatches M")
-    recipes = [recipe for recipe in known_schedules().values() if recipe.trains]
-    refused = [reason for recipe in recipes if (reason := recipe.refusal(ranks, microbatches))]
-    lines = [_line(recipe, ranks, microbatches, times, comm) for recipe in recipes if recipe.allows(ranks, microbatches)]
-    if not lines:
-        raise InputError(f"no schedule has this shape: {refused[0]}")
+    inputs, refused = (find_schedules(names, shape), []) if names else _every_schedule(shape)
+    planned = next((each for each in inputs if each.problem is not None), None)
+    if planned is not None and planned.problem is not None and not given_flags("times", "comm"):
+        times, comm = equal_times(planned.problem, planned.name)
+    lines = [_line(each, times, comm) for each in inputs]
     if as_json:
         click.echo(json.dumps([_as_dict(line) for line in lines], indent=2))
     else:
         _print(lines, refused, Console())
 
 
-def _line(recipe: Recipe, ranks: int, microbatches: int, times: tuple[float, float, float], comm: float) -> Line:
-    require_size(recipe.name, 3 * ranks * microbatches * recipe.stages_per_rank)
-    schedule = recipe.build(ranks, microbatches, recipe.stages_per_rank)
-    costs = equal_costs(schedule, times, comm)
-    timeline = simulate(schedule, costs)
-    idle = timeline.span - timeline.work // ranks
-    return Line(schedule, _bubble(schedule, costs, idle), timeline.bubble_span, _peak(schedule, costs))
+def _every_schedule(shape: Shape) -> tuple[list[Given], list[str]]:
+    """Every known schedule with backward passes that has the shape, and why the others have not; raises `InputError` where none has."""
+    ranks, microbatches = shape.ranks, shape.microbatches
+    if ranks is None or microbatches is None:
+        raise InputError("table needs --ranks P and --microbatches M")
+    recipes = [recipe for recipe in known_schedules().values() if recipe.trains]
+    refused = [reason for recipe in recipes if (reason := recipe.refusal(ranks, microbatches))]
+    able = [recipe.name for recipe in recipes if recipe.allows(ranks, microbatches)]
+    if not able:
+        raise InputError(f"no schedule has this shape: {refused[0]}")
+    return find_schedules(able, shape), refused
 
 
-def _bubble(schedule: Schedule, costs: Costs, simulated: int) -> Pair:
-    if schedule.name not in FORMULAS:
-        return Pair(None, None, ms(simulated), False)
-    at = setting(schedule, costs)
-    form = FORMULAS[schedule.name].bubble(at)
-    return Pair(form, form.value(at) / NS_PER_MS, ms(simulated), form.holds(at))
+def _line(given: Given, times: Times, comm: float) -> Line:
+    schedule = given.schedule
+    costed = Costed(schedule, equal_costs(schedule, times, comm), "equal stages")
+    timeline = simulate(schedule, costed.costs)
+    idle = timeline.span - timeline.work // schedule.num_ranks
+    return Line(given.name, schedule, _bubble(costed, idle), timeline.bubble_span, _peak(costed))
 
 
-def _peak(schedule: Schedule, costs: Costs) -> Pair:
-    simulated = in_microbatches(schedule, max(peak_memory(schedule, costs)))
-    if schedule.name not in FORMULAS:
-        return Pair(None, None, simulated, False)
-    at = setting(schedule, costs)
-    form = FORMULAS[schedule.name].peak
-    return Pair(form, form.value(at) / at.v, simulated, form.holds(at))
+def _bubble(costed: Costed, simulated: int) -> Comparison:
+    formulas = FORMULAS.get(costed.schedule.name)
+    if formulas is None:
+        return Comparison(None, None, ms(simulated), False)
+    at = setting(costed.schedule, costed.costs)
+    form = formulas.bubble(at)
+    return Comparison(form, form.value(at) / NS_PER_MS, ms(simulated), form.holds(at))
+
+
+def _peak(costed: Costed) -> Comparison:
+    simulated = max(costed.in_microbatches(peak_memory(costed.schedule, costed.costs)))
+    formulas = FORMULAS.get(costed.schedule.name)
+    if formulas is None:
+        return Comparison(None, None, simulated, False)
+    at = setting(costed.schedule, costed.costs)
+    return Comparison(formulas.peak, formulas.peak.value(at) / at.v, simulated, formulas.peak.holds(at))
 
 
 def _as_dict(line: Line) -> dict[str, object]:
     return {
-        "name": line.schedule.name,
+        "name": line.name,
         "num_stages": line.schedule.num_stages,
-        "bubble": _pair_as_dict(line.bubble),
+        "bubble": _comparison_as_dict(line.bubble),
         "bubble_span": line.rate,
-        "peak_microbatches": _pair_as_dict(line.peak),
+        "peak_microbatches": _comparison_as_dict(line.peak),
     }
 
 
-def _pair_as_dict(pair: Pair) -> dict[str, object]:
-    stated = {"formula": pair.form.text, "when": pair.form.when} if pair.form else {"formula": None, "when": None}
-    return {**stated, "closed": pair.closed, "simulated": pair.simulated, "holds": pair.holds, "agrees": pair.agrees}
+def _comparison_as_dict(comparison: Comparison) -> dict[str, object]:
+    stated = {"formula": comparison.form.text, "when": comparison.form.when} if comparison.form else {"formula": None, "when": None}
+    return {
+        **stated,
+        "closed": comparison.closed,
+        "simulated": comparison.simulated,
+        "holds": comparison.holds,
+        "agrees": comparison.agrees,
+    }
 
 
 def _print(lines: Sequence[Line], refused: Sequence[str], console: Console) -> None:
     drawn, console.width = console.width, max(console.width, WIDEST_TABLE)
-    console.print(_figures(lines))
+    console.print(_table(lines))
     console.width = drawn
     console.print(f"\n{NOTE}\n", style="dim", highlight=False)
-    widest = max(len(line.schedule.name) for line in lines)
+    widest = max(len(line.name) for line in lines)
     for line in lines:
         if line.bubble.form and line.peak.form:
             bubble, peak = line.bubble.form, line.peak.form
-            click.echo(f"{line.schedule.name:<{widest}}  bubble {bubble.text}, holds: {bubble.when}; peak in stages {peak.text}")
+            click.echo(f"{line.name:<{widest}}  bubble {bubble.text}, holds: {bubble.when}; peak in stages {peak.text}")
     for reason in refused:
         click.echo(f"left out: {reason}")
 
 
-def _figures(lines: Sequence[Line]) -> Table:
+def _table(lines: Sequence[Line]) -> Table:
     grid = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("schedule", "bubble", "simulated", "", "rate", "peak", "simulated", ""):
         grid.add_column(title, justify="right" if title not in ("schedule", "") else "left", no_wrap=True)
     for line in lines:
-        grid.add_row(line.schedule.name, *_texts(line.bubble), show_percent(line.rate), *_texts(line.peak))
+        grid.add_row(line.name, *_texts(line.bubble), show_percent(line.rate), *_texts(line.peak))
     return grid
 
 
-def _texts(pair: Pair) -> tuple[str, str, str]:
-    mark = "ok" if pair.agrees else "differs" if pair.holds else ""
-    return "–" if pair.closed is None else _number(pair.closed), _number(pair.simulated), mark
+def _texts(comparison: Comparison) -> tuple[str, str, str]:
+    mark = "ok" if comparison.agrees else "differs" if comparison.holds else ""
+    return "–" if comparison.closed is None else _number(comparison.closed), _number(comparison.simulated), mark
 
 
 def _number(value: float) -> str:

@@ -1,60 +1,201 @@
-"""What the planning verbs are asked: the work of each rank, from options or a file, and the room for it."""
+"""What the planning verbs are asked: the work of ranks, stages or layers, and where the stages may lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import click
 
-from zerobubble.cli.files import read_costs, read_json, require_size
-from zerobubble.cli.options import comm_option, held_option, json_option, microbatches_option, ranks_option, times_option
-from zerobubble.costs import Costs
+from zerobubble.cli.files import read_document, read_json, require_size
+from zerobubble.cli.options import (
+    Times,
+    comm_option,
+    held_option,
+    microbatches_option,
+    option_group,
+    ranks_option,
+    refuse_beside,
+    times_option,
+)
+from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ParseError
+from zerobubble.export.document import describe_document
 from zerobubble.ir import Placement
-from zerobubble.planning import Objective, Workload
+from zerobubble.planning import Objective, Problem, Solved, Workload
+from zerobubble.planning.competition import room_for_all
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
-
-Times = tuple[float, float, float]
-Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 _COLUMNS = ("forward", "backward", "weight")
 
-_OPTIONS = (
+
+@dataclass(frozen=True)
+class WorkOptions:
+    """What ranks do, as the command line says it: equal ranks by times in ms, or a file."""
+
+    ranks: int | None
+    microbatches: int | None
+    times: Times
+    comm: float
+    held: float
+    per_rank: str | None
+    costs_file: str | None
+
+
+work_options = option_group(
+    WorkOptions,
+    "work",
     ranks_option,
     microbatches_option,
     times_option,
     comm_option,
     held_option,
     click.option("--per-rank", metavar="FILE", help="JSON with the times of each rank in ms, instead of --times."),
-    click.option("--placement", default=ANY, metavar="NAME,...", help=f"Where stages may live: {', '.join(FAMILIES)}; {ANY} tries all."),
-    click.option("--objective", type=click.Choice([aim.value for aim in Objective]), default="span", help="What to make short."),
-    click.option("--budget", type=click.FloatRange(0, 86_400), default=5.0, metavar="SECONDS", help="Time to search; 0: best seed."),
-    click.option("--evaluations", type=click.IntRange(0), metavar="N", help="Tries instead of --budget: always the same answer."),
-    click.option("--seed", type=click.IntRange(0), default=0, metavar="N", help="Seed of the search."),
-    json_option,
+    click.option(
+        "--costs", "costs_file", metavar="FILE", help="A costs file, or a plan to make anew from what it was made for, instead of --times."
+    ),
 )
+"""The options of a planning verb that say what ranks do; they make its argument `work`."""
 
 
-def planning_options(verb: Verb) -> Verb:
-    """The options that every planning verb takes."""
-    for option in reversed(_OPTIONS):
-        verb = option(verb)
-    return verb
+@dataclass(frozen=True)
+class SearchOptions:
+    """How to search, as the command line says it."""
+
+    placement: str
+    objective: str | None
+    budget: float
+    evaluations: int | None
+    seed: int
+
+    def arguments(self, objective: str, progress: object) -> dict[str, Any]:
+        """The arguments of the planner."""
+        budget = {"seconds": self.budget, "evaluations": self.evaluations}
+        return {"objective": objective, "seed": self.seed, "progress": progress, **budget}
 
 
-def asked_work(
-    verb: str, ranks: int | None, microbatches: int | None, times: Times, comm: float, held: float, per_rank: str | None
-) -> tuple[Workload, int]:
-    """The work of each rank and the number of microbatches; raises `InputError` for what is missing or contradicts the file."""
-    work = None if per_rank is None else read_workload(per_rank, comm, held)
-    ranks, microbatches = asked_shape(verb, work.num_ranks if ranks is None and work else ranks, microbatches)
-    if work is not None and work.num_ranks != ranks:
-        raise InputError(f"--ranks {ranks} does not fit {per_rank}, which has times for {work.num_ranks}: leave the option out")
-    return work or Workload.uniform(ranks, times, comm, held), microbatches
+search_options = option_group(
+    SearchOptions,
+    "search",
+    click.option("--placement", default=ANY, metavar="NAME,...", help=f"Where stages may lie: {', '.join(FAMILIES)}; {ANY} tries all."),
+    click.option(
+        "--objective",
+        type=click.Choice([aim.value for aim in Objective]),
+        help="What to make short: the longest span of a rank (if not given), or the makespan over all ranks.",
+    ),
+    click.option("--budget", type=click.FloatRange(0, 86_400), default=5.0, metavar="SECONDS", help="Time to search; 0: no search."),
+    click.option(
+        "--evaluations", type=click.IntRange(0), metavar="N", help="Schedules to try instead of --budget: always the same answer."
+    ),
+    click.option("--seed", type=click.IntRange(0), default=0, metavar="N", help="Seed of the search."),
+)
+"""The options of a planning verb that say how to search; they make its argument `search`."""
 
 
-def asked_shape(verb: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned: the work of ranks or the costs of stages, how many microbatches, and on which placements, by their names.
+
+    `limits` and `objective` are those of the plan file that asks, None without one.
+    """
+
+    work: Workload | Costs
+    microbatches: int
+    placements: dict[str, Placement]
+    limits: Limits | None = None
+    objective: str | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return next(iter(self.placements.values())).num_ranks
+
+    @property
+    def tried(self) -> list[str] | Placement:
+        """The placements as the planner takes them: by name for the work of ranks, the only one for the costs of its stages."""
+        return list(self.placements) if isinstance(self.work, Workload) else next(iter(self.placements.values()))
+
+
+def read_question(verb: str, work: WorkOptions, search: SearchOptions) -> Question:
+    """What the options ask for; raises `InputError` for what is missing or contradicts a file."""
+    refuse_beside("costs_file", "times", "comm", "held", "per_rank")
+    if work.costs_file is None:
+        ranks = None if work.per_rank is None else read_workload(work.per_rank, work.comm, work.held)
+        return _of_ranks(verb, work, search, ranks, work.per_rank)
+    document = read_document(work.costs_file)
+    if isinstance(document, Workload):
+        return _of_ranks(verb, work, search, document, work.costs_file)
+    if isinstance(document, Costs):
+        return _of_stages(verb, work, search, document)
+    if isinstance(document, Solved):
+        return _of_plan(verb, work, search, document.problem)
+    raise InputError(f"{work.costs_file} holds {describe_document(document)}, not costs of stages, the work of ranks or a plan")
+
+
+def _of_ranks(verb: str, work: WorkOptions, search: SearchOptions, ranks: Workload | None, file: str | None) -> Question:
+    """The work of ranks, from a file or from the times of equal ranks, on the placements that are named."""
+    count, microbatches = require_shape(verb, ranks.num_ranks if work.ranks is None and ranks else work.ranks, work.microbatches)
+    if ranks is not None and ranks.num_ranks != count:
+        raise InputError(f"--ranks {count} does not fit {file}, which has times for {ranks.num_ranks}: leave the option out")
+    known = ranks or Workload.uniform(count, work.times, work.comm, work.held)
+    return Question(known, microbatches, named_placements(search.placement, count, microbatches))
+
+
+def _of_stages(verb: str, work: WorkOptions, search: SearchOptions, costs: Costs) -> Question:
+    """The costs of the stages of one placement, which the file knows or the options name."""
+    placement = _measured_placement(work, search, costs) if costs.placement is not None else _named_placement(work, search, costs)
+    _, microbatches = require_shape(verb, placement.num_ranks, work.microbatches)
+    require_size("a plan", 3 * placement.num_stages * microbatches)
+    name = search.placement if search.placement != ANY else placement.name
+    return Question(costs, microbatches, {name: placement})
+
+
+def _measured_placement(work: WorkOptions, search: SearchOptions, costs: Costs) -> Placement:
+    """The placement on which the costs were measured; raises `InputError` where the options say another."""
+    placement = costs.placement
+    assert placement is not None
+    measured = f"{work.costs_file}, which was measured on a {placement.name} placement over {placement.num_ranks} ranks"
+    if work.ranks not in (None, placement.num_ranks):
+        raise InputError(f"--ranks {work.ranks} does not fit {measured}: leave the option out")
+    if search.placement != ANY and family(search.placement, placement.num_ranks).routes != placement.routes:
+        raise InputError(f"--placement {search.placement} does not fit {measured}: leave the option out")
+    return placement
+
+
+def _named_placement(work: WorkOptions, search: SearchOptions, costs: Costs) -> Placement:
+    """The placement that the options name for costs that do not know theirs; raises `InputError` where its stages are not as many."""
+    name, file = search.placement, work.costs_file
+    if name == ANY or "," in name:
+        raise InputError(f"the costs in {file} are those of the stages of one placement: name it, such as --placement {FAMILIES[0]}")
+    per_rank = family(name, 1).num_stages
+    ranks, left = divmod(costs.num_stages, per_rank)
+    if left or work.ranks not in (None, ranks):
+        puts = f"{name} puts {per_rank} on each {'rank' if work.ranks is None else f'of {work.ranks} ranks'}"
+        raise InputError(f"{file} has costs of {costs.num_stages} stages, but {puts}: give the placement they were measured on")
+    return family(name, ranks)
+
+
+def _of_plan(verb: str, work: WorkOptions, search: SearchOptions, problem: Problem) -> Question:
+    """What a plan was made for, but for what the options say otherwise; its limits hold unless they only left room for everything."""
+    ranks = problem.placement.num_ranks
+    if work.ranks not in (None, ranks):
+        raise InputError(f"--ranks {work.ranks} does not fit {work.costs_file}, a plan for {ranks} ranks: leave the option out")
+    _, microbatches = require_shape(verb, ranks, problem.num_microbatches if work.microbatches is None else work.microbatches)
+    everything = room_for_all(problem.placement, problem.costs, problem.num_microbatches)
+    limits = None if problem.limits == everything else problem.limits
+    if problem.workload is not None:
+        return Question(
+            problem.workload, microbatches, named_placements(search.placement, ranks, microbatches), limits, problem.objective.value
+        )
+    placement = problem.placement
+    if search.placement != ANY and family(search.placement, ranks).routes != placement.routes:
+        raise InputError(
+            f"--placement {search.placement} does not fit {work.costs_file}, a plan for the stages of {placement.name}: leave it out"
+        )
+    return Question(problem.costs, microbatches, {placement.name: placement}, limits, problem.objective.value)
+
+
+def require_shape(verb: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
     """The numbers of ranks and microbatches; raises `InputError` for one that is missing, below 1 or too large."""
     missing = [option for option, count in (("--ranks P", ranks), ("--microbatches M", microbatches)) if count is None]
     if ranks is None or microbatches is None:
@@ -66,33 +207,20 @@ def asked_shape(verb: str, ranks: int | None, microbatches: int | None) -> tuple
     return ranks, microbatches
 
 
-def asked_stages(file: str, ranks: int | None, microbatches: int | None, placement: str) -> tuple[Costs, Placement, int]:
-    """The costs in `file`, the placement whose stages they describe and the number of microbatches.
-
-    Raises `InputError` for what is missing, and where placement or ranks do not fit the file.
-    """
-    costs = read_costs(file)
-    if placement == ANY and costs.placement is not None:
-        shared, microbatches = asked_shape("plan", costs.placement.num_ranks, microbatches)
-        return costs, costs.placement, microbatches
-    if placement == ANY or "," in placement:
-        raise InputError(f"the costs in {file} are those of the stages of one placement: name it, such as --placement {FAMILIES[0]}")
-    legs = family(placement, 1).num_stages
-    shared, left = divmod(costs.num_stages, legs)
-    if left or ranks not in (None, shared):
-        puts = f"{placement} puts {legs} on each {'rank' if ranks is None else f'of {ranks} ranks'}"
-        raise InputError(f"{file} has costs of {costs.num_stages} stages, but {puts}: give the placement they were measured on")
-    shared, microbatches = asked_shape("plan", shared, microbatches)
-    (made,) = asked_placements(placement, shared, microbatches).values()
-    return costs, made, microbatches
-
-
-def asked_placements(placement: str, num_ranks: int, microbatches: int) -> dict[str, Placement]:
+def named_placements(placement: str, num_ranks: int, microbatches: int) -> dict[str, Placement]:
     """The placements to try by their names; raises `InputError` for an unknown one and for too many passes."""
     named = placements_to_try([name.strip() for name in placement.split(",")], num_ranks)
     most = max(made.num_stages for made in named.values())
     require_size("a plan", 3 * most * microbatches)
     return named
+
+
+def refuse_limits_of_the_other_unit(work: Workload | Costs, memory: float | None, memory_bytes: int | None) -> None:
+    """Raise where `--memory`, in microbatches, is given for costs of stages, or `--memory-bytes` for the work of ranks."""
+    if isinstance(work, Costs) and memory is not None:
+        raise click.UsageError("--memory is not for --costs: give --memory-bytes, in bytes")
+    if isinstance(work, Workload) and memory_bytes is not None:
+        raise click.UsageError("--memory-bytes is for --costs: give --memory, in microbatches")
 
 
 def read_workload(file: str, comm: float, held: float) -> Workload:

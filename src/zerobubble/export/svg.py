@@ -14,12 +14,12 @@ from zerobubble.arguments import each, takes
 from zerobubble.errors import InputError
 from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
-from zerobubble.export.units import ms, show_bytes, show_ms, show_percent, ticks
+from zerobubble.export.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span, Timeline
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS = 62, 18, 22, 4, 30, 16, 44
-PEAK_LABEL = 58
+PEAK_LABEL, MICROBATCHES_LABEL = 58, 106
 NARROWEST = 640
 
 STYLE = """
@@ -58,16 +58,22 @@ _SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The common scale: `width` in pixels, `duration` in ns, `peak` in bytes for full strips (0: no strips drawn)."""
+    """The common scale: `width` in pixels, `duration` in ns, `peak` in bytes for full strips (0: no strips drawn).
+
+    `microbatch_bytes` are those of a microbatch on each rank where peaks are told in microbatches, None where they are told in bytes.
+    """
 
     width: int
     duration: int
     peak: int
     shades: int
+    microbatch_bytes: Sequence[int] | None = None
 
     @property
     def right(self) -> int:
-        return self.width - RIGHT - (PEAK_LABEL if self.peak else 0)
+        if not self.peak:
+            return self.width - RIGHT
+        return self.width - RIGHT - (PEAK_LABEL if self.microbatch_bytes is None else MICROBATCHES_LABEL)
 
     def pitch(self, timeline: Timeline) -> int:
         return ROW + GAP + (STRIP + GAP if self.peak and timeline.memory else 0)
@@ -80,12 +86,15 @@ class _Frame:
 
 
 @takes(timelines=each(Timeline), title=str)
-def timeline_svg(*timelines: Timeline, title: str = "", width: int = 1100, memory: bool = False) -> str:
+def timeline_svg(
+    *timelines: Timeline, title: str = "", width: int = 1100, memory: bool = False, microbatch_bytes: Sequence[int] | None = None
+) -> str:
     """An SVG document of `timelines`, one below the other, `width` pixels wide.
 
     Passes are boxes with the microbatch's number where it fits and a tooltip with times and reason, of half the height where two run
-    overlapped; idle time is hatched; a rank's later stages are lighter. `memory` adds a strip below each rank with the bytes it
-    holds. Raises `InputError` for no timeline, a width below 640, or memory asked of timelines that carry none.
+    overlapped; idle time is hatched; a rank's later stages are lighter. `memory` adds a strip below each rank with what it holds; its
+    peak is written in bytes, or in microbatches where `microbatch_bytes` gives those of one for each rank. Raises `InputError` for no
+    timeline, a width below 640, or memory asked of timelines that carry none.
     """
     if not timelines:
         raise InputError("a picture needs at least one timeline, got none")
@@ -94,7 +103,7 @@ def timeline_svg(*timelines: Timeline, title: str = "", width: int = 1100, memor
     if memory and not any(timeline.peak_bytes for timeline in timelines):
         raise InputError("no timeline carries memory: simulate them, or leave memory out")
     peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
-    frame = _Frame(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines))
+    frame = _Frame(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
     return "\n".join(_document(frame, timelines, title)) + "\n"
 
 
@@ -201,11 +210,12 @@ def describe(timeline: Timeline, span: Span) -> str:
 
 
 def _strip(frame: _Frame, timeline: Timeline, rank: int, y: int) -> Iterator[str]:
-    """The bytes a rank holds as an area of steps, all ranks and timelines on one scale, with the peak written at the right."""
+    """What a rank holds as an area of steps, all ranks and timelines on one scale, with the peak written at the right."""
     base = y + STRIP
     path = f"M{LEFT} {base}"
     for time, held in timeline.memory[rank]:
         path += f"H{frame.x(time - timeline.start):.2f}V{base - STRIP * held / frame.peak:.2f}"
     yield f'<path class="held" d="{path}H{frame.x(timeline.makespan):.2f}V{base}Z"/>'
     peak = timeline.ranks[rank].peak_bytes or 0
-    yield f'<text class="soft small" x="{frame.right + 8}" y="{base - 3}">{show_bytes(peak)}</text>'
+    told = show_bytes(peak) if frame.microbatch_bytes is None else counted(peak / frame.microbatch_bytes[rank], "microbatch")
+    yield f'<text class="soft small" x="{frame.right + 8}" y="{base - 3}">{told}</text>'

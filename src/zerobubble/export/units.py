@@ -7,6 +7,7 @@ from itertools import takewhile
 from math import floor, log10
 
 from zerobubble.costs import NS_PER_MS
+from zerobubble.ir import Schedule
 
 
 def ms(time: int) -> float:
@@ -49,3 +50,15 @@ def _multiples(step: int) -> Iterable[int]:
     while True:
         yield tick
         tick += step
+
+
+def counted(count: float, noun: str) -> str:
+    """A count with its noun, in the plural unless it is 1: `1 stage`, `2.5 microbatches`."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:.6g} {noun}{ending}" if isinstance(count, float) else f"{count:,} {noun}{ending}"
+
+
+def describe_shape(schedule: Schedule) -> str:
+    """Ranks, stages and microbatches of a schedule: `4 ranks, 8 stages, 12 microbatches`."""
+    parts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
+    return ", ".join(counted(count, noun) for count, noun in parts)

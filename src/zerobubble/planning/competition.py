@@ -139,10 +139,7 @@ def plan(
     everything. The budget is for all placements together, and the rest is as in `solve`. Raises `InputError` for a part that cannot
     be used.
     """
-    if isinstance(work, Workload):
-        tried = placements_to_try(ANY if placements is None else placements, work.num_ranks)
-    else:
-        tried = _placement_of(work, placements)
+    tried = placements_for(work, placements)
     problems = problems_of(work, num_microbatches, memory, tried, objective)
     if baseline is not None:
         started = perf_counter()
@@ -150,11 +147,16 @@ def plan(
     return plan_problems(problems, as_budget(seconds, evaluations), seed, progress)
 
 
-def _placement_of(costs: Costs, given: str | Placement | Iterable[str | Placement] | None) -> dict[str, Placement]:
-    """The one placement whose stages `costs` describe, by its name; raises `InputError` where none is known or another given."""
-    known = costs.placement if given is None else given
-    if isinstance(known, str) and costs.placement is not None and known != ANY:
-        known = family(known, costs.placement.num_ranks)
+def placements_for(work: Workload | Costs, given: str | Placement | Iterable[str | Placement] | None) -> dict[str, Placement]:
+    """The placements to try for `work`, by name: those `given`, or else all for a workload, and for costs the one they know.
+
+    Raises `InputError` for an unknown name, and for costs of stages without one placement.
+    """
+    if isinstance(work, Workload):
+        return placements_to_try(ANY if given is None else given, work.num_ranks)
+    known = work.placement if given is None else given
+    if isinstance(known, str) and work.placement is not None and known != ANY:
+        known = family(known, work.placement.num_ranks)
     if not isinstance(known, Placement):
         raise InputError("costs of stages belong to one placement: give it as placements, or give the work of each rank as a Workload")
     return placements_to_try(known, known.num_ranks)
@@ -259,7 +261,7 @@ def problems_of(
     for name, placement in placements.items():
         costs = work.costs(placement) if isinstance(work, Workload) else work
         costs.require_fit(placement, "the placement")
-        limits = _limits(work, memory) or _room_for_all(placement, costs, num_microbatches)
+        limits = _limits(work, memory) or room_for_all(placement, costs, num_microbatches)
         workload = work if isinstance(work, Workload) else None
         problems[name] = Problem(placement, num_microbatches, costs, limits, aim, workload)
     return problems
@@ -274,7 +276,7 @@ def _limits(work: Workload | Costs, memory: float | Limits | None) -> Limits | N
     return work.limits(memory)
 
 
-def _room_for_all(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:
+def room_for_all(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:
     """Limits that no order of the passes reaches beyond."""
     held = [1] * placement.num_ranks
     for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.attempt import ProgressCallback
-from zerobubble.planning.competition import SECONDS, Plan, as_budget, plan_problems, problems_of
-from zerobubble.planning.placements import ANY, placements_to_try
-from zerobubble.planning.problem import Objective, Workload
+from zerobubble.planning.competition import SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
+from zerobubble.planning.problem import Objective, Workload, microbatch_bytes
 from zerobubble.planning.reasons import aligned, percent
 from zerobubble.planning.seeds import published
 
@@ -48,18 +48,18 @@ def cells(point: Point) -> tuple[str, ...]:
 
 
 def pareto(
-    work: Workload,
+    work: Workload | Costs,
     num_microbatches: int,
     memories: Iterable[float],
     *,
-    placements: str | Placement | Iterable[str | Placement] = ANY,
+    placements: str | Placement | Iterable[str | Placement] | None = None,
     objective: str = Objective.SPAN,
     seconds: float = SECONDS,
     seed: int = 0,
     evaluations: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Front:
-    """The best plan for each of `memories`, with the budget for each of them; the rest is as in `plan`.
+    """The best plan for each of `memories`, in microbatches of all stages of a rank, with the budget for each; the rest is as in `plan`.
 
     What runs in less memory runs in more, so each plan starts from those before it. Raises `InputError` for a part that cannot be
     used.
@@ -67,13 +67,19 @@ def pareto(
     limits = sorted(set(memories))
     if not limits:
         raise InputError("a front needs at least one memory limit")
-    tried = placements_to_try(placements, work.num_ranks)
+    tried = placements_for(work, placements)
     seeds = {name: list(published(placement, num_microbatches)) for name, placement in tried.items()}
     points: list[Point] = []
     for memory in limits:
-        problems = problems_of(work, num_microbatches, memory, tried, objective)
+        limits_here = memory if isinstance(work, Workload) else _limits(work, memory, *tried.values())
+        problems = problems_of(work, num_microbatches, limits_here, tried, objective)
         made = plan_problems(problems, as_budget(seconds, evaluations), seed, progress, seeds)
         points.append(Point(memory, made))
         for choice in made.choices:
             seeds[choice.name] += [choice.solved.schedule] if choice.solved.schedule else []
     return Front(tuple(points))
+
+
+def _limits(costs: Costs, microbatches: float, placement: Placement) -> Limits:
+    """Room for so many microbatches of all the stages that each rank has."""
+    return Limits(tuple(max(1, round(microbatches * size)) for size in microbatch_bytes(placement, costs)))

@@ -250,11 +250,14 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
 def microbatch_bytes(placement: Placement, costs: Costs) -> tuple[int, ...]:
     """Per rank, the bytes that one microbatch saves in F in all its stages together, at least 1.
 
-    A stage that saves nothing in F counts with what its B leaves for W.
+    A stage that saves nothing in F counts with what its B leaves for W. Of several routes the one that saves most counts.
     """
     held = [0] * placement.num_ranks
-    for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):
-        held[rank] += after_f or after_b
+    for route in placement.routes:
+        here = [0] * placement.num_ranks
+        for rank, after_f, after_b in zip(route, costs.held_after_f, costs.held_after_b, strict=True):
+            here[rank] += after_f or after_b
+        held = list(map(max, held, here))
     return tuple(max(1, count) for count in held)
 
 

@@ -1,0 +1,133 @@
+"""What `compare` says of each schedule: time, bubble, memory, messages and idle time by cause, as cells of a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zerobubble.cli.inputs import Costed
+from zerobubble.explain import Idle, attribute
+from zerobubble.export.units import ms, show_bytes, show_ms, show_percent
+from zerobubble.graph import resolve
+from zerobubble.ir import Schedule
+from zerobubble.lowering.messages import message_users
+from zerobubble.simulation import peak_memory, simulate
+from zerobubble.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One schedule played: its timeline, its idle time against the makespan, peak bytes per rank and messages between ranks."""
+
+    costed: Costed
+    timeline: Timeline
+    idle: Idle
+    peaks: tuple[int, ...]
+    messages: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.costed.schedule
+
+    @property
+    def peak_microbatches(self) -> list[float]:
+        """The peaks of the ranks, in microbatches."""
+        return self.costed.in_microbatches(self.peaks)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure: `value` to rank schedules by (less is better) and `text` to show."""
+
+    title: str
+    value: Callable[[Evaluation], float]
+    text: Callable[[Evaluation], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What stands in a table; `best` where no other schedule has less and some has more."""
+
+    text: str
+    best: bool
+
+
+def evaluate(costed: Costed) -> Evaluation:
+    """Everything that is said of a schedule under its costs; raises as `simulate` does."""
+    schedule, costs = costed.schedule, costed.costs
+    timeline = simulate(schedule, costs)
+    messages = sum(user >= 0 for user in message_users(resolve(schedule)))
+    return Evaluation(costed, timeline, attribute(schedule, costs), peak_memory(schedule, costs), messages)
+
+
+def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[Column]:
+    """Time, memory (in bytes or in microbatches) and messages, with the bytes sent where the size of a message is known."""
+    found = [
+        Column("makespan", lambda e: e.timeline.makespan, lambda e: show_ms(e.timeline.makespan)),
+        Column("its bubble", lambda e: e.timeline.bubble_makespan, lambda e: show_percent(e.timeline.bubble_makespan)),
+        Column("longest span", lambda e: e.timeline.span, lambda e: show_ms(e.timeline.span)),
+        Column("its bubble", lambda e: e.timeline.bubble_span, lambda e: show_percent(e.timeline.bubble_span)),
+        _peak_column(in_bytes),
+        Column("messages", lambda e: e.messages, lambda e: f"{e.messages:,}"),
+    ]
+    if message_bytes is not None:
+        found.append(Column("bytes sent", lambda e: e.messages, lambda e: show_bytes(e.messages * message_bytes)))
+    return found
+
+
+CAUSES = ("dependency", "comm", "imbalance", "memory")
+
+
+def idle_columns() -> list[Column]:
+    """The share of the ranks' time that is idle by each cause; together they are the makespan's bubble."""
+    return [_idle_column(cause) for cause in CAUSES]
+
+
+def _idle_column(cause: str) -> Column:
+    def share(evaluation: Evaluation) -> float:
+        part: int = getattr(evaluation.idle.overall, cause)
+        return part / max(1, evaluation.timeline.num_ranks * evaluation.timeline.makespan)
+
+    return Column(cause, share, lambda evaluation: show_percent(share(evaluation)))
+
+
+def _peak_column(in_bytes: bool) -> Column:
+    def text(evaluation: Evaluation) -> str:
+        if in_bytes:
+            least, most = (show_bytes(end(evaluation.peaks)) for end in (min, max))
+        else:
+            least, most = (f"{end(evaluation.peak_microbatches):.4g}" for end in (min, max))
+        return least if least == most else f"{least} to {most}"
+
+    return Column("peak memory", lambda evaluation: max(evaluation.peaks if in_bytes else evaluation.peak_microbatches), text)
+
+
+def table_rows(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> list[list[Cell]]:
+    """A row of cells for each schedule, the best of each column marked."""
+    values = [[column.value(evaluation) for evaluation in evaluations] for column in columns]
+    return [
+        [Cell(column.text(evaluation), min(v) == v[row] < max(v)) for column, v in zip(columns, values, strict=True)]
+        for row, evaluation in enumerate(evaluations)
+    ]
+
+
+def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dict[str, object]:
+    """The figures of one schedule; times in ms, bytes where they are real."""
+    timeline = evaluation.timeline
+    peak_bytes = {"peak_bytes": list(evaluation.peaks)} if evaluation.costed.in_bytes else {}
+    sent = {} if message_bytes is None else {"sent_bytes": evaluation.messages * message_bytes}
+    return {
+        "name": evaluation.schedule.name,
+        "num_stages": evaluation.schedule.num_stages,
+        "costs": evaluation.costed.source,
+        "makespan": ms(timeline.makespan),
+        "span": ms(timeline.span),
+        "bubble_makespan": timeline.bubble_makespan,
+        "bubble_span": timeline.bubble_span,
+        "peak_microbatches": evaluation.peak_microbatches,
+        **peak_bytes,
+        "messages": evaluation.messages,
+        **sent,
+        "idle": {cause: ms(getattr(evaluation.idle.overall, cause)) for cause in CAUSES},
+        "idle_per_rank": [{cause: ms(getattr(causes, cause)) for cause in CAUSES} for causes in evaluation.idle.ranks],
+    }

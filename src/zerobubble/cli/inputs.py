@@ -1,0 +1,207 @@
+"""What a verb is given: a schedule by name or in a file, and the costs to time it with. Every verb that takes one takes all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zerobubble.cli.files import is_file, parse_document, read_costs, read_text, require_size
+from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_beside
+from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.errors import InputError
+from zerobubble.export.document import schedule_of
+from zerobubble.ir import Schedule
+from zerobubble.planning.problem import Problem, Solved, Workload, microbatch_bytes
+from zerobubble.schedules import find, known_schedules, make
+
+INPUT_HELP = "a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A schedule as a verb was given it: `problem` is what a plan answers, None for anything else; `text` is its file, None for a name."""
+
+    name: str
+    schedule: Schedule
+    problem: Problem | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A schedule with the costs to time it with, and where those come from, in words.
+
+    Bytes are real in costs that were measured; costs made from times alone count the memory of a stage and microbatch as `UNIT_BYTES`,
+    and are told in microbatches only.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    source: str
+    is_measured: bool = False
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether the bytes in the costs are real, or stand for microbatches."""
+        return self.is_measured and set(self.costs.held_after_f) != {UNIT_BYTES}
+
+    @property
+    def microbatch_bytes(self) -> tuple[int, ...]:
+        """Per rank, the bytes of one microbatch in all its stages."""
+        return microbatch_bytes(self.schedule.placement, self.costs)
+
+    def in_microbatches(self, peaks: Sequence[int]) -> list[float]:
+        """The bytes that each rank holds, in microbatches of all the stages that one passes there."""
+        return [peak / size for peak, size in zip(peaks, self.microbatch_bytes, strict=True)]
+
+
+def find_schedule(name: str, shape: Shape) -> Given:
+    """The schedule `name` of this shape, or the one in the file `name`. Raises `InputError` where the options do not fit the file."""
+    if not is_file(name):
+        return Given(name, make_schedule(name, shape))
+    given = read_schedule(name)
+    if shape.options:
+        raise InputError(f"--set {next(iter(shape.options))}=... does not fit the file {name}: leave the option out")
+    schedule = given.schedule
+    wanted = {"--ranks": shape.ranks, "--microbatches": shape.microbatches, "--stages-per-rank": shape.stages_per_rank}
+    actual = (schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank)
+    for (option, value), has in zip(wanted.items(), actual, strict=True):
+        if value not in (None, has):
+            raise InputError(f"{option} {value} does not fit {name}, which has {has}: leave the option out")
+    return given
+
+
+def read_schedule(file: str) -> Given:
+    """The schedule in `file`, or that of the plan there. Raises `InputError` naming the file for anything else."""
+    text = read_text(file)
+    document = parse_document(file, text)
+    try:
+        schedule = schedule_of(document)
+    except InputError as error:
+        raise InputError(f"cannot read a schedule from {file}: {error}") from error
+    return Given(file, schedule, document.problem if isinstance(document, Solved) else None, text)
+
+
+def make_schedule(name: str, shape: Shape) -> Schedule:
+    """The known schedule `name`; raises `InputError` for a missing count or one that is beyond the command line."""
+    recipe = find(name)
+    missing = [option for option, count in (("--ranks P", shape.ranks), ("--microbatches M", shape.microbatches)) if count is None]
+    if shape.ranks is None or shape.microbatches is None:
+        raise InputError(f"{name} needs {' and '.join(missing)}")
+    stages = recipe.stages_per_rank if shape.stages_per_rank is None else shape.stages_per_rank
+    require_size(name, 3 * shape.ranks * shape.microbatches * stages)
+    return make(name, shape.ranks, shape.microbatches, shape.stages_per_rank, **(shape.options or {}))
+
+
+def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
+    """The schedules `names`, all of one shape: that of the options, or that of the first file.
+
+    Stages per rank and options of a schedule's own count for the schedules that have them. Raises `InputError` for a shape that a
+    schedule does not have, or that another one of `names` has not.
+    """
+    files = {name: read_schedule(name) for name in dict.fromkeys(names) if is_file(name)}
+    first = next((given.schedule for given in files.values()), None)
+    ranks = first.num_ranks if shape.ranks is None and first else shape.ranks
+    microbatches = first.num_microbatches if shape.microbatches is None and first else shape.microbatches
+    shapes = _shapes_of_names([name for name in names if name not in files], replace(shape, ranks=ranks, microbatches=microbatches))
+    found = [files[name] if name in files else Given(name, make_schedule(name, shapes[name])) for name in names]
+    for given in found:
+        schedule = given.schedule
+        if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):
+            has = f"{schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
+            raise InputError(f"{given.name} has {has}, not {ranks} and {microbatches}: schedules are compared at one shape")
+    return found
+
+
+def _shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
+    """The shape for each known schedule: stages per rank for those that leave them open, options for those that have them."""
+    known = known_schedules()
+    is_open = {name: name in known and known[name].any_stages for name in names}
+    if shape.stages_per_rank is not None and not any(is_open.values()):
+        raise InputError(f"--stages-per-rank {shape.stages_per_rank} has no effect: none of {', '.join(names)} leaves it open")
+    asked = shape.options or {}
+    options = {name: {key: asked[key] for key in asked if name in known and key in known[name].options} for name in names}
+    if unknown := [key for key in asked if not any(key in own for own in options.values())]:
+        raise InputError(f"--set {unknown[0]}=... has no effect: none of {', '.join(names)} has such an option")
+    stages = {name: shape.stages_per_rank if is_open[name] else None for name in names}
+    return {name: replace(shape, stages_per_rank=stages[name], options=options[name]) for name in names}
+
+
+def equal_costs(
+    schedule: Schedule, times: tuple[float, float, float], comm: float, held: float = 1.0, overlap: float | None = None
+) -> Costs:
+    """Costs of equal stages in which a microbatch takes `times` ms of F, B and W on each rank, however many stages the schedule has.
+
+    `overlap` is what F and the whole backward take together on a rank, in ms. A bidirectional schedule's second copy of a stage is for
+    other microbatches, so it does not count.
+    """
+    stages_passed = schedule.num_stages / schedule.num_ranks
+    forward, backward, weight = (time / stages_passed for time in times)
+    together = None if overlap is None else overlap / stages_passed
+    return Costs.uniform(schedule.num_stages, (forward, backward, weight), comm, held=held, overlap=together)
+
+
+def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
+    """The schedules with their costs: those of the options, or else of the first plan among them, or else 1 ms for each pass.
+
+    All do the same work on each rank, whatever their number of stages. Raises `InputError` for costs or work that a schedule's stages
+    cannot take, and where two plans were made for different work.
+    """
+    refuse_beside("costs_file", *EQUAL_COSTS)
+    if given.costs_file is not None:
+        costs = read_costs(given.costs_file)
+        return [_measured(each.schedule, costs, given.costs_file) for each in inputs]
+    plans = [each for each in inputs if each.problem is not None]
+    if plans and not given_flags(*EQUAL_COSTS):
+        return _as_planned(inputs, plans)
+    forward, backward, weight = given.times
+    source = f"F {forward:g} ms, B {backward:g} ms, W {weight:g} ms, messages {given.comm:g} ms"
+    return [Costed(each.schedule, equal_costs(each.schedule, *_equal(given)), source) for each in inputs]
+
+
+def _equal(given: CostOptions) -> tuple[tuple[float, float, float], float, float, float | None]:
+    return given.times, given.comm, given.held, given.overlap
+
+
+def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
+    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
+    return Costed(schedule, costs, f"costs of {file}", is_measured=True)
+
+
+def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]:
+    """The schedules with the costs inside the plans, which must have been made for the same work."""
+    first, *others = plans
+    assert first.problem is not None
+    for other in others:
+        if other.problem is not None and not _same_work(first.problem, other.problem):
+            raise InputError(f"{first.name} and {other.name} were planned for different work: give --times or --costs to time both alike")
+    source, work = f"costs of {first.name}", first.problem.workload
+    if work is None:
+        return [_measured(each.schedule, first.problem.costs, first.name) for each in inputs]
+    return [Costed(each.schedule, _shared(work, each, first.name), source) for each in inputs]
+
+
+def _same_work(one: Problem, other: Problem) -> bool:
+    return one.costs == other.costs if one.workload is None else one.workload == other.workload
+
+
+def _shared(work: Workload, given: Given, plan: str) -> Costs:
+    """The work of each rank, as the plan in the file `plan` has it, shared by the stages of a schedule."""
+    schedule = given.schedule
+    if len(schedule.placement.routes) > 1 and len({_of_rank(work, rank) for rank in range(work.num_ranks)}) > 1:
+        remedy = "give --times to time all schedules alike"
+        raise InputError(f"{given.name} has each stage on two ranks, and in {plan} the work differs from rank to rank: {remedy}")
+    return work.costs(schedule.placement)
+
+
+def _of_rank(work: Workload, rank: int) -> tuple[int, ...]:
+    return work.forward[rank], work.backward[rank], work.weight[rank], work.held_after_f[rank], work.held_after_b[rank]
+
+
+def equal_times(problem: Problem, name: str) -> tuple[tuple[float, float, float], float]:
+    """F, B and W of a rank and the time of a message in ms, as the plan `name` has them; raises `InputError` where ranks differ."""
+    work = problem.workload
+    if work is None or len({(_of_rank(work, rank), work.comm[rank]) for rank in range(work.num_ranks)}) > 1:
+        raise InputError(f"the closed forms are for equal ranks, and those of {name} differ: give --times")
+    forward, backward, weight, comm = (column[0] / NS_PER_MS for column in (work.forward, work.backward, work.weight, work.comm))
+    return (forward, backward, weight), comm

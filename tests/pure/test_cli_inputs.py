@@ -1,0 +1,191 @@
+"""Every verb takes a known schedule, a schedule file, a plan or PyTorch's CSV, and uses the costs inside unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerobubble as zb
+from tests.pure.test_cli import refused, run
+from zerobubble import Costs, Limits, Placement, Workload
+from zerobubble.export import dumps, load_schedule, to_torch_csv
+from zerobubble.planning import load_plan, plan, save_plan
+
+WORK = Workload.uniform(4, (18.522, 18.086, 9.337), 0.601, 0.941)
+MEASURED = Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50), placement=Placement.vee(2))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the same schedule in every form, a plan of it, a run, and measured costs."""
+    monkeypatch.chdir(tmp_path)
+    found = plan(WORK, 8, 2.5, placements="vee", evaluations=0)
+    save_plan(found, "plan.json")
+    schedule = found.schedule
+    Path("mine.txt").write_text(schedule.to_text())
+    Path("mine.json").write_text(dumps(schedule))
+    Path("mine.csv").write_text(to_torch_csv(schedule))
+    Path("costs.json").write_text(dumps(MEASURED))
+    Path("run.json").write_text(dumps(zb.simulate(schedule, WORK.costs(schedule.placement))))
+    save_plan(plan(MEASURED, 6, Limits((700, 700)), evaluations=0), "measured.json")
+    return tmp_path
+
+
+def printed(command: str) -> str:
+    result = run(*command.split())
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def told(command: str) -> Any:
+    return json.loads(printed(f"{command} --json"))
+
+
+SHAPED = "v-min --ranks 4 --microbatches 8"
+ALL = (SHAPED, "mine.txt", "mine.json", "mine.csv", "plan.json")
+
+
+@pytest.mark.parametrize("given", ALL)
+def test_every_verb_takes_a_name_a_schedule_a_plan_or_a_csv(given: str) -> None:
+    rows = load_plan("plan.json").schedule.rows  # type: ignore[union-attr]
+    assert told(f"show {given}")["num_stages"] == 8
+    assert load_schedule(printed(f"make {given} --format torch-csv")).rows == rows
+    assert told(f"check {given}")["recognition"]["name"] == "v-min"
+    assert [line["num_stages"] for line in told(f"compare {given}")] == [8]
+    assert [line["num_stages"] for line in told(f"table {given}")] == [8]
+    name = given.split()[0]
+    compared = told(f"diff {name} run.json --times 18.522,18.086,9.337 --comm 0.601")
+    assert compared["planned"] == compared["measured"] > 0
+
+
+def test_show_draws_a_plan_with_its_own_costs() -> None:
+    planned = load_plan("plan.json").timeline
+    assert planned is not None
+    shown = told("show plan.json")
+    assert (shown["bubble_span"], shown["costs"]) == (planned.bubble_span, "costs of plan.json")
+    assert shown["bubble_span"] != told("show mine.json")["bubble_span"]
+    assert told("show plan.json --times 1,1,1")["bubble_span"] == told("show mine.json")["bubble_span"]
+    assert f"bubble {100 * planned.bubble_span:.1f} %" in printed("show plan.json")
+
+
+def test_a_plan_is_compared_and_drawn_by_the_work_it_was_made_for() -> None:
+    ours, linear, copies = told("compare plan.json zb-h1 chimera")
+    planned = load_plan("plan.json").timeline
+    assert planned is not None
+    assert ours["bubble_span"] == planned.bubble_span
+    for line, name in ((linear, "zb-h1"), (copies, "chimera")):
+        schedule = zb.make(name, 4, 8)
+        assert line["bubble_span"] == zb.simulate(schedule, WORK.costs(schedule.placement)).bubble_span
+    assert f"makespan {planned.makespan / 1e6:.4g} ms" in printed("make plan.json --format svg")
+    assert max(event.get("ts", 0) for event in json.loads(printed("make plan.json --format perfetto"))["traceEvents"]) > 400_000
+
+
+def test_a_table_has_the_times_of_a_plan() -> None:
+    planned, named = told("table plan.json zb-h1")
+    assert named["bubble"]["closed"] == pytest.approx(3 * (18.522 + 18.086 - 9.337 + 4 * 0.601))
+    assert (planned["name"], planned["bubble_span"]) == ("plan.json", load_plan("plan.json").timeline.bubble_span)  # type: ignore[union-attr]
+    assert "ranks, and those of measured.json differ: give --times" in refused("table", "measured.json")
+
+
+def test_measured_costs_come_from_a_costs_file_or_a_plan() -> None:
+    schedule = load_plan("measured.json").schedule
+    assert schedule is not None
+    peaks = list(zb.simulation.peak_memory(schedule, MEASURED))
+    for command in ("compare measured.json", "compare measured.json --costs costs.json", "compare measured.json --costs measured.json"):
+        assert told(command)[0]["peak_bytes"] == peaks
+    assert [rank["peak_bytes"] for rank in told("show measured.json")["ranks"]] == peaks
+    assert " B\n" in printed("show measured.json")
+    assert "costs were measured with it on rank 1" in refused(
+        *["show", "interleaved-1f1b", "--ranks", "2", "--microbatches", "6", "--costs", "costs.json"]
+    )
+
+
+def test_plans_for_different_work_are_not_compared_by_either() -> None:
+    save_plan(plan(Workload.uniform(4, (1, 2, 1)), 8, 3, placements="linear", evaluations=0), "other.json")
+    said = "plan.json and other.json were planned for different work: give --times or --costs to time both alike"
+    assert said in refused("compare", "plan.json", "other.json")
+    assert len(told("compare plan.json other.json --times 1,1,1")) == 2
+
+
+def test_a_schedule_with_copies_needs_equal_ranks() -> None:
+    save_plan(plan(Workload.from_ms([1, 2], [1, 2], [1, 2], [0, 0]), 4, placements="linear", evaluations=0), "uneven.json")
+    said = "chimera has each stage on two ranks, and in uneven.json the work differs from rank to rank: give --times"
+    assert said in refused("compare", "uneven.json", "chimera")
+
+
+def test_costs_measured_on_a_placement_are_planned_on_it() -> None:
+    command = "plan --costs costs.json --microbatches 6 --evaluations 0"
+    assert [choice["placement"] for choice in told(command)["choices"]] == ["vee"]
+    assert load_schedule(told(command)["csv"]).placement == Placement.vee(2)
+    assert told(f"{command} --placement vee --ranks 2")["csv"] == told(command)["csv"]
+    for wrong in ("--placement linear", "--ranks 4"):
+        said = f"{wrong} does not fit costs.json, which was measured on a vee placement over 2 ranks: leave the option out"
+        assert said in refused(*f"{command} {wrong}".split())
+
+
+def test_a_plan_is_made_anew_from_what_it_was_made_for() -> None:
+    again = told("plan --costs plan.json --placement vee --evaluations 0")
+    best = load_plan("plan.json")
+    assert best.timeline is not None
+    assert (again["bubble_span"], again["peak_microbatches"]) == (best.timeline.bubble_span, best.peak_microbatches)
+    assert len(told("plan --costs plan.json --evaluations 0")["choices"]) == 7, "its work fits every placement"
+    assert told("plan --costs plan.json --placement vee --evaluations 0 --memory 4")["bubble_span"] < again["bubble_span"]
+    printed("plan --costs measured.json --microbatches 12 --evaluations 0 -o again.json")
+    loaded = load_plan("again.json").problem
+    assert (loaded.costs, loaded.limits, loaded.num_microbatches) == (MEASURED, Limits((700, 700)), 12)
+    assert "--placement linear does not fit measured.json" in refused("plan", "--costs", "measured.json", "--placement", "linear")
+    assert "--ranks 3 does not fit plan.json, a plan for 4 ranks" in refused("plan", "--costs", "plan.json", "--ranks", "3")
+    assert "run.json holds a timeline, not costs of stages, the work of ranks or a plan" in refused("plan", "--costs", "run.json")
+
+
+@pytest.mark.parametrize("file", ["plan.json", "measured.json", "costs.json"])
+def test_a_front_is_drawn_for_costs_and_plans(file: str) -> None:
+    microbatches = "--microbatches 6" if file == "costs.json" else ""
+    points = told(f"pareto --costs {file} {microbatches} --placement vee --memory 1:3:1 --budget 0")
+    assert [point["best"] is not None for point in points] == [True, True, True]
+    assert all(point["best"]["peak_microbatches"] <= point["memory"] + 0.01 for point in points)
+
+
+def test_a_plan_without_a_limit_is_made_anew_without_one() -> None:
+    save_plan(plan(WORK, 4, placements="linear", evaluations=0), "roomy.json")
+    printed("plan --costs roomy.json --microbatches 24 --placement linear --evaluations 0 -o again.json")
+    assert load_plan("again.json").problem.limits.memory[0] > 24 * WORK.held_after_f[0]
+
+
+def test_no_bytes_are_drawn_where_none_were_given() -> None:
+    for command in ("show zb-h1 --ranks 4 --microbatches 8", "show plan.json"):
+        printed(f"{command} --svg picture.svg")
+        picture = Path("picture.svg").read_text()
+        assert re.findall(r">([0-9.]+ microbatch(?:es)?)<", picture)
+        assert not re.findall(r">[0-9.]+ [kMG]?B<", picture)
+    printed("show measured.json --svg picture.svg")
+    assert re.findall(r">[0-9.]+ B<", Path("picture.svg").read_text())
+
+
+def test_times_do_not_belong_to_a_form_without_them() -> None:
+    assert "--times belongs to --format svg and perfetto" in refused("make", "plan.json", "--times", "1,1,1")
+
+
+def test_what_holds_no_schedule_says_what_it_holds() -> None:
+    for verb in ("show", "make", "check", "compare", "table"):
+        assert "the file holds costs of stages, not a schedule or a plan" in refused(verb, "costs.json")
+    assert "there is no block 'v-haff': did you mean 'v-half'?" in refused("block", "v-haff", "--ranks", "4")
+
+
+def test_a_plan_for_layers_is_not_written_as_even_layers() -> None:
+    layers = [zb.partition.Layer(2, 2, 1, 10, 5)] * 6 + [zb.partition.Layer(9, 9, 4, 10, 5)]
+    save_plan(zb.planning.plan_layers(layers, Placement.linear(2), 4, evaluations=100), "layers.json")
+    said = refused("make", "layers.json", "--format", "megatron-layout", "--layers", "7")
+    assert re.search(r"layers.json has stages of \d \d layers, and --format megatron-layout shares layers evenly", said)
+
+
+def test_measured_costs_without_bytes_are_told_in_microbatches() -> None:
+    Path("times.json").write_text(dumps(replace(Costs.from_ms((1, 2), (1, 2), (1, 1)), placement=Placement.linear(2))))
+    (line,) = told("compare 1f1b --ranks 2 --microbatches 4 --costs times.json")
+    assert "peak_bytes" not in line
+    assert line["peak_microbatches"] == [2, 1]
