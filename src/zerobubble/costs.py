@@ -11,6 +11,7 @@ from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require,
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Step
 from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
+from zerobubble.rules import message_receiver
 
 NS_PER_MS = 1_000_000
 UNIT_BYTES = 1_000_000
@@ -116,6 +117,11 @@ class Costs:
         """The names of the columns that tell times of passes."""
         asked = {name for traits in KINDS.values() for name in traits.times}
         return tuple(name for name in self._columns() if name in asked)
+
+    def message_time(self, kind: Kind, stage: int) -> int:
+        """Nanoseconds that what a pass sends to another stage is on its way; 0 for a pass that sends nothing."""
+        receiver = message_receiver(kind, stage, self.num_stages)
+        return 0 if receiver is None else self.comm[min(stage, receiver)]
 
     def step_time(self, step: Step) -> int:
         """Nanoseconds a step takes; two overlapped passes never less than the longer of them."""

@@ -6,9 +6,10 @@ passes of an overlapped step wait together: `joint_needs` gives the first what b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
+from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import HELD, MOVES, ByKind, traits_of
@@ -33,6 +34,12 @@ class Graph:
     def position(self, number: int) -> int:
         """Where in its row a pass stands."""
         return number - self.first[self.rank[number]]
+
+    def steps(self) -> Iterator[tuple[int, ...]]:
+        """The numbers of the passes of each step, row after row."""
+        for number in range(len(self.ops)):
+            if number - 1 not in self.pairs:
+                yield (number, number + 1) if number in self.pairs else (number,)
 
 
 def resolve(schedule: Schedule) -> Graph:
@@ -106,6 +113,49 @@ def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:
                 number += 1
         heads[here] = number
     return order
+
+
+class Played(NamedTuple):
+    """By pass number: when each pass begins and ends, and the pass that it came right after, -1 for none.
+
+    That is the pass before it on its rank or, where it had to wait for a message, the pass that sent it.
+    """
+
+    begin: list[int]
+    end: list[int]
+    after: list[int]
+
+
+def play(
+    graph: Graph, order: Iterable[int], takes: Sequence[int], delays: Sequence[int] | None = None, lags: Sequence[int] | None = None
+) -> Played:
+    """Play the passes of `order` in time, each as soon as its rank is free and what it uses has arrived. All times by pass number.
+
+    `takes[i]` is how long the step that begins with pass i lasts; the second pass of an overlapped step has 0 and gets the times of the
+    first. `delays[i]` is how long after the end of pass i its message is there, `lags[i]` how long pass i waits beyond all this; both are
+    0 where they are not given. `order` respects needs, as that of `walk` does; on each rank it says who comes after whom. Passes
+    that it leaves out count as done from the beginning.
+    """
+    rank, needs = graph.rank, joint_needs(graph, graph.needs)
+    none = [0] * len(rank)
+    delays, lags = delays or none, lags or none
+    begin, end, after = list(none), list(none), [-1] * len(rank)
+    free, last = [0] * (len(graph.first) - 1), [-1] * (len(graph.first) - 1)
+    for number in order:
+        here = rank[number]
+        start, cause = free[here], last[here]
+        for need in needs[number]:
+            if rank[need] != here:
+                arrival = end[need] + delays[need]
+                if arrival > start:
+                    start, cause = arrival, need
+        start += lags[number]
+        begin[number], after[number] = start, cause
+        free[here] = end[number] = start + takes[number]
+        last[here] = number
+    for first in graph.pairs:
+        begin[first + 1], after[first + 1] = begin[first], after[first]
+    return Played(begin, end, after)
 
 
 def circles(graph: Graph, needs: Needs, heads: list[int]) -> list[list[tuple[int, int]]]:

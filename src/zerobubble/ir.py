@@ -297,7 +297,8 @@ class Schedule:
     @property
     def is_forward_only(self) -> bool:
         """True for an inference schedule: it holds forward passes and nothing else."""
-        return {op[0] for row in self.rows for op in row} <= kinds_making(Stuff.ACTIVATION)
+        forwards = kinds_making(Stuff.ACTIVATION)
+        return all(op[0] in forwards for row in self.rows for op in row)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs `stage` for `microbatch`."""

@@ -58,6 +58,16 @@ def moving(kind: Kind) -> Stuff:
 
 
 @cache
+def message_receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
+    """The stage that uses what may travel of a pass's results; None where no stage does."""
+    for stuff in made_stuff(kind, stage, num_stages):
+        if stuff in MOVES:
+            readers = (traits for reader in kinds_using(stuff) for traits in [KINDS[reader]])
+            return next(stage - hop for traits in readers for used, hop in traits.uses if used is stuff)
+    return None
+
+
+@cache
 def complete_sets() -> frozenset[frozenset[Kind]]:
     """The sets of kinds that together train one microbatch on one stage.
 
@@ -74,5 +84,5 @@ def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
     return num_makers == num_users <= 1
 
 
-for _derived in (used_stages, made_stuff, complete_sets):
+for _derived in (used_stages, made_stuff, message_receiver, complete_sets):
     when_kinds_change(_derived.cache_clear)

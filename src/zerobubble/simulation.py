@@ -10,7 +10,7 @@ from zerobubble.arguments import takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError
 from zerobubble.garbage_pause import garbage_collection_paused
-from zerobubble.graph import Graph
+from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import KINDS, ByKind, Stuff, kinds_making
 from zerobubble.timeline import Cause, Span, Timeline, Why
@@ -52,37 +52,23 @@ def lengths(schedule: Schedule, costs: Costs) -> Lengths:
     return Lengths(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
 
 
-class _Played(NamedTuple):
-    """When each pass begins and ends, and the pass it comes right after (-1 for none), by number."""
-
-    begin: list[int]
-    end: list[int]
-    after: list[int]
-
-
-def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, _Played]:
+def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, Played]:
     """The graph of `schedule`, and its passes as early as they can be."""
     costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
     graph, order = checked(schedule)
-    ops, rank, needs, pairs, comm = graph.ops, graph.rank, graph.needs, graph.pairs, costs.comm
-    times = ByKind(lambda kind: [costs.time(kind, stage) for stage in range(costs.num_stages)])
-    starts, played = set(graph.first), _Played(*([0] * len(ops) for _ in range(3)))
-    begin, end, after = played
-    for number in order:
-        if number - 1 in pairs:
-            begin[number], end[number], after[number] = begin[number - 1], end[number - 1], after[number - 1]
-            continue
-        free, last = (0, -1) if number in starts else (end[number - 1], number - 1)
-        for user in (number, number + 1) if number in pairs else (number,):
-            for need in needs[user]:
-                if rank[need] != rank[user]:
-                    arrival = end[need] + comm[min(ops[user][1], ops[need][1])]
-                    if arrival > free:
-                        free, last = arrival, need
-        kind, stage, _ = ops[number]
-        takes = costs.step_time((ops[number], ops[number + 1])) if number in pairs else times[kind][stage]
-        begin[number], end[number], after[number] = free, free + takes, last
-    return graph, played
+    return graph, play(graph, order, *pass_times(graph, costs))
+
+
+def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
+    """By pass number and in ns, how long each step takes and how long messages are on their way: what `graph.play` wants."""
+    stages = range(costs.num_stages)
+    times = ByKind(lambda kind: [costs.time(kind, stage) for stage in stages])
+    messages = ByKind(lambda kind: [costs.message_time(kind, stage) for stage in stages])
+    takes = [times[kind][stage] for kind, stage, _ in graph.ops]
+    delays = [messages[kind][stage] for kind, stage, _ in graph.ops]
+    for first in graph.pairs:
+        takes[first], takes[first + 1] = costs.step_time((graph.ops[first], graph.ops[first + 1])), 0
+    return takes, delays
 
 
 def _whys(graph: Graph, after: list[int]) -> Iterator[Why]:
@@ -143,6 +129,7 @@ def _changes(costs: Costs) -> Changes:
 
 def _held(row: Sequence[Op], changes: Changes) -> list[int]:
     """Bytes held once each pass is done; inference forwards hold nothing."""
-    if {op[0] for op in row} <= kinds_making(Stuff.ACTIVATION):
+    forwards = kinds_making(Stuff.ACTIVATION)
+    if all(op[0] in forwards for op in row):
         return [0] * len(row)
     return list(accumulate([changes[kind][stage] for kind, stage, _ in row]))

@@ -14,7 +14,7 @@ from tests.pure.problems import problems
 from zerobubble import Costs, InputError, Kind, Op, Schedule, Timeline, diff, make, simulate
 from zerobubble.costs import NS_PER_MS
 from zerobubble.explain import Waiting, attribute, gaps
-from zerobubble.explain.replay import measured, planned, play
+from zerobubble.explain.replay import measured, planned
 from zerobubble.timeline import Doing, Mark, Span
 
 Problem = tuple[Schedule, Costs]
@@ -28,17 +28,14 @@ def as_run(timeline: Timeline, marks: tuple[tuple[Mark, ...], ...] = ()) -> Time
 
 def play_with(schedule: Schedule, costs: Costs, takes: dict[Op, int], lags: dict[Op, int]) -> Timeline:
     """A run in which single passes take longer or start later."""
-    score = planned(schedule, costs)
-    ops = score.graph.ops
-    begin, end = play(
-        replace(
-            score,
-            takes=[time + takes.get(op, 0) for op, time in zip(ops, score.takes, strict=True)],
-            lags=[lags.get(op, 0) for op in ops],
-        )
-    )
+    timed = planned(schedule, costs)
+    ops, longer, later = timed.graph.ops, list(timed.takes), [0] * len(timed.takes)
+    for first, *_ in timed.graph.steps():
+        longer[first] += takes.get(ops[first], 0)
+        later[first] = lags.get(ops[first], 0)
+    begin, end, _ = replace(timed, takes=longer, lags=later).play()
     spans = list(map(Span, ops, begin, end))
-    return Timeline("run", tuple(tuple(spans[a:b]) for a, b in pairwise(score.graph.first)), (), "measured")
+    return Timeline("run", tuple(tuple(spans[a:b]) for a, b in pairwise(timed.graph.first)), (), "measured")
 
 
 @st.composite
@@ -70,7 +67,7 @@ def test_the_causes_add_up_to_the_run(drawn: tuple[Schedule, Costs, Timeline]) -
 @given(runs())
 def test_playing_the_measured_times_gives_the_run_back(drawn: tuple[Schedule, Costs, Timeline]) -> None:
     schedule, costs, run = drawn
-    played = play(measured(planned(schedule, costs), run))
+    played = measured(planned(schedule, costs), run).play()
     spans = [span for row in run.rows for span in row]
     assert played.begin == [span.start - run.start for span in spans]
     assert played.end == [span.end - run.start for span in spans]

@@ -12,7 +12,7 @@ from zerobubble.blocks.block import UNIT, Block, Start, Times, lengths
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
-from zerobubble.graph import resolve, walk
+from zerobubble.graph import play, resolve, walk
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.rules import makers, uses
 from zerobubble.simulation import memory_steps, peak_memory
@@ -141,13 +141,7 @@ def squeeze(layout: Layout) -> Layout:
     order = walk(graph, graph.needs, graph.first[:-1])
     if len(order) < len(graph.ops):
         checked(layout.schedule)
-    takes, firsts = lengths(layout.times), set(graph.first)
-    begin, end = [0] * len(order), [0] * len(order)
-    for number in order:
-        slot = 0 if number in firsts else end[number - 1]
-        for need in graph.needs[number]:
-            if end[need] > slot:
-                slot = end[need]
-        begin[number], end[number] = slot, slot + takes[graph.ops[number][0]]
-    starts = list(map(Start, graph.ops, begin))
+    takes = lengths(layout.times)
+    played = play(graph, order, [takes[op.kind] for op in graph.ops])
+    starts = list(map(Start, graph.ops, played.begin))
     return replace(layout, rows=tuple(tuple(starts[here:there]) for here, there in pairwise(graph.first)))

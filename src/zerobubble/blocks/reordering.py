@@ -12,7 +12,7 @@ from zerobubble.blocks.block import Start, Times, lengths
 from zerobubble.blocks.layout import Layout
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
-from zerobubble.graph import resolve
+from zerobubble.graph import play, resolve
 from zerobubble.ir import Kind, Op
 from zerobubble.kinds import Stuff, kinds_making
 
@@ -66,15 +66,10 @@ class _MovablePasses:
 
     def squeeze(self) -> None:
         """Let every pass start as soon as its rank is free and what it uses is there, in the order of their slots."""
-        begin, rank, needs = self.begin, self.graph.rank, self.graph.needs
-        free, end = [0] * len(self.graph.first), [0] * len(begin)
-        for number in sorted(self.active, key=begin.__getitem__):
-            slot = free[rank[number]]
-            for need in needs[number]:
-                if end[need] > slot:
-                    slot = end[need]
-            begin[number] = slot
-            free[rank[number]] = end[number] = slot + self.length[number]
+        order = sorted(self.active, key=self.begin.__getitem__)
+        played = play(self.graph, order, self.length)
+        for number in order:
+            self.begin[number] = played.begin[number]
 
     def lift(self) -> dict[Op, int]:
         """Take all W off the board; their numbers."""

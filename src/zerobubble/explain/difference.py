@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.explain.idle import Causes, attribute
-from zerobubble.explain.replay import Score, measured, planned, play
+from zerobubble.explain.replay import TimedOrder, measured, planned
 from zerobubble.explain.words import lines
 from zerobubble.ir import Kind, Schedule
 from zerobubble.timeline import Timeline
@@ -156,8 +156,9 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     drifts, median = _drifts(plan, exact)
     noisy = replace(median, takes=exact.takes)
     late = replace(noisy, delays=exact.delays)
-    scores = [plan, median, noisy, late, exact]
-    makespans, works = [play(score).makespan for score in scores], [score.work() for score in scores]
+    orders = [plan, median, noisy, late, exact]
+    makespans = [timed.makespan for timed in orders]
+    works = [timed.work() for timed in orders]
     after_passes, after_noise, after_comm, after_host = (after - before for before, after in pairwise(makespans))
     accounts = []
     for rank, (causes, work, usual, single, *_) in enumerate(zip(attribute(schedule, costs).ranks, *works, strict=True)):
@@ -167,23 +168,23 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     return Difference(schedule.name, makespans[0], makespans[-1], tuple(accounts), drifts)
 
 
-def _drifts(plan: Score, exact: Score) -> tuple[tuple[Drift, ...], Score]:
-    """How the median of each kind of step moves the makespan, one after another; the score with all of them."""
+def _drifts(plan: TimedOrder, exact: TimedOrder) -> tuple[tuple[Drift, ...], TimedOrder]:
+    """How the median of each kind of step moves the makespan, one after another; the order with all of them."""
     found: dict[Passes, list[int]] = defaultdict(list)
-    for step in plan.steps():
+    for step in plan.graph.steps():
         found[tuple((plan.graph.ops[i].kind, plan.graph.ops[i].stage) for i in step)].append(step[0])
-    drifts, before, score = [], play(plan).makespan, plan
+    drifts, before, timed = [], plan.makespan, plan
     for passes, numbers in sorted(found.items(), key=_by_stage):
         middle = median_low(exact.takes[number] for number in numbers)
-        takes = list(score.takes)
+        takes = list(timed.takes)
         for number in numbers:
             takes[number] = middle
-        score = replace(score, takes=takes)
-        after = play(score).makespan
+        timed = replace(timed, takes=takes)
+        after = timed.makespan
         ranks = tuple(sorted({plan.graph.rank[number] for number in numbers}))
         drifts.append(Drift(passes, ranks, len(numbers), plan.takes[numbers[0]], middle, after - before))
         before = after
-    return tuple(drifts), score
+    return tuple(drifts), timed
 
 
 def _by_stage(found: tuple[Passes, list[int]]) -> list[tuple[int, Kind]]:

@@ -6,7 +6,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from zerobubble.costs import Costs
-from zerobubble.explain.replay import Played, Score, free, measured, planned, play
+from zerobubble.explain.replay import TimedOrder, free, measured, planned
+from zerobubble.graph import Played
 from zerobubble.ir import Op, Schedule
 from zerobubble.timeline import Timeline
 
@@ -33,24 +34,24 @@ def gaps(schedule: Schedule, costs: Costs, run: Timeline) -> tuple[tuple[Gap, ..
 
     `run` is a measured timeline, or the simulated one. Delays of messages are those of `diff`, and so are the errors.
     """
-    score = measured(planned(schedule, costs), run)
-    played = play(score)
+    timed = measured(planned(schedule, costs), run)
+    played = timed.play()
     found: list[list[Gap]] = [[] for _ in run.rows]
-    for step in score.steps():
-        found[score.graph.rank[step[0]]] += _before(score, played, step, run.start)
+    for step in timed.graph.steps():
+        found[timed.graph.rank[step[0]]] += _before(timed, played, step, run.start)
     return tuple(map(tuple, found))
 
 
-def _before(score: Score, played: Played, step: tuple[int, ...], origin: int) -> list[Gap]:
+def _before(timed: TimedOrder, played: Played, step: tuple[int, ...], origin: int) -> list[Gap]:
     """The gaps before `step`; a reason that took no time is left out."""
-    start, stop = free(score, played.end, step), played.begin[step[0]]
-    made = max((played.end[maker] for _, maker in score.messages(step)), default=start)
-    there = max((played.end[maker] + score.delays[maker] for _, maker in score.messages(step)), default=start)
+    start, stop = free(timed, played.end, step), played.begin[step[0]]
+    made = max((played.end[maker] for _, maker in timed.messages(step)), default=start)
+    there = max((played.end[maker] + timed.delays[maker] for _, maker in timed.messages(step)), default=start)
     edges = ((made, Waiting.PASS), (there, Waiting.MESSAGE), (stop, Waiting.HOST))
     found = []
     for edge, waiting in edges:
         end = min(max(start, edge), stop)
         if end > start:
-            found.append(Gap(origin + start, origin + end, waiting, score.graph.ops[step[0]]))
+            found.append(Gap(origin + start, origin + end, waiting, timed.graph.ops[step[0]]))
         start = max(start, end)
     return found

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median_low
-from typing import NamedTuple
 
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
-from zerobubble.graph import Graph
+from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Schedule
 from zerobubble.rules import MOVES, makers, uses
+from zerobubble.simulation import pass_times
 from zerobubble.timeline import Doing, Timeline
 from zerobubble.verify import checked
 
@@ -21,11 +21,11 @@ Times = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Score:
-    """A schedule ready to be played: its graph, an order of all passes, and the times of each pass by its number, in ns.
+class TimedOrder:
+    """A schedule with the times of its passes, by pass number in ns, in an order in which they can be played.
 
-    `takes` is the time of the step that begins with a pass. `delays` is how long after a pass its message is with the rank that uses
-    it. `lags` is how long a step starts after its rank is free and its messages are there.
+    `takes` is the time of the step that begins with a pass, 0 for the second pass of a step. `delays` is how long after a pass its
+    message is with the rank that uses it. `lags` is how long a step starts after its rank is free and its messages are there.
     """
 
     graph: Graph
@@ -34,53 +34,39 @@ class Score:
     delays: Times
     lags: Times
 
-    def steps(self) -> Iterator[tuple[int, ...]]:
-        """The numbers of the passes of each step, row after row."""
-        pairs = self.graph.pairs
-        for number in range(len(self.graph.ops)):
-            if number - 1 not in pairs:
-                yield (number, number + 1) if number in pairs else (number,)
-
     def messages(self, step: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The messages that a step waits for, as (user, maker)."""
         rank = self.graph.rank
         return ((user, need) for user in step for need in self.graph.needs[user] if rank[need] != rank[user])
 
+    def play(self) -> Played:
+        """Every pass as early as its row, its messages and its lag let it run."""
+        return play(self.graph, self.order, self.takes, self.delays, self.lags)
+
+    @property
+    def makespan(self) -> int:
+        """From the first begin to the last end, in ns."""
+        played = self.play()
+        return max(played.end, default=0) - min(played.begin, default=0)
+
     def work(self) -> list[int]:
         """The time each rank is busy."""
         busy = [0] * (len(self.graph.first) - 1)
-        for step in self.steps():
+        for step in self.graph.steps():
             busy[self.graph.rank[step[0]]] += self.takes[step[0]]
         return busy
 
 
-class Played(NamedTuple):
-    """When each pass begins and ends, by number."""
-
-    begin: list[int]
-    end: list[int]
-
-    @property
-    def makespan(self) -> int:
-        return max(self.end, default=0) - min(self.begin, default=0)
-
-
-def planned(schedule: Schedule, costs: Costs) -> Score:
-    """The score of `schedule` with the times of `costs`. Raises as `simulate` does."""
+def planned(schedule: Schedule, costs: Costs) -> TimedOrder:
+    """`schedule` with the times of `costs`. Raises as `simulate` does."""
     costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
     graph, order = checked(schedule)
-    none = [0] * len(graph.ops)
-    score = Score(graph, order, none, none, none)
-    takes, delays = list(none), list(none)
-    for step in score.steps():
-        takes[step[0]] = costs.step_time(tuple(graph.ops[number] for number in step))
-        for user, maker in score.messages(step):
-            delays[maker] = costs.comm[min(graph.ops[user].stage, graph.ops[maker].stage)]
-    return replace(score, takes=takes, delays=delays)
+    takes, delays = pass_times(graph, costs)
+    return TimedOrder(graph, order, takes, delays, [0] * len(takes))
 
 
-def measured(plan: Score, run: Timeline) -> Score:
-    """The score of `plan` with the times of `run`: playing it gives the run back, to the ns.
+def measured(plan: TimedOrder, run: Timeline) -> TimedOrder:
+    """The order of `plan` with the times of `run`: playing it gives the run back, to the ns.
 
     A message's delay is measured where its rank had nothing to do but wait for it: until it was taken, as the run's marks tell, or else
     until the step began. Any other message counts with the median delay of those measured between the same stages (with the plan's
@@ -90,39 +76,24 @@ def measured(plan: Score, run: Timeline) -> Score:
     Raises `InputError` unless every rank ran the passes of the plan in the plan's order.
     """
     _require_same_passes(plan.graph, run)
-    played = _spans(plan, run)
-    takes = [end - begin for begin, end in zip(*played, strict=True)]
-    delays = _delays(plan, played, _taken(plan.graph, run))
-    exact = replace(plan, takes=takes, delays=delays)
-    lags = [0] * len(takes)
-    for step in exact.steps():
-        lags[step[0]] = played.begin[step[0]] - ready(exact, played.end, step)
+    begin, end = _spans(plan, run)
+    takes, lags = [0] * len(begin), [0] * len(begin)
+    for first, *_ in plan.graph.steps():
+        takes[first] = end[first] - begin[first]
+    exact = replace(plan, takes=takes, delays=_delays(plan, begin, end, _taken(plan.graph, run)))
+    for step in exact.graph.steps():
+        lags[step[0]] = begin[step[0]] - ready(exact, end, step)
     return replace(exact, lags=lags)
 
 
-def play(score: Score) -> Played:
-    """Every pass as early as its row, its messages and its lag let it run."""
-    played = Played([0] * len(score.graph.ops), [0] * len(score.graph.ops))
-    begin, end = played
-    pairs = score.graph.pairs
-    for number in score.order:
-        if number - 1 in pairs:
-            begin[number], end[number] = begin[number - 1], end[number - 1]
-            continue
-        step = (number, number + 1) if number in pairs else (number,)
-        begin[number] = ready(score, end, step) + score.lags[number]
-        end[number] = begin[number] + score.takes[number]
-    return played
-
-
-def free(score: Score, end: Times, step: Sequence[int]) -> int:
+def free(timed: TimedOrder, end: Times, step: Sequence[int]) -> int:
     """When the rank of `step` is done with what comes before it."""
-    return 0 if step[0] in score.graph.first else end[step[0] - 1]
+    return 0 if step[0] in timed.graph.first else end[step[0] - 1]
 
 
-def ready(score: Score, end: Times, step: Sequence[int]) -> int:
+def ready(timed: TimedOrder, end: Times, step: Sequence[int]) -> int:
     """When the rank of `step` is free and every message it waits for is there."""
-    return max(free(score, end, step), *(end[maker] + score.delays[maker] for _, maker in score.messages(step)), 0)
+    return max(free(timed, end, step), *(end[maker] + timed.delays[maker] for _, maker in timed.messages(step)), 0)
 
 
 def _require_same_passes(graph: Graph, run: Timeline) -> None:
@@ -139,15 +110,15 @@ def _require_same_passes(graph: Graph, run: Timeline) -> None:
             )
 
 
-def _spans(plan: Score, run: Timeline) -> Played:
-    """When the passes ran, from the run's first start; the passes of a step have the times of the step."""
+def _spans(plan: TimedOrder, run: Timeline) -> tuple[list[int], list[int]]:
+    """When the passes began and ended, from the run's first start; the passes of a step have the times of the step."""
     begin = [span.start - run.start for row in run.rows for span in row]
     end = [span.end - run.start for row in run.rows for span in row]
-    for step in plan.steps():
+    for step in plan.graph.steps():
         whole = min(begin[number] for number in step), max(end[number] for number in step)
         for number in step:
             begin[number], end[number] = whole
-    return Played(begin, end)
+    return begin, end
 
 
 def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
@@ -166,17 +137,17 @@ def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
     return {maker_of[mark.value]: mark.end - run.start for mark in marks if mark.value in maker_of}
 
 
-def _delays(plan: Score, played: Played, taken: Mapping[int, int]) -> list[int]:
+def _delays(plan: TimedOrder, begin: Times, end: Times, taken: Mapping[int, int]) -> list[int]:
     delays, ops = list(plan.delays), plan.graph.ops
     known: dict[tuple[int, int], list[int]] = defaultdict(list)
     bounded: list[tuple[int, tuple[int, int]]] = []
-    for step in plan.steps():
+    for step in plan.graph.steps():
         found = list(plan.messages(step))
-        last = max((played.end[maker] for _, maker in found), default=0)
+        last = max((end[maker] for _, maker in found), default=0)
         for user, maker in found:
-            made, link = played.end[maker], (ops[maker].stage, ops[user].stage)
-            delays[maker] = taken.get(maker, played.begin[step[0]]) - made
-            if made >= free(plan, played.end, step) and (maker in taken or made == last):
+            made, link = end[maker], (ops[maker].stage, ops[user].stage)
+            delays[maker] = taken.get(maker, begin[step[0]]) - made
+            if made >= free(plan, end, step) and (maker in taken or made == last):
                 known[link].append(delays[maker])
             else:
                 bounded.append((maker, link))
