@@ -53,7 +53,7 @@ def _on_cpu(pipe: zb.Pipeline, step: Callable[[], object]) -> Peak:
 
 @contextmanager
 def _after_actions(pipe: zb.Pipeline, look: Callable[[], object]) -> Iterator[None]:
-    executor = pipe._measured
+    executor = pipe._steps.last
     calls = executor._calls
     executor._calls = [partial(_in_turn, call, look) for call in calls]
     try:

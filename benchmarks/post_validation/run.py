@@ -87,7 +87,7 @@ def block(pipe: zb.Pipeline, update: Any) -> list[float]:
     for _ in range(BLOCK):
         pipe.step(inputs, targets)
         update()
-        spans = pipe._measured.records.spans
+        spans = pipe._steps.last.records.spans
         edges.append((spans[0][1], spans[-1][2]))
     return [(begin - end) / 1e6 for (_, end), (begin, _) in pairwise(edges)]
 

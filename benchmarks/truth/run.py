@@ -57,7 +57,7 @@ def compare(microbatches: int, name: str, repeats: int) -> dict[str, Any]:
             if turn >= WARM_UP:
                 spent[pipe.recording].append(time.process_time() - begin)
         passes = len(pipe.schedule.rows[pipe.rank])
-        added = mark_us(pipe._measured)
+        added = mark_us(pipe._steps.last)
     on, off = (1e6 * statistics.median(spent[value]) / passes for value in (True, False))
     return {"name": name, "passes": passes, "on_us": round(on, 2), "off_us": round(off, 2), "mark_us": round(added, 3)}
 

@@ -42,12 +42,14 @@ if TYPE_CHECKING:
     from zerobubble import hooks as hooks
     from zerobubble import io as io
     from zerobubble import nn as nn
+    from zerobubble.runtime.hooks.auto import Auto
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
 
 __all__ = [  # noqa: RUF022 - in the order in which a newcomer reads them
     "Pipeline",
     "PostValidation",
+    "Auto",
     "Schedule",
     "Placement",
     "Op",
@@ -86,11 +88,10 @@ _NAMESPACES = (
     "schedules",
     "simulation",
 )
-_NEEDS_TORCH = {"Pipeline": "zerobubble.runtime.pipeline", "PostValidation": "zerobubble.hooks"}
+_NEEDS_TORCH = {"Auto": "zerobubble.hooks", "Pipeline": "zerobubble.runtime.pipeline", "PostValidation": "zerobubble.hooks"}
 
 if find_spec("torch") is None:
-    __all__.remove("Pipeline")
-    __all__.remove("PostValidation")
+    __all__[:] = [name for name in __all__ if name not in _NEEDS_TORCH]
 
 
 def __dir__() -> list[str]:

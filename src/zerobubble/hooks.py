@@ -1,8 +1,20 @@
-"""What plugs into the steps of a `Pipeline`: the optimizer without a barrier, and reports of each step. It needs torch."""
+"""What plugs into the training steps of a `Pipeline`: the protocol for your own hooks, and those that are there. It needs torch."""
 
 from __future__ import annotations
 
+from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.post_validation import PostValidation
-from zerobubble.runtime.hooks.telemetry import StepReport, log_steps, write_scalars
+from zerobubble.runtime.hooks.telemetry import StepReport, Telemetry, log_steps, write_scalars
+from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
-__all__ = ["PostValidation", "StepReport", "log_steps", "write_scalars"]
+__all__ = [
+    "AttachedPipeline",
+    "Auto",
+    "PostValidation",
+    "StepHook",
+    "StepReport",
+    "Telemetry",
+    "TrainingStep",
+    "log_steps",
+    "write_scalars",
+]

@@ -46,7 +46,7 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
     auto.SECONDS, auto.REVIEW = 1.0, 2
     names: list[str] = []
     plans: list[dict[str, Any]] = []
-    with zb.Pipeline(dozing, "auto", M, nn.functional.mse_loss, group=group, memory_limit=limit, placement=placement) as pipe:
+    with zb.Pipeline(dozing, zb.Auto(placement, limit), M, nn.functional.mse_loss, group=group) as pipe:
         names.append(pipe.schedule.name)
         wanted = reference(pipe.schedule.num_stages, 1)[0]
         end = time.monotonic() + 200
@@ -89,10 +89,10 @@ def test_it_trains_plans_and_plans_anew_when_stages_slow_down(world: Ranks, plac
     assert costs[1]["held_after_f"] == costs[2]["held_after_f"]
 
 
-def refused(group: Any, options: dict[str, Any]) -> str:
+def refused(group: Any, options: zb.Auto) -> str:
     pipe = None
     try:
-        pipe = zb.Pipeline(dozing, group=group, num_microbatches=M, loss_fn=nn.functional.mse_loss, **options)
+        pipe = zb.Pipeline(dozing, options, M, nn.functional.mse_loss, group=group)
         for _ in range(4):
             pipe.step(data(0), data(0))
     except zb.ZeroBubbleError as error:
@@ -106,14 +106,13 @@ def refused(group: Any, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"schedule": "auto", "memory_limit": 10}, "no schedule fits into the memory limit"),
-        ({"schedule": "auto", "memory_limit": [1000, 1000]}, "the bytes of each of 4 ranks"),
-        ({"schedule": "auto", "placement": "lineer"}, "did you mean 'linear'"),
-        ({"schedule": "auto", "placement": zb.make("chimera", 4, 4).placement}, "give its schedule by name"),
-        ({"schedule": "zb-h1", "memory_limit": 1000}, "memory_limit is for schedule='auto'"),
+        (zb.Auto(memory_limit=10), "no schedule fits into the memory limit"),
+        (zb.Auto(memory_limit=[1000, 1000]), "the bytes of each of 4 ranks"),
+        (zb.Auto("lineer"), "did you mean 'linear'"),
+        (zb.Auto(zb.make("chimera", 4, 4).placement), "give its schedule by name"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_on_every_rank(world: Ranks, options: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_planned_is_refused_on_every_rank(world: Ranks, options: zb.Auto, words: str) -> None:
     for said in world.run(refused, options, ranks=4):
         assert words in said
 

@@ -80,7 +80,7 @@ def live(group: Any, *, starts_over: bool) -> tuple[list[zb.hooks.StepReport], l
     told: list[zb.hooks.StepReport] = []
     torch.manual_seed(group.rank())
     with zb.Pipeline(
-        lambda s, n: nn.Linear(8, 8), "zb-h1", 4, nn.functional.mse_loss, group=group, on_step=told.append, peak_flops=1e9
+        lambda s, n: nn.Linear(8, 8), "zb-h1", 4, nn.functional.mse_loss, group=group, hooks=[zb.hooks.Telemetry(told.append, 1e9)]
     ) as pipe:
         inner = torch.optim.SGD(pipe.parameters(), lr=0.0)
         optimizer = zb.PostValidation(inner, pipe, max_norm=1e-6) if starts_over else inner
@@ -111,7 +111,7 @@ def test_live_numbers(world: Ranks, starts_over: bool) -> None:
 def automatic(group: Any) -> tuple[list[zb.hooks.StepReport], list[str], list[int]]:
     told: list[zb.hooks.StepReport] = []
     names, stepped = [], []
-    with zb.Pipeline(build, "auto", 4, loss_fn, group=group, on_step=told.append) as pipe:
+    with zb.Pipeline(build, "auto", 4, loss_fn, group=group, hooks=[zb.hooks.Telemetry(told.append)]) as pipe:
         for _ in range(4):
             pipe.step(*batch(4))
             with pipe.recording_optimizer():
@@ -132,7 +132,7 @@ def test_live_numbers_go_on_when_the_schedule_changes(world: Ranks) -> None:
 
 def wrong_peak(group: Any) -> str:
     with pytest.raises(zb.InputError) as caught:
-        zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, peak_flops=0.0)
+        zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, hooks=[zb.hooks.Telemetry(print, peak_flops=0.0)])
     return str(caught.value)
 
 
@@ -149,14 +149,14 @@ def failing_callback(group: Any) -> str:
     def boom(report: zb.hooks.StepReport) -> None:
         raise ValueError("boom")
 
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, on_step=boom if group.rank() == 0 else None)
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, hooks=[zb.hooks.Telemetry(boom)] if group.rank() == 0 else [])
     with pytest.raises(zb.PipelineError) as caught:
         train(pipe, 2)
     return str(caught.value)
 
 
 def test_a_callback_that_fails_ends_every_rank(world: Ranks) -> None:
-    assert all("rank 0 failed in on_step: ValueError: boom" in text for text in world.run(failing_callback, ranks=2))
+    assert all("rank 0 failed in on_step_end of Telemetry: ValueError: boom" in text for text in world.run(failing_callback, ranks=2))
 
 
 class Writer:
@@ -171,10 +171,10 @@ class Writer:
 
 def test_reports_are_written(caplog: pytest.LogCaptureFixture) -> None:
     writer = Writer()
-    zb.hooks.write_scalars(writer)(zb.hooks.StepReport(7, 0.5, 0.25, 2.0, None))
+    zb.hooks.write_scalars(writer).report(zb.hooks.StepReport(7, 0.5, 0.25, 2.0, None))
     assert writer.scalars == [("pipeline/seconds", 0.5, 7), ("pipeline/bubble", 0.25, 7), ("pipeline/loss", 2.0, 7)]
     with caplog.at_level(logging.INFO):
         told = zb.hooks.log_steps(logging.getLogger("steps"), every=2)
         for step in range(3):
-            told(zb.hooks.StepReport(step, 0.5, 0.25, 2.0, 0.4))
+            told.report(zb.hooks.StepReport(step, 0.5, 0.25, 2.0, 0.4))
     assert caplog.messages == [f"step {step}: loss 2.0000, 500.0 ms, bubble 25.0 %, MFU 40.0 %" for step in (0, 2)]

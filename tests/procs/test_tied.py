@@ -376,14 +376,14 @@ def sent_when(group: Any, name: str, tied: list[Any]) -> list[tuple[int, int]]:
     """For each tied gradient that this rank sends in a step: (the actions of its row before it is sent, the rank it goes to)."""
     with zb.Pipeline(Stage, name, 4, loss_fn, group=group, tied=tied) as pipe:
         sent: list[tuple[int, int]] = []
-        sender = pipe._transport.sender
+        sender = pipe._session.transport.sender
 
         def spy(stuff: Stuff, peer: int) -> Any:
             if stuff is Stuff.WORK:
-                sent.append((pipe._now.train.at, peer))
+                sent.append((pipe._steps.last.at, peer))
             return sender(stuff, peer)
 
-        pipe._transport.sender = spy  # type: ignore[method-assign]
+        pipe._session.transport.sender = spy  # type: ignore[method-assign]
         pipe.step(*batch(4))
         return sent
 

@@ -6,10 +6,9 @@ for nothing else; what was sent is the mailbox's, which keeps it no longer than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value, makes, uses
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.runs import Task, run_of
+from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.mailbox.mailbox import Mailbox
 from zerobubble.runtime.measure.clock import Mark, clock_for
 from zerobubble.runtime.measure.memory_meter import Meter
@@ -83,7 +83,8 @@ class Executor:
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
     `records` tells what ran when; while `recording`, when messages were sent and waited for; with a `meter` set, what was held.
     While it runs, `at` is the action in hand, for whoever has to explain a failure. A row with a `rollback` point can be asked to start
-    over there. `on_last_backward` has calls to be made when the last backward pass of a stage is over.
+    over there. `stage_is_done(stage)` is called when the last pass has run that adds to the gradients of a stage.
+    `handshake` opens its steps.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class Executor:
         program: Program,
         stages: dict[int, Stage],
         transport: Transport,
+        handshake: StepHandshake,
         pace: Pace | None,
         overlap: Overlap | None = None,
         rollback: RollbackPoint | None = None,
-        on_last_backward: Mapping[int, Call] = MappingProxyType({}),
+        stage_is_done: Callable[[int], None] | None = None,
     ) -> None:
         self.program = program
+        self.handshake = handshake
         self.overlap = overlap
         self.row = program.rows[transport.rank]
         self.at = 0
@@ -116,7 +119,7 @@ class Executor:
         self._values: dict[Value, Any] = {}
         self._kept: dict[tuple[int, int], dict[Stuff, Any]] = {}
         self._batch: Batch | None = None
-        self._on_last_backward = on_last_backward
+        self._stage_is_done = stage_is_done
         self._messages: list[tuple[Doing, Value, Mark, Mark]] = []
         self._optimizer: list[tuple[Mark, Mark]] = []
         self._recording = False
@@ -132,9 +135,9 @@ class Executor:
         if value is not self._recording:
             self._recording = value
             self._calls = [self._compile(action) for action in self.row]
-            for stage, position in self._last_passes().items():
-                if stage in self._on_last_backward:
-                    self._calls[position] = partial(_both, self._calls[position], self._on_last_backward[stage])
+            if self._stage_is_done is not None:
+                for stage, position in self._last_passes().items():
+                    self._calls[position] = partial(_both, self._calls[position], partial(self._stage_is_done, stage))
 
     def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.

@@ -1,8 +1,9 @@
-"""What a pipeline can play: one schedule for each number of microbatches, made ready when it is first asked for."""
+"""The cache of compiled programs: one schedule for each number of microbatches, lowered and made ready when it is first asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from zerobubble.costs import Costs
@@ -13,19 +14,20 @@ from zerobubble.lowering.rollback import with_rollback_points
 from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor.executor import Executor, Overlap
 from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.measure.profile import one_by_one
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.step.handshake import StepHandshake
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.schedules import make
 from zerobubble.verify_program import program_faults
 
 MakeSchedule = Callable[[int, int], Schedule]
+"""A function `(num_ranks, num_microbatches) -> Schedule`."""
 
 
 class CompiledProgram(NamedTuple):
-    """A schedule made ready: its stages, and the executors that train with it, None where it has no backward passes, and evaluate."""
+    """A schedule made ready: its stages, the executor that trains (None where it has no backward passes) and the one that evaluates."""
 
     schedule: Schedule
     stages: dict[int, Stage]
@@ -34,9 +36,10 @@ class CompiledProgram(NamedTuple):
 
 
 class ProgramCache:
-    """The pieces of one pipeline, `now` the one that is played. `given` says what other pieces may be asked for.
+    """The compiled programs of one pipeline; `now` is the one that is played.
 
-    `handshakes` has one for every executor at work. `on_last_backward` are calls for the end of a stage's last backward pass.
+    `given` is what the user asked to play, and makes the schedules for further numbers of microbatches. `stage_is_done(stage)` is called in
+    training when the last backward pass of a stage has run.
     """
 
     def __init__(
@@ -44,78 +47,87 @@ class ProgramCache:
         given: str | Schedule | MakeSchedule,
         stages: Stages,
         transport: Transport,
-        handshakes: dict[Executor, StepHandshake],
         pace: Pace | None,
         overlap: Overlap | None,
-        on_last_backward: Mapping[int, Callable[[], None]],
+        stage_is_done: Callable[[int], None],
     ) -> None:
         self._given = given
         self._stages = stages
         self._transport = transport
-        self._handshakes = handshakes
         self._pace = pace
         self._overlap = overlap
-        self._on_last_backward = on_last_backward
-        self._rolls_back = False
+        self._stage_is_done = stage_is_done
+        self._has_rollback_points = False
         self._prefetch = PREFETCH
         self._compiled: dict[int, CompiledProgram] = {}
+        self._trial: Executor | None = None
         self.now: CompiledProgram
 
     def play(self, schedule: Schedule, costs: Costs | None = None) -> None:
-        """From here on, play `schedule` and nothing else, with receives posted as far ahead as its `costs` ask for, and one more."""
+        """Play `schedule` and nothing else from here on, with receives posted one message earlier than its `costs` ask for."""
         self._prefetch = PREFETCH if costs is None else 1 + prefetch_depth(schedule, costs)
-        self._handshakes.clear()
-        self._compiled = {schedule.num_microbatches: self._ready(schedule)}
+        self._compiled = {schedule.num_microbatches: self._compile(schedule)}
         self.now = self._compiled[schedule.num_microbatches]
 
     def choose(self, num_microbatches: int) -> CompiledProgram:
-        """What is played for this number of microbatches; every rank finds out with the step's first word whether it plays the same.
+        """The program for this number of microbatches, played from here on; the step's handshake compares it among the ranks.
 
-        Raises `InputError` where there is no such schedule, or it lays the stages otherwise.
+        Raises `InputError` where there is no such schedule, or it places the stages otherwise.
         """
         if num_microbatches not in self._compiled:
-            schedule = compose(self._given, self._transport.size, num_microbatches)
+            schedule = schedule_for(self._given, self._transport.size, num_microbatches)
             was = self.now.schedule
             if schedule.placement != was.placement:
                 raise InputError(
                     f"schedule {schedule.name!r} places the stages otherwise for {num_microbatches} microbatches than for "
                     f"{was.num_microbatches}: {schedule.placement} instead of {was.placement}"
                 )
-            self._compiled[num_microbatches] = self._ready(schedule)
+            self._compiled[num_microbatches] = self._compile(schedule)
         self.now = self._compiled[num_microbatches]
         return self.now
 
-    def with_rollback_points(self) -> None:
-        """Make every piece anew so that its steps can be taken back at a rollback point."""
-        self._rolls_back = True
-        self._handshakes.clear()
-        self._compiled = {count: self._ready(piece.schedule) for count, piece in self._compiled.items()}
-        self.now = self._compiled[self.now.schedule.num_microbatches]
+    def use_rollback_points(self) -> None:
+        """Compile every program anew so that its steps can start over at a rollback point."""
+        if not self._has_rollback_points:
+            self._has_rollback_points = True
+            self._compiled = {count: self._compile(compiled.schedule) for count, compiled in self._compiled.items()}
+            self.now = self._compiled[self.now.schedule.num_microbatches]
 
-    def one_by_one(self) -> tuple[Executor, dict[int, Stage]]:
-        """Microbatches one by one through the stages of `now`, for a profile; forget its opening after it."""
+    @contextmanager
+    def one_by_one(self) -> Iterator[CompiledProgram]:
+        """Inside, a program that takes microbatches one by one through the stages of `now`, for a profile."""
         schedule = one_by_one(self.now.schedule)
         stages = self._stages.of(schedule)
-        executor = Executor(proved(schedule), stages, self._transport, self._pace)
-        self._handshakes[executor] = StepHandshake(schedule, self._transport)
-        return executor, stages
+        handshake = StepHandshake(schedule, self._transport)
+        self._trial = Executor(proved(schedule), stages, self._transport, handshake, self._pace)
+        yield CompiledProgram(schedule, stages, self._trial, self._trial)
+        self._trial = None
 
-    def _ready(self, schedule: Schedule) -> CompiledProgram:
+    def close(self, *, failed: bool) -> None:
+        """Let go of the messages that keep connections open; after a failure, of everything in flight."""
+        executors = [self._trial, *(executor for compiled in self._compiled.values() for executor in (compiled.train, compiled.infer))]
+        for executor in executors:
+            if executor is not None:
+                executor.handshake.clear()
+                if failed:
+                    executor.clear()
+
+    def _compile(self, schedule: Schedule) -> CompiledProgram:
         stages = self._stages.of(schedule)
-        infer = Executor(proved(schedule.forward_only()), stages, self._transport, None)
-        self._handshakes[infer] = StepHandshake(schedule.forward_only(), self._transport)
+        forward_only = schedule.forward_only()
+        infer = Executor(proved(forward_only), stages, self._transport, StepHandshake(forward_only, self._transport), None)
         if schedule.is_forward_only:
             return CompiledProgram(schedule, stages, None, infer)
         program, rollback = proved(schedule, self._prefetch), None
-        if self._rolls_back:
+        if self._has_rollback_points:
             program, points = with_rollback_points(program)
             program, rollback = sound(program), points[self._transport.rank]
-        train = Executor(program, stages, self._transport, self._pace, self._overlap, rollback, self._on_last_backward)
-        self._handshakes[train] = StepHandshake(schedule, self._transport)
+        handshake = StepHandshake(schedule, self._transport)
+        train = Executor(program, stages, self._transport, handshake, self._pace, self._overlap, rollback, self._stage_is_done)
         return CompiledProgram(schedule, stages, train, infer)
 
 
-def compose(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
+def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
     """The schedule for `num_microbatches`; raises `InputError` where there is none or it does not fit."""
     if isinstance(given, str):
         made: Any = make(given, ranks, num_microbatches)

@@ -1,4 +1,4 @@
-"""`schedule="auto"`: the first steps are measured, a plan is made beside the training, and all ranks change to it between two steps.
+"""`schedule=zb.Auto(...)`: the first steps are measured, a plan is made beside the training, and all ranks change to it between two steps.
 
 It trains from the first step on: microbatches go through one by one, which needs the least memory and measures passes undisturbed, then in
 the best published schedule until the plan is there. Later steps are held against the plan's costs, and where passes have come to
@@ -8,9 +8,10 @@ take another time, there is a new plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
@@ -20,7 +21,7 @@ from zerobubble.planning import Objective, Problem, Solved, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner
 from zerobubble.planning.placements import family
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.timeline import Timeline
 
 TIMED = 2
@@ -35,68 +36,96 @@ DRIFT = 0.2
 _log = logging.getLogger("zerobubble")
 
 
+@dataclass(frozen=True)
 class Auto:
-    """Chooses the schedule of each step; every rank asks alike, after every step, and gets the same answer.
+    """What `Pipeline(schedule=zb.Auto(...))` plans for; the string "auto" stands for `zb.Auto()`.
 
-    `schedule` is the one to run, `solved` the plan it comes from once there is one. `limits` bounds the bytes of activations, None
-    leaves them free. Raises `InputError` where the planner's search is not installed.
+    `placement` says which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2",
+    or a `Placement` of one route. `memory_limit` bounds the bytes of activations that a rank holds: one number for all ranks or one for
+    each; None leaves them free. The first steps train with microbatches one by one and are measured; then the shortest schedule within
+    the limit is planned beside the training and changed to between two steps, and planned anew when passes come to take another time.
     """
 
-    def __init__(self, placement: Placement, num_microbatches: int, limits: Limits | None) -> None:
+    placement: str | Placement = "linear"
+    memory_limit: int | Sequence[int] | None = None
+
+
+class AutoPlanner(StepHook):
+    """Chooses the schedule of each step; every rank asks alike, after every step, and gets the same answer.
+
+    `schedule` is the one to run, `solved` the plan it comes from once there is one. Raises `InputError` where the planner's search is not
+    installed, for a placement that does not fit or has several routes, and for another number of limits than ranks.
+    """
+
+    def __init__(self, options: Auto, num_ranks: int, num_microbatches: int) -> None:
         if find_spec("numba") is None:
             raise InputError("schedule='auto' searches for plans with numba: pip install 'zerobubble[plan]', or name a schedule")
+        placement = _placement_for(options.placement, num_ranks)
         self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
         self.solved: Solved | None = None
-        self._limits = limits
+        self._limits = _limits_for(options.memory_limit, num_ranks)
         self._measured: list[Timeline] = []
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._is_waiting = False
         self._steps = 0
         self._drifted = False
+        self._pipeline: AttachedPipeline
 
-    @classmethod
-    def from_options(cls, placement: str | Placement, ranks: int, num_microbatches: int, memory: int | Sequence[int] | None) -> Auto:
-        """For `ranks` ranks, `placement` by its name or itself, and `memory` in bytes, of each rank or one number for all.
+    def on_attach(self, pipeline: AttachedPipeline) -> None:
+        """Plan for this pipeline."""
+        self._pipeline = pipeline
 
-        Raises `InputError` for a placement that does not fit or has several routes, and for another number of limits.
-        """
-        laid = family(placement, ranks) if isinstance(placement, str) else placement
-        if laid.num_ranks != ranks:
-            raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the process group has {ranks}")
-        if len(laid.routes) > 1:
-            raise InputError(f"plans are made for one route, the placement {laid.name!r} has {len(laid.routes)}: give its schedule by name")
-        if memory is None:
-            return cls(laid, num_microbatches, None)
-        each = (memory,) * ranks if isinstance(memory, int) else tuple(memory)
-        if len(each) != ranks:
-            raise InputError(f"memory_limit names the bytes of each of {ranks} ranks, or one number for all, got {len(each)}")
-        return cls(laid, num_microbatches, Limits(each))
+    def on_step_begin(self, step: TrainingStep) -> None:
+        """Have the bytes held counted in the first step."""
+        step.measures_memory |= self._problem is None and not self._measured
 
-    @property
-    def is_counting_bytes(self) -> bool:
-        """Whether the bytes held in the next step have to be known."""
-        return self._problem is None and not self._measured
-
-    def after_step(self, timeline: Callable[[], Timeline], transport: Transport) -> Schedule | None:
-        """The schedule to change to before the next step, None to stay. `timeline` gathers what all ranks did in the last one.
+    def on_step_end(self, step: TrainingStep) -> None:
+        """Change to a better schedule where there is one.
 
         Raises `InputError` when no schedule fits into the memory, naming what is missing.
         """
-        if self._problem is None:
-            return self._measure(timeline())
-        if self._is_waiting:
-            return self._wait(transport)
-        self._steps += 1
-        if self._steps < REVIEW:
-            return None
-        return self._review(timeline(), transport)
+        with self._pipeline.activity("while choosing a schedule"):
+            better = self._after_step()
+            if better is not None:
+                assert self.solved is not None
+                self._pipeline.change_schedule(better, self.solved.problem.costs)
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """End a plan in the making."""
         if self._planner is not None:
             self._planner.close()
             self._planner = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan that is followed, so that a run that goes on need not measure and plan again."""
+        return {} if self.solved is None else {"plan": self.solved.to_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Follow the plan of `state_dict`. Raises `InputError` where it is for another placement or number of microbatches."""
+        solved = Solved.from_dict(state["plan"])
+        wanted = (self.schedule.placement, self.schedule.num_microbatches)
+        if (solved.problem.placement, solved.problem.num_microbatches) != wanted:
+            raise InputError(
+                f"the saved plan is for {solved.problem.placement} and {solved.problem.num_microbatches} microbatches, this pipeline has "
+                f"{wanted[0]} and {wanted[1]}: make the pipeline as it was, or leave the plan out of the checkpoint"
+            )
+        self._problem = solved.problem
+        self._is_waiting = False
+        better = self._change(solved)
+        if better is not None:
+            self._pipeline.change_schedule(better, solved.problem.costs)
+
+    def _after_step(self) -> Schedule | None:
+        """The schedule to change to before the next step, None to stay."""
+        if self._problem is None:
+            return self._measure(self._pipeline.timeline())
+        if self._is_waiting:
+            return self._wait()
+        self._steps += 1
+        if self._steps < REVIEW:
+            return None
+        return self._review(self._pipeline.timeline())
 
     def _measure(self, timeline: Timeline) -> Schedule | None:
         self._measured.append(timeline)
@@ -112,21 +141,20 @@ class Auto:
         self._is_waiting = True
         return self._change(solve(self._problem, evaluations=0))
 
-    def _wait(self, transport: Transport) -> Schedule | None:
+    def _wait(self) -> Schedule | None:
         """Ask for the plan, on rank 0, which makes it; the others hear of it."""
         assert self._problem is not None
-        if transport.rank == 0 and self._planner is None:
+        if self._pipeline.rank == 0 and self._planner is None:
             self._planner = BackgroundPlanner(self._problem, SECONDS)
         found = self._planner.answer() if self._planner is not None else None
-        with transport.collective("waiting for a plan"):
-            told = transport.gather_objects(None if found is None else found.to_dict())[0]
+        told = self._pipeline.gather(None if found is None else found.to_dict(), "waiting for a plan")[0]
         if told is None:
             return None
-        self.close()
+        self.on_close()
         self._is_waiting, self._steps = False, 0
         return self._change(Solved.from_dict(told))
 
-    def _review(self, timeline: Timeline, transport: Transport) -> Schedule | None:
+    def _review(self, timeline: Timeline) -> Schedule | None:
         """Hold a step against the plan's costs; the second in a row that is off starts a new plan."""
         assert self._problem is not None
         now = corrected(self._problem.costs, timeline)
@@ -140,7 +168,7 @@ class Auto:
         _log.info("passes take up to %.0f %% more or less than planned: planning anew", 100 * off)
         self._problem = replace(self._problem, costs=now)
         self._is_waiting, self._drifted = True, False
-        return self._wait(transport)
+        return self._wait()
 
     def _change(self, solved: Solved) -> Schedule | None:
         """Take over a plan unless the schedule at hand is as short."""
@@ -151,6 +179,24 @@ class Auto:
         self.schedule = solved.schedule
         _log.info("%s: a bubble of %.2f %%, at least %.2f %%", solved.schedule.name, 100 * (solved.bubble or 0), 100 * solved.least_bubble)
         return self.schedule
+
+
+def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
+    laid = family(placement, num_ranks) if isinstance(placement, str) else placement
+    if laid.num_ranks != num_ranks:
+        raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the process group has {num_ranks}")
+    if len(laid.routes) > 1:
+        raise InputError(f"plans are made for one route, the placement {laid.name!r} has {len(laid.routes)}: give its schedule by name")
+    return laid
+
+
+def _limits_for(memory: int | Sequence[int] | None, num_ranks: int) -> Limits | None:
+    if memory is None:
+        return None
+    each = (memory,) * num_ranks if isinstance(memory, int) else tuple(memory)
+    if len(each) != num_ranks:
+        raise InputError(f"memory_limit names the bytes of each of {num_ranks} ranks, or one number for all, got {len(each)}")
+    return Limits(each)
 
 
 def corrected(planned: Costs, timeline: Timeline) -> Costs:

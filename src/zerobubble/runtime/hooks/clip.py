@@ -13,11 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.values.gradients import Gradients
 
 Norms = dict[int, Tensor]
 """The norms of the gradients of each stage that has any, one after another on the CPU."""
+
+
+def clip_grad_norm(
+    pipeline: AttachedPipeline, max_norm: float, norm_type: float, *, error_if_nonfinite: bool, losses: Tensor | None
+) -> Tensor:
+    """Clip the gradients of all ranks by their common norm, which is given back; see `Pipeline.clip_grad_norm_`."""
+    gradients = pipeline.gradients
+    with pipeline.activity("while clipping gradients"):
+        parts = counted(pipeline.modules, pipeline.counted_elsewhere)
+        mine = norms_of(parts, norm_type, gradients)
+        arguments = ClipArguments.of(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        norms, spoilt, told = gather_norms(mine, spoilt_in(pipeline.modules, parts, mine, gradients), arguments, pipeline)
+    refuse_other_arguments(told)
+    total = total_norm(norms, norm_type).to(pipeline.device)
+    if error_if_nonfinite:
+        refuse(total, norm_type, spoilt, losses)
+    scale(nn.ModuleList(pipeline.modules.values()).parameters(), max_norm, total, gradients)
+    return total
 
 
 def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] = ()) -> dict[int, list[nn.Parameter]]:
@@ -79,15 +97,14 @@ def refuse_other_arguments(told: Sequence[ClipArguments]) -> None:
 
 
 def gather_norms(
-    mine: Norms, spoilt: Mapping[int, list[str]], arguments: ClipArguments, transport: Transport
+    mine: Norms, spoilt: Mapping[int, list[str]], arguments: ClipArguments, pipeline: AttachedPipeline
 ) -> tuple[Norms, dict[int, list[str]], list[ClipArguments]]:
     """The norms of all stages, in order, what is `spoilt` of them, and the `arguments` of each rank, on every rank.
 
     Of copies of a stage, whose gradients are the same, the norms are the first rank's.
     """
     entries = {stage: (norms.tolist(), norms.dtype, spoilt.get(stage)) for stage, norms in mine.items()}
-    with transport.collective("gathering the norms of gradients"):
-        gathered = transport.gather_objects((entries, arguments))
+    gathered = pipeline.gather((entries, arguments), "gathering the norms of gradients")
     told = [theirs for theirs, _ in gathered]
     found = {stage: entry for norms in reversed(told) for stage, entry in norms.items()}
     ordered = sorted(found.items())

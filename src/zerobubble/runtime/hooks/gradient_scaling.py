@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.transport.transport import Transport
-from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.step.hook import AttachedPipeline
 
 
-def unscale(
-    scaler: torch.amp.GradScaler,
-    optimizer: torch.optim.Optimizer,
-    transport: Transport,
-    parameters: Iterable[nn.Parameter],
-    gradients: Gradients,
-) -> None:
-    """`scaler.unscale_(optimizer)` on this rank, of `main_grad` where `gradients` are there, and what it found on any rank told to all.
+def unscale(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """`scaler.unscale_(optimizer)` on this rank, of `main_grad` where gradients are there, and what it found on any rank told to all.
 
     Raises `InputError` when the ranks' scalers differ in their scale.
     """
-    if gradients.dtype is None:
-        scaler.unscale_(optimizer)
-    else:
-        _unscale_sums(scaler, optimizer, [total for parameter in parameters if (total := gradients.of(parameter)) is not None])
+    with pipeline.activity("while unscaling gradients"):
+        if pipeline.gradients.dtype is None:
+            scaler.unscale_(optimizer)
+        else:
+            _unscale_sums(scaler, optimizer, _sums(pipeline))
+        _share_what_is_not_finite(pipeline, scaler, optimizer)
+
+
+def _sums(pipeline: AttachedPipeline) -> list[Tensor]:
+    """The gradients in `main_grad` of this rank."""
+    parameters = nn.ModuleList(pipeline.modules.values()).parameters()
+    return [total for parameter in parameters if (total := pipeline.gradients.of(parameter)) is not None]
+
+
+def _share_what_is_not_finite(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let the scaler of every rank know whether any of them found a gradient that is not finite."""
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     mine = float(sum(flag.item() for flag in found.values()) > 0)
-    with transport.collective("sharing which gradients are not finite"):
-        told: list[tuple[float, float]] = transport.gather_objects((mine, scaler.get_scale()))
+    told: list[tuple[float, float]] = pipeline.gather((mine, scaler.get_scale()), "sharing which gradients are not finite")
     if len({scale for _, scale in told}) > 1:
         scales = ", ".join(f"rank {rank} has {scale:g}" for rank, (_, scale) in enumerate(told))
         remedy = "make them alike, and unscale with all of them in every step"
@@ -39,7 +42,7 @@ def unscale(
     anywhere = max(flag for flag, _ in told)
     for flag in found.values():
         flag.fill_(anywhere)
-    found.setdefault(transport.device, torch.full((), anywhere, device=transport.device))
+    found.setdefault(pipeline.device, torch.full((), anywhere, device=pipeline.device))
 
 
 def _unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, sums: list[Tensor]) -> None:

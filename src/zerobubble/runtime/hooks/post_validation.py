@@ -10,12 +10,12 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update vali
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -25,7 +25,7 @@ from zerobubble.runtime.hooks.forward_snapshot import Snapshot
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
-from zerobubble.runtime.pipeline import Pipeline
+from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.values.gradients import IN_GRAD
 
@@ -34,7 +34,14 @@ _STEPPING, _VALIDATING = "while stepping the optimizer", "while validating the o
 Way = Literal["copy", "arithmetic"]
 
 
-class PostValidation:
+class Attaches(Protocol):
+    """A `Pipeline`, as far as a hook that attaches itself has to know it."""
+
+    def attach(self, hook: StepHook) -> None:
+        """Call `hook` from the next training step on."""
+
+
+class PostValidation(StepHook):
     """An optimizer around `optimizer`, this rank's, that clips by the norm of the whole model's gradients without waiting for it.
 
     Every rank of `pipe` makes one with the same arguments, and then trains as ever: `pipe.step`, `step`, `zero_grad`. What comes out is
@@ -50,21 +57,21 @@ class PostValidation:
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """
 
+    needs_rollback_point = True
+
     def __init__(
         self,
         optimizer: Optimizer,
-        pipe: Pipeline,
+        pipe: Attaches,
         max_norm: float | None = None,
         scaler: GradScaler | None = None,
         undo: Way | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.norm: Tensor | None = None
-        self._pipe = pipe
-        self._transport = pipe._transport
         self._max_norm = max_norm
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._is_last = self._transport.rank == self._transport.size - 1
+        self._way = undo
         self._verdict: bool | None = True
         self._has_stepped = False
         self._gradients: dict[Tensor, Tensor | None] = {}
@@ -72,30 +79,39 @@ class PostValidation:
         self._down: Expected[NormsSoFar] | None = None
         self._back: Expected[NormsOfAll] | None = None
         self._telling: list[Sending] = []
-        self._parts = counted(pipe.modules, pipe._copies.elsewhere)
-        fault = _fault(optimizer, pipe, max_norm, undo)
-        with pipe._session.ending_all("while making the optimizer"), self._transport.collective("making the optimizer"):
-            told = self._transport.gather_objects((fault, (max_norm, self._scaler is not None), dtypes_of(self._parts)))
-        faults = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(told) if entry[0]]
-        if not faults and len({entry[1] for entry in told}) > 1:
-            listed = (f"rank {r} has {entry[1][0]} {'with' if entry[1][1] else 'without'} a scaler" for r, entry in enumerate(told))
+        self._undo: SavedCopy | ByFormula
+        self._pipeline: AttachedPipeline
+        pipe.attach(self)
+
+    def on_attach(self, pipeline: AttachedPipeline) -> None:
+        """Agree with all ranks on the arguments. Raises `InputError` on every rank when one of them is wrong or they disagree."""
+        self._pipeline = pipeline
+        self._transport = pipeline.transport
+        self._is_last = pipeline.rank == pipeline.num_ranks - 1
+        self._parts = counted(pipeline.modules, pipeline.counted_elsewhere)
+        terms = (self._max_norm, self._scaler is not None)
+        told = pipeline.gather((self._fault(pipeline), terms, dtypes_of(self._parts)), "making the optimizer")
+        faults = [f"rank {rank}: {fault}" for rank, (fault, _, _) in enumerate(told) if fault]
+        if not faults and len({theirs for _, theirs, _ in told}) > 1:
+            listed = [
+                f"rank {rank} has {norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in enumerate(told)
+            ]
             faults = [f"ranks disagree on max_norm or scaler: {', '.join(listed)}"]
         if faults:
             raise InputError("; ".join(faults))
-        self._undo: SavedCopy | ByFormula = (
-            SavedCopy(optimizer) if undo == "copy" or (undo is None and _copy_fits(optimizer, pipe.device)) else ByFormula(optimizer)
-        )
-        self._form = NormLedger(self._parts, [entry[2] for entry in told], self._transport.rank, max_norm)
+        copies = self._way == "copy" or (self._way is None and _copy_fits(self.optimizer, pipeline.device))
+        self._undo = SavedCopy(self.optimizer) if copies else ByFormula(self.optimizer)
+        self._form = NormLedger(self._parts, [dtypes for _, _, dtypes in told], pipeline.rank, self._max_norm)
         if self._scaler is not None:
-            self._scaler.scale(torch.ones((), device=pipe.device))  # its scale is made by its first use, which only a last stage has
-        pipe._validate_with(self)
+            self._scaler.scale(torch.ones((), device=pipeline.device))  # its scale is made by its first use, which only a last stage has
         self._expect()
 
     def step(self) -> None:
         """The optimizer's step with the gradients as they are; final when the next `pipe.step`, or `settle`, has come past it."""
-        with self._pipe._session.ending_all(_STEPPING):
+        with self._pipeline.activity(_STEPPING):
             self._judge()
-            with self._pipe.recording_optimizer():
+            self._pipeline.before_optimizer()
+            with self._pipeline.record_optimizer():
                 self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -110,7 +126,7 @@ class PostValidation:
         Waits for the ranks before this one, and the last, to have called `step`. `norm` tells then the norm of all gradients.
         """
         if self._back is not None or self._telling:
-            with self._pipe._session.ending_all(_VALIDATING):
+            with self._pipeline.activity(_VALIDATING):
                 self._judge()
                 self._wait_until_told()
 
@@ -129,24 +145,24 @@ class PostValidation:
         self.settle()
         self.optimizer.load_state_dict(state_dict)
 
-    def question(self) -> Callable[[], bool] | None:
-        """What a step that begins now asks at its rollback point: whether its forwards stand. None when they surely do."""
+    def on_step_begin(self, step: TrainingStep) -> None:
+        """Let the step start over at its rollback point, unless it is known already that the last optimizer's step stands."""
         if self._verdict is True:
-            return None
-        snapshot = Snapshot(self._pipe.modules.values(), self._pipe.device)
+            return
+        snapshot = Snapshot(self._pipeline.modules.values(), self._pipeline.device)
 
-        def stands() -> bool:
-            with self._pipe._session.ending_all(_VALIDATING):
+        def forwards_stand() -> bool:
+            with self._pipeline.activity(_VALIDATING):
                 self._judge()
                 stood, self._verdict = self._verdict, True
                 if not stood:
                     snapshot.restore()
                 return bool(stood)
 
-        return stands
+        step.start_over_unless(forwards_stand)
 
-    def clear(self) -> None:
-        """For the pipeline: let go of every message, as one that was sent keeps its connection open."""
+    def on_close(self) -> None:
+        """Let go of every message, as one that was sent keeps its connection open."""
         self._down = self._back = None
         self._telling = []
 
@@ -197,7 +213,7 @@ class PostValidation:
 
     def _keep(self) -> None:
         """Keep what it takes to make this step again: its gradients and its options."""
-        held = [*self._pipe.parameters(), *(parameter for group in self.optimizer.param_groups for parameter in group["params"])]
+        held = [*self._parameters(), *(parameter for group in self.optimizer.param_groups for parameter in group["params"])]
         self._gradients = {parameter: parameter.grad for parameter in held}
         self._options = self._options_now()
 
@@ -223,20 +239,21 @@ class PostValidation:
             return
         ledger = self._back.wait("waiting for its judgement of the optimizer's step").ledger
         self._back = None
-        with self._pipe.recording_optimizer():
+        with self._pipeline.record_optimizer():
             self._conclude(ledger)
 
     def _conclude(self, ledger: Tensor) -> None:
         """Judge the whole ledger. Where a rank waited, every rank makes the exact step, which may be none."""
         self._verdict = not self._form.waits(ledger)
-        self.norm = self._form.total(ledger).to(self._pipe.device)
+        self.norm = self._form.total(ledger).to(self._pipeline.device)
         if not (self._verdict and self._has_stepped):
             with self._as_it_was():
                 self._make_exact(ledger, self.norm)
         if self._scaler is not None:
             found = self._scaler._found_inf_per_device(self.optimizer)
             found.clear()
-            found[str(self._pipe.device)] = torch.full((), float(self._form.overflown(ledger)), device=self._pipe.device)
+            device = self._pipeline.device
+            found[str(device)] = torch.full((), float(self._form.overflown(ledger)), device=device)
             self._scaler.update()
         self._gradients = {}
         self._has_stepped = False
@@ -246,8 +263,32 @@ class PostValidation:
             self._undo.undo()
         if not self._form.is_skipped(ledger):
             if self._max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._pipe.parameters(), self._max_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(self._parameters(), self._max_norm, norm)
             self.optimizer.step()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return nn.ModuleList(self._pipeline.modules.values()).parameters()
+
+    def _fault(self, pipeline: AttachedPipeline) -> str:
+        """What is wrong with this rank's arguments; nothing when they will do."""
+        if not isinstance(self.optimizer, Optimizer):
+            return f"optimizer must be a torch.optim.Optimizer, got {type(self.optimizer).__name__}"
+        if any(isinstance(hook, PostValidation) for hook in pipeline.hooks):
+            return "the pipeline has a PostValidation already; use that, or make a new Pipeline"
+        if pipeline.gradients.dtype is not None:
+            return "an optimizer's step reads .grad, which main_grad leaves None; clip with pipe.clip_grad_norm_, or leave main_grad out"
+        if self._max_norm is not None and not self._max_norm > 0:
+            return f"max_norm must be above 0, or None to clip nothing, got {self._max_norm}"
+        if self._way not in ("copy", "arithmetic", None):
+            return f"undo must be 'copy', 'arithmetic' or None, got {self._way!r}"
+        return self._cannot_undo(pipeline.device)
+
+    def _cannot_undo(self, device: torch.device) -> str:
+        """Why this optimizer's steps cannot be taken back in the way asked for; nothing where they can."""
+        reason = why_not(self.optimizer) if self._way == "arithmetic" else ""
+        if self._way is None and not _copy_fits(self.optimizer, device) and why_not(self.optimizer):
+            reason = f"a copy of parameters and state would take more than half of the free memory, and {why_not(self.optimizer)}"
+        return f'{reason}; use undo="copy"' if reason else ""
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
@@ -264,24 +305,6 @@ class PostValidation:
             parameter.grad = gradient
         for group, now in zip(groups, options, strict=True):
             group.update(now)
-
-
-def _fault(optimizer: Any, pipe: Pipeline, max_norm: float | None, undo: Any) -> str:
-    """What is wrong with the arguments; nothing when they will do."""
-    if not isinstance(optimizer, Optimizer):
-        return f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-    if pipe._validation is not None:
-        return "the pipeline has a PostValidation already; use that, or make a new Pipeline"
-    if pipe._gradients.dtype is not None:
-        return "an optimizer's step reads .grad, which main_grad leaves None; clip with pipe.clip_grad_norm_, or leave main_grad out"
-    if max_norm is not None and not max_norm > 0:
-        return f"max_norm must be above 0, or None to clip nothing, got {max_norm}"
-    if undo not in ("copy", "arithmetic", None):
-        return f"undo must be 'copy', 'arithmetic' or None, got {undo!r}"
-    reason = why_not(optimizer) if undo == "arithmetic" else ""
-    if undo is None and not _copy_fits(optimizer, pipe.device) and why_not(optimizer):
-        reason = f"a copy of parameters and state would take more than half of the free memory, and {why_not(optimizer)}"
-    return f'{reason}; use undo="copy"' if reason else ""
 
 
 def _copy_fits(optimizer: Optimizer, device: torch.device) -> bool:

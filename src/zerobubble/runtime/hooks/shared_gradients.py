@@ -6,9 +6,8 @@ gradients when its last pass that adds to them is over, to the ranks that hold t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import permutations
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.hooks.copied_buffers import CopiedBuffers
 from zerobubble.runtime.hooks.shared_parameters import Outline, Place, SharedGroup, outline, shared_groups
+from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
@@ -45,11 +45,12 @@ class GradientFlags:
         return cls(tuple(map(bool, numbers.tolist())))
 
 
-class Copies:
-    """The parameters of this rank that other ranks, or other places of this rank, hold too.
+class SharedGradients(StepHook):
+    """Sums the gradients of the parameters of this rank that other ranks, or other stages of this rank, hold too.
 
-    Gradients that were there before a step are kept out of the sum. `on_last_backward` has a call for each stage that holds any, to be
-    made when the stage's last backward pass of a step is over. `elsewhere` are the parameters that a norm counts in another place.
+    Gradients that were there before a step are kept out of the sum. Each rank sends the gradients of a stage as soon as they are ready, and
+    adds up those of all at the end of the step. `counted_elsewhere` are the shared parameters that another rank or stage already counts in
+    the norm of the whole model. Call `broadcast_initial_values` once before the first step.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class Copies:
         self._unsent: list[_Sum] = []
         self._open: set[int] = set()
         self._aside: dict[nn.Parameter, Tensor | None] = {}
-        self.on_last_backward: dict[int, Callable[[], None]] = {}
-        self.elsewhere: set[nn.Parameter] = set()
+        self._stages: set[int] = set()
+        self.counted_elsewhere: set[nn.Parameter] = set()
 
-    @classmethod
-    def none(cls, transport: Transport) -> Copies:
-        """Nothing is held elsewhere."""
-        return cls(Placement.linear(transport.size), {}, transport, ())
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything on this rank is held in several places."""
+        return bool(self.completes_at_end) or any(stage in self._copied for stage in self._modules)
 
     def broadcast_initial_values(self) -> None:
         """Give every copy the values of the first: of a tied parameter, that named first; of a copied stage, that of the first route.
@@ -113,9 +114,10 @@ class Copies:
         bound = {place for shared_group in groups for row in shared_group.rows for place in row.members[rank]}
         self._known = {place: by_name[place.stage][place.name] for place, held in mine.items() if held.first in bound}
         self._sums = [_Sum(shared_group, self._known, self._transport, self._gradients) for shared_group in groups]
-        self.on_last_backward = {stage: partial(self._close, stage) for one in self._sums for stage in one.stages}
+        self._stages = {stage for one in self._sums for stage in one.stages}
         counted = {self._known.get(row.counted) for shared_group in groups for row in shared_group.rows}
-        self.elsewhere = set(self._known.values()) - counted
+        self.counted_elsewhere = set(self._known.values()) - counted
+        self.completes_at_end = frozenset(self._known.values())
 
     def _buffer_shapes(self) -> dict[int, list[tuple[str, tuple[int, ...], str]]]:
         copied = {stage: module for stage, module in self._modules.items() if stage in self._copied}
@@ -143,19 +145,19 @@ class Copies:
         for tensor in held:
             tensor.copy_(first)
 
-    def set_aside(self) -> None:
-        """Before a step: take the gradients of earlier steps out of `.grad`."""
+    def on_step_begin(self, step: TrainingStep) -> None:
+        """Take the gradients of earlier steps out of `.grad`."""
         self._refuse_new()
         self._buffers.look()
         for parameter in dict.fromkeys(self._known.values()):
             self._aside[parameter] = self._gradients.of(parameter)
             self._gradients.put(parameter, None)
-        self._open = set(self.on_last_backward)
+        self._open = set(self._stages)
         self._unsent = list(self._sums)
 
     def _refuse_new(self) -> None:
         """The rows were made with the pipeline: raises `InputError` where a stage has other parameters now."""
-        for stage in self.on_last_backward:
+        for stage in self._stages:
             now = dict(self._modules[stage].named_parameters(remove_duplicate=False))
             known = {place.name: parameter for place, parameter in self._known.items() if place.stage == stage}
             names = {*known, *(now if stage in self._copied else ())}
@@ -166,20 +168,18 @@ class Copies:
                     "and other places share them; make a new Pipeline"
                 )
 
-    def _close(self, stage: int) -> None:
-        """No pass of this step adds to the gradients of `stage` any more: send what is whole, in the order that all ranks keep."""
+    def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Send what is whole now, in the order that all ranks keep."""
         self._open.discard(stage)
         while self._unsent and not self._unsent[0].stages & self._open:
             self._unsent.pop(0).send()
 
-    def sum(self) -> None:
-        """After a step: give every copy the sum of this step's gradients, added to what was set aside.
+    def on_step_end(self, step: TrainingStep) -> None:
+        """Give every copy the sum of this step's gradients, added to what was set aside.
 
         Raises `InputError` where the step changed a buffer of a copied stage.
         """
         self._buffers.refuse_changed()
-        for one in self._unsent:  # those of stages that had no pass in this step
-            one.send()
         for one in self._sums:
             one.finish()
         for parameter, before in self._aside.items():
@@ -188,7 +188,7 @@ class Copies:
                 self._gradients.put(parameter, before if more is None else before.add_(more))
         self._aside.clear()
 
-    def clear(self) -> None:
+    def on_close(self) -> None:
         """Let go of everything in flight."""
         for one in self._sums:
             one.clear()

@@ -1,4 +1,4 @@
-"""Live numbers: what a rank tells of each step by itself, and where it can be told to."""
+"""Live numbers: what a rank tells of each training step by itself, and where it can be told to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Op
-from zerobubble.runtime.values.shapes import Known
+from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One training step as one rank saw it.
 
-    `step` counts from 0, `seconds` is how long `Pipeline.step` took, `bubble` the share of it (0 to 1) in which the rank ran no pass;
-    of forwards that started over (`PostValidation`), the first time is bubble. `loss` is the mean loss. `mfu` is the rank's share of its
-    `peak_flops`, None where the pipeline was not given them.
+    `step` counts from 0. `seconds` is how long `Pipeline.step` took on this rank. `bubble` is the share of it (0 to 1) in which the rank
+    ran no pass; where forwards started over (`PostValidation`), their first run counts as bubble. `loss` is the mean loss. `mfu` (model
+    FLOPs utilisation) is the share of `peak_flops` that the rank reached, None without a peak.
     """
 
     step: int
@@ -32,69 +32,74 @@ class StepReport:
 
 
 OnStep = Callable[[StepReport], object]
+"""What hears of each step."""
+
+
+class Telemetry(StepHook):
+    """Calls `on_step(report)` with a `StepReport` of this rank after each training step; no other rank is asked.
+
+    `peak_flops` is what this rank computes at most in a second, such as 312e12. With it reports have the MFU, and the floating-point
+    operations of the first step of each input shape are counted, which makes that step slower. Reading the loss waits for the device.
+    """
+
+    def __init__(self, on_step: OnStep, peak_flops: float | None = None) -> None:
+        self.report = on_step
+        self._peak = peak_flops
+        self._counter = FlopCounterMode(display=False)
+
+    def on_attach(self, pipeline: AttachedPipeline) -> None:
+        """Raises `InputError` for a peak that is not above 0."""
+        if self._peak is not None and not self._peak > 0:
+            raise InputError(f"peak_flops is what a rank computes at most in a second, such as 312e12, got {self._peak}")
+
+    def on_step_begin(self, step: TrainingStep) -> None:
+        """Count the operations of a step whose shapes are new."""
+        if self._peak is not None and "flops" not in step.memo:
+            step.run_passes_in(self._counting(step.memo))
+
+    @contextmanager
+    def _counting(self, memo: dict[str, Any]) -> Iterator[None]:
+        with self._counter:
+            yield
+        memo["flops"] = self._counter.get_total_flops()
+
+    def on_start_over(self, step: TrainingStep) -> None:
+        """What was counted so far will run again."""
+        self._counter.flop_counts.clear()
+
+    def on_step_end(self, step: TrainingStep) -> None:
+        """Report the step."""
+        assert step.loss is not None
+        seconds = step.seconds()
+        bubble = 1 - busy_seconds(step.spans()) / seconds
+        mfu = None if self._peak is None else step.memo["flops"] / (seconds * self._peak)
+        self.report(StepReport(step.number, seconds, bubble, step.loss.item(), mfu))
 
 
 def busy_seconds(spans: Sequence[tuple[Op, int, int]]) -> float:
-    """How long passes ran; overlapped ones, which have the same times, count once."""
+    """How long passes ran, in seconds, from (pass, begin, end) in ns; overlapped passes, which have the same times, count once."""
     return sum(end - begin for begin, end in {(begin, end) for _, begin, end in spans}) / 1e9
 
 
-class FlopBook:
-    """The floating-point operations of a step on this rank, counted once for each set of message shapes, against a `peak` per second."""
+def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None = None) -> Telemetry:
+    """A hook that writes a line to `logger` every `every` steps; with `peak_flops` (see `Telemetry`) the line has the MFU."""
 
-    def __init__(self, peak: float) -> None:
-        if not peak > 0:
-            raise InputError(f"peak_flops is what a rank computes at most in a second, such as 312e12, got {peak}")
-        self._peak = peak
-        self._last = 0
-        self._counter = FlopCounterMode(display=False)
-
-    @contextmanager
-    def counting(self, known: Known) -> Iterator[None]:
-        """Count the operations of a step inside, unless they are `known`."""
-        if known.flops is None:
-            with self._counter:
-                yield
-            known.flops = self._counter.get_total_flops()
-        else:
-            yield
-        self._last = known.flops
-
-    def counting_last(self, goes_on: Callable[[], bool]) -> Callable[[], bool]:
-        """`goes_on`; when it lets a step start over, what was counted before is forgotten."""
-
-        def asked() -> bool:
-            stood = goes_on()
-            if not stood:
-                self._counter.flop_counts.clear()
-            return stood
-
-        return asked
-
-    def mfu(self, seconds: float) -> float:
-        """The share of the peak that the last step reached in `seconds`."""
-        return self._last / (seconds * self._peak)
-
-
-def log_steps(logger: logging.Logger, every: int = 1) -> OnStep:
-    """An `on_step` that writes a line to `logger` every `every` steps."""
-
-    def told(report: StepReport) -> None:
+    def on_step(report: StepReport) -> None:
         if report.step % every == 0:
             mfu = "" if report.mfu is None else f", MFU {100 * report.mfu:.1f} %"
             text = f"step {report.step}: loss {report.loss:.4f}, {1000 * report.seconds:.1f} ms, bubble {100 * report.bubble:.1f} %{mfu}"
             logger.info(text)
 
-    return told
+    return Telemetry(on_step, peak_flops)
 
 
-def write_scalars(writer: Any, prefix: str = "pipeline/") -> OnStep:
-    """An `on_step` that gives every number to `writer.add_scalar(name, value, step)`, as TensorBoard's `SummaryWriter` takes them."""
+def write_scalars(writer: Any, prefix: str = "pipeline/", peak_flops: float | None = None) -> Telemetry:
+    """A hook that gives the numbers of each step to `writer.add_scalar(name, value, step)`, as TensorBoard's `SummaryWriter` takes them."""
 
-    def told(report: StepReport) -> None:
+    def on_step(report: StepReport) -> None:
         for name in ("seconds", "bubble", "loss", "mfu"):
             value = getattr(report, name)
             if value is not None:
                 writer.add_scalar(f"{prefix}{name}", value, report.step)
 
-    return told
+    return Telemetry(on_step, peak_flops)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ class Known(dict[Value, Shapes]):
     """The shapes of a step's messages, learnt in an earlier one with the same inputs.
 
     `layouts` are those of the messages that are more than tensors. `missing_gradients` are the channels on which a gradient was missing.
-    `flops` are the floating-point operations of this rank's passes, where they were counted.
+    `memo` is for whoever works out more about such steps: see `StepHook`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.layouts: dict[Value, Layout] = {}
         self.missing_gradients: set[Channel] = set()
-        self.flops: int | None = None
+        self.memo: dict[str, Any] = {}
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:

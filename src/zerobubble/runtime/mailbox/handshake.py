@@ -85,6 +85,10 @@ class StepHandshake:
             self._known[start.key] = Known()
         return self._known[start.key], start.announcing, start.batch_size
 
+    def clear(self) -> None:
+        """Let go of messages: one that was sent keeps its connection open."""
+        self._telling = []
+
     def _begin(self, inputs: list[Tensors], batch_size: int) -> StepStart:
         signature = tuple((shapes_of(part), part.layout if isinstance(part, Payload) else None) for part in inputs)
         key = self._keys.pop(signature, None)

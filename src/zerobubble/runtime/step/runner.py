@@ -1,0 +1,238 @@
+"""Runs the steps of a pipeline on one rank: cut the batch, shake hands, play the passes, sum what is shared, close the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.runtime.executor.executor import Batch, Executor
+from zerobubble.runtime.executor.program_cache import CompiledProgram, ProgramCache
+from zerobubble.runtime.measure import trace
+from zerobubble.runtime.measure.profile import untouched
+from zerobubble.runtime.session import Session
+from zerobubble.runtime.stage.rank_stages import Stages
+from zerobubble.runtime.step.batch import UNCUT, Cut, arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
+from zerobubble.runtime.step.input_gradients import InputGradients
+from zerobubble.runtime.step.loss import LossBook
+from zerobubble.runtime.step.named_arguments import spread_kwargs
+from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.timeline import Timeline
+
+
+class StepInputs(NamedTuple):
+    """What the user gave for one step, as `Pipeline.step` describes it."""
+
+    inputs: Any
+    targets: Any
+    kwargs: Any
+    scaler: torch.amp.GradScaler | None = None
+
+
+class StepRunner:
+    """Runs steps of one pipeline, and is what its hooks see of it (`AttachedPipeline`).
+
+    `recording` says whether messages are timed, `measures_memory` whether every training step counts the bytes held for backward. `last`
+    is the executor of the step that `timeline` tells of, `schedule` what is played where a step names no other number of microbatches.
+    """
+
+    def __init__(self, session: Session, stages: Stages, gradients: Gradients, losses: LossBook) -> None:
+        self.rank = session.transport.rank
+        self.num_ranks = session.transport.size
+        self.transport = session.transport
+        self.device = stages.device
+        self.modules: Mapping[int, nn.Module] = stages.modules
+        self.gradients = gradients
+        self.counted_elsewhere: AbstractSet[nn.Parameter] = frozenset()
+        self.recording = True
+        self.measures_memory = False
+        self.last: Executor
+        self.schedule: Schedule
+        self.session = session
+        self._stages = stages
+        self._losses = losses
+        self.step_hooks = StepHooks(stages.modules, session.ending_all)
+        self.programs: ProgramCache
+        self._input_gradients = InputGradients()
+        self._num_steps = 0
+        self._seed = torch.ones((), device=stages.device)
+
+    def use(self, programs: ProgramCache) -> None:
+        """Run steps of these programs."""
+        self.programs = programs
+        self.schedule = programs.now.schedule
+        self.last = programs.now.train or programs.now.infer
+
+    @property
+    def losses(self) -> Tensor | None:
+        """The loss of each microbatch of the last step; None before one and without targets."""
+        return self._losses.losses
+
+    @property
+    def hooks(self) -> Sequence[StepHook]:
+        """The hooks attached so far, in order."""
+        return self.step_hooks.attached
+
+    def attach(self, hook: StepHook) -> None:
+        """Call `hook` from the next training step on."""
+        self.step_hooks.attach(hook, self)
+        if self.step_hooks.need_rollback_points:
+            self.programs.use_rollback_points()
+
+    def choose(self, num_microbatches: int | None) -> CompiledProgram:
+        """The program for this number of microbatches, None for that of the schedule, played from here on."""
+        self.session.refuse_if_closed()
+        count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
+        with self.session.ending_all(f"while making the schedule of {count} microbatches"):
+            compiled = self.programs.choose(count)
+        self.session.stages = compiled.stages
+        return compiled
+
+    def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
+        """One training step, which the hooks hear of; the mean loss."""
+        began = perf_counter()
+        compiled = self.choose(num_microbatches)
+        assert compiled.train is not None
+        executor = self.last = compiled.train
+        with self.session.playing(executor):
+            batch = self._open(executor, given, None)
+            step = TrainingStep(
+                self._num_steps,
+                batch.known.memo,
+                self.measures_memory,
+                began=began,
+                wait_for_device=executor.settle,
+                spans=lambda: executor.records.spans,
+            )
+            self.step_hooks.begin(step, compiled.stages)
+            with step.contexts:
+                self._play(executor, compiled, batch, given, step)
+            step.loss = self._losses.close()
+        assert step.loss is not None
+        self._num_steps += 1
+        with self.session.ending_all("while handing back the gradients of inputs"):
+            self._input_gradients.hand_back()
+        self.step_hooks.end(step, compiled.stages)
+        return step.loss
+
+    def _play(self, executor: Executor, compiled: CompiledProgram, batch: Batch, given: StepInputs, step: TrainingStep) -> None:
+        meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if step.measures_memory else None
+        executor.meter = meter
+        with self._stages.training(compiled.stages, meter):
+            executor.run(batch, self.step_hooks.forwards_stand if step.questions else None)
+
+    def train_unheard(self, compiled: CompiledProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
+        """A training step that no hook hears of."""
+        executor = compiled.train
+        assert executor is not None
+        meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
+        executor.meter = meter
+        with self.session.playing(executor):
+            batch = self._open(executor, given, None)
+            with self._stages.training(compiled.stages, meter):
+                executor.run(batch)
+            loss = self._losses.close()
+        assert loss is not None
+        return loss
+
+    def evaluate(self, given: StepInputs, num_microbatches: int | None) -> tuple[Tensor | None, list[Any] | None]:
+        """A step of forwards in evaluation mode: the mean loss, None without targets, and this rank's outputs where it has a last stage."""
+        executor = self.choose(num_microbatches).infer
+        if self.schedule.is_forward_only:
+            self.last = executor
+        outputs: list[Any] = [None] * executor.program.num_microbatches
+        with self._stages.evaluating(), self.session.playing(executor):
+            executor.run(self._open(executor, given, outputs))
+            loss = self._losses.close()
+        return loss, outputs if self.rank in executor.ends[1] else None
+
+    def _open(self, executor: Executor, given: StepInputs, outputs: list[Any] | None) -> Batch:
+        """Cut what was given and agree with the other ranks on the step: what the executor works on."""
+        executor.recording = self.recording
+        count = executor.program.num_microbatches
+        entries, exits = executor.ends
+        is_first, is_last = self.rank in entries, self.rank in exits
+        for what, value, needed in (("inputs", given.inputs, is_first), ("targets", given.targets, is_last and outputs is None)):
+            if needed and value is None:
+                where = "first" if what == "inputs" else "last"
+                raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
+        gradients = self._input_gradients
+        gradients.begin(len(executor.program.placement.routes))
+        cut = split_batch(given.inputs, count, "inputs", gradients) if is_first else Cut([], [], UNCUT)
+        aims = split_batch(given.targets, count, "targets", gradients) if is_last and given.targets is not None else Cut([], [], UNCUT)
+        inputs = [arguments(part) for part in cut.parts]
+        known, announcing, size = executor.handshake.open(inputs, cut.whole)
+        refuse_other_size(aims.whole, size)
+        extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
+        self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
+        seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
+        return Batch(inputs, self._losses.finish, (seed,), known, announcing, extras)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Steps that run inside leave nothing behind, to the bit, and nobody hears of their losses."""
+        with untouched(self.modules.values(), self.device, self.gradients), self._losses.unheard():
+            yield
+
+    def activity(self, when: str) -> AbstractContextManager[None]:
+        """See `AttachedPipeline`."""
+        return self.session.ending_all(when)
+
+    def gather(self, value: Any, doing: str) -> list[Any]:
+        """See `AttachedPipeline`."""
+        with self.session.ending_all(f"while {doing}"), self.transport.collective(doing):
+            return self.transport.gather_objects(value)
+
+    def timeline(self) -> Timeline:
+        """What every rank did in the last step; all ranks must call it."""
+        return self.timeline_of(self.last)
+
+    def timeline_of(self, executor: Executor) -> Timeline:
+        """What every rank did in the last step of `executor`; all ranks must call it."""
+        with self.transport.collective("gathering a timeline"):
+            return trace.gather(executor.program.name, executor.records, self.transport)
+
+    @contextmanager
+    def record_optimizer(self) -> Iterator[None]:
+        """See `AttachedPipeline`."""
+        with self.last.recording_optimizer():
+            yield
+
+    def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
+        """See `AttachedPipeline`."""
+        self.programs.play(schedule, costs)
+        self.schedule = schedule
+
+    def before_optimizer(self) -> None:
+        """Tell every hook that gradients are about to be used."""
+        self.step_hooks.before_optimizer()
+
+    def settle(self) -> None:
+        """Have every hook make final what it left pending, before anything but a training step looks at weights or gradients."""
+        self.step_hooks.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of training steps, and what the hooks want kept."""
+        self.settle()
+        return {"num_steps": self._num_steps, "hooks": self.step_hooks.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.settle()
+        self.step_hooks.load_state_dict(state["hooks"])
+        self._num_steps = state["num_steps"]
+
+    def close(self, *, failed: bool) -> None:
+        """Let go of messages, which keep connections open; after a failure, of everything in flight."""
+        self.programs.close(failed=failed)
+        self.step_hooks.close()
+        self._losses.clear()
