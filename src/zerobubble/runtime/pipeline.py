@@ -31,7 +31,7 @@ from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
-from zerobubble.runtime.transport.choice import AUTO
+from zerobubble.runtime.transport.choice import AUTO, refuse_unknown
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
