@@ -82,8 +82,8 @@ def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> Non
     stage = GraphStage(two(checkpointed)(), 1)
     held(stage, torch.randn(2, 8, WIDTH, requires_grad=True))
     assert stage._trace is not None
-    assert stage._trace.cut is not None
-    assert (products(stage._trace.cut.b), products(stage._trace.cut.w)) == (8 + 2 * 3, 8)
+    assert stage._trace.split is not None
+    assert (products(stage._trace.split.b), products(stage._trace.split.w)) == (8 + 2 * 3, 8)
     assert stage.report().share == 1.0
 
 

@@ -21,7 +21,7 @@ from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.cut import flops
+from zerobubble.runtime.split.fx_nodes import flops
 from zerobubble.runtime.split.graph import GraphStage
 from zerobubble.runtime.split.whole import WholeStage
 
@@ -115,8 +115,8 @@ def products(graph: fx.GraphModule) -> int:
 def test_half_of_a_transformers_products_wait() -> None:
     stage = passed(GraphStage(nn.Sequential(Block(64), Block(64)), 1), torch.randn(2, 8, 64, requires_grad=True))
     assert stage._trace is not None
-    assert stage._trace.cut is not None
-    assert (products(stage._trace.cut.b), products(stage._trace.cut.w)) == (8, 8)
+    assert stage._trace.split is not None
+    assert (products(stage._trace.split.b), products(stage._trace.split.w)) == (8, 8)
     report = stage.report()
     assert (report.stage, report.way, report.share) == (1, "graph", 1.0)
     assert report.at_once[0].startswith("0.norms.0.weight: comes with the gradient of the input")
@@ -126,8 +126,8 @@ def test_half_of_a_transformers_products_wait() -> None:
 def test_a_first_stage_does_the_chain_in_b_all_the_same() -> None:
     stage = passed(GraphStage(nn.Sequential(nn.Embedding(9, 64), Block(64), Block(64)), 0), torch.randint(0, 9, (2, 8)))
     assert stage._trace is not None
-    assert stage._trace.cut is not None
-    assert (products(stage._trace.cut.b), products(stage._trace.cut.w)) == (8, 8)
+    assert stage._trace.split is not None
+    assert (products(stage._trace.split.b), products(stage._trace.split.w)) == (8, 8)
 
 
 def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None:

@@ -23,12 +23,15 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.split.autocast import Autocast, autocast_of, outside_of_autocast, within
+from zerobubble.runtime.split.backward_graph import BackwardSplit, split_backward
 from zerobubble.runtime.split.capture import Captured, Part, Slots
-from zerobubble.runtime.split.cut import Cut, cut, halves, is_tangent, names_from, num_results, without
+from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
 from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.guard import Guard, global_state
+from zerobubble.runtime.split.joint_graph import ForwardNodes, forward_and_backward
+from zerobubble.runtime.split.missing_cotangents import without_cotangents
 from zerobubble.runtime.split.python_state import State, random_state, read_state
-from zerobubble.runtime.split.recompute import noting_checkpoints
+from zerobubble.runtime.split.recompute import recording_checkpoints
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.traceable import described, is_traceable, kind_of, shared_memory
 from zerobubble.runtime.split.work import collect_into
@@ -160,12 +163,13 @@ class GraphStage(Stage):
 
     def report(self) -> SplitReport:
         """The split of the last trace; the share is None before the first forward, and where no product gives a weight gradient."""
-        if self._trace is None or self._trace.cut is None:
+        split = None if self._trace is None else self._trace.split
+        if split is None:
             return SplitReport(self.index, self.way, None, ())
-        late, whole = self._trace.cut.flops
+        share = split.flops_in_w / split.weight_flops if split.weight_flops else None
         names = [name for name, _ in self.module.named_parameters()]
-        at_once = tuple(f"{names[i]}: {why}" for i, why in self._trace.cut.at_once.items())
-        return SplitReport(self.index, self.way, late / whole if whole else None, at_once)
+        at_once = tuple(f"{names[i]}: {why}" for i, why in split.reasons.items())
+        return SplitReport(self.index, self.way, share, at_once)
 
     def leave(self, work: _Work) -> None:
         """Called by the backward of a trace: what this B leaves."""
@@ -268,13 +272,12 @@ class _Trace:
         self._nest = nest
         self._autocast = autocast
         self._is_ready = False
-        self._names: set[str] = set()
-        self._checkpointed: Mapping[str, Any] = {}
+        self._traced = ForwardNodes()
         self._made_of_weights: set[str] = set()
         self._num_outputs = 0
         self._spec: TreeSpec
         self._leaves: list[tuple[Any] | None] = []
-        self.cut: Cut | None = None
+        self.split: BackwardSplit | None = None
         module = stage.module
         for what, tensors in (("one of its inputs", inputs), ("a parameter or buffer of it", stage.owned)):
             for tensor in tensors:
@@ -328,7 +331,7 @@ class _Trace:
         owned = dict(zip(self._stage.owned, tensors, strict=False))
         positional, named = put_together(self._nest, iter(tensors[len(owned) :]))
         with _in_place_of(owned, self._stage.module):
-            with noting_checkpoints(tensors) as checkpointed, within(self._autocast):
+            with recording_checkpoints(tensors) as checkpoint_of, within(self._autocast):
                 output = self._stage.module(*positional, **named)
             given = set(owned.values())
             for name, buffer in self._stage.module.named_buffers():
@@ -336,8 +339,7 @@ class _Trace:
                     raise InputError(f"its forward puts a new tensor in buffer {name} (change it in place)")
         mode = get_proxy_mode()
         if mode is not None:
-            self._names = {node.name for node in mode.tracer.graph.nodes}
-            self._checkpointed = checkpointed
+            self._traced = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
         leaves, self._spec = tree_flatten(output)
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -350,12 +352,12 @@ class _Trace:
         if joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
             raise InputError("its recurrent layer runs in oneDNN, which keeps nothing to go back from in a graph")
         self._num_outputs = num_fwd_outputs
-        forward, backward = halves(joint, num_fwd_outputs, self._names, self._checkpointed, draw=self._stage.way == "graph")
-        primals = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        forward, backward = forward_and_backward(joint, num_fwd_outputs, self._traced, draw_again=self._stage.way == "graph")
+        primals = [node for node in inputs_of(joint) if not is_cotangent(node)]
         if num_results(backward) != len(primals):
             raise InputError("its inputs are views of each other")
         parameters = {node.name for node in primals[: len(self._stage.parameters)]}
-        self._made_of_weights = names_from(backward, names_from(forward, parameters))
+        self._made_of_weights = names_made_of(backward, names_made_of(forward, parameters))
         return forward, backward
 
     def _compile_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
@@ -370,8 +372,8 @@ class _Trace:
         return forward
 
     def _compile_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-        cotangents = [i for i, node in enumerate(graph.graph.find_nodes(op="placeholder")) if is_tangent(node)]
-        self.cut, run_all = self._halve(graph, examples)
+        cotangents = [i for i, node in enumerate(inputs_of(graph)) if is_cotangent(node)]
+        self.split, run_all = self._halve(graph, examples)
         with_some: dict[tuple[int, ...], Part] = {}
 
         def backward(tensors: list[Any]) -> Sequence[Any]:
@@ -387,7 +389,7 @@ class _Trace:
 
     def _halve_without(self, missing: tuple[int, ...], graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
         """The backward pass where these cotangents are None."""
-        left, taken = without(graph, missing)
+        left, taken = without_cotangents(graph, missing)
         _, run = self._halve(left, [examples[i] for i in taken])
 
         def backward(tensors: list[Any]) -> Sequence[Any]:
@@ -397,21 +399,23 @@ class _Trace:
 
         return backward
 
-    def _halve(self, graph: fx.GraphModule, examples: Sequence[Any]) -> tuple[Cut, Part]:
+    def _halve(self, graph: fx.GraphModule, examples: Sequence[Any]) -> tuple[BackwardSplit, Part]:
         """A cut of a backward graph, and the call that runs B and leaves W to the stage."""
-        parts = cut(graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._stage.owned))}, self._made_of_weights)
+        parts = split_backward(
+            graph, len(self._stage.parameters), {f"primals_{i + 1}" for i in range(len(self._stage.owned))}, self._made_of_weights
+        )
         stage, count = self._stage, num_results(graph)
         b = self._compile(parts.b, examples, count)
-        w = self._compile(parts.w, [node.meta["val"] for node in parts.w.graph.find_nodes(op="placeholder")], 0)
+        w = self._compile(parts.w, [node.meta["val"] for node in inputs_of(parts.w)], 0)
 
         def backward(tensors: list[Any]) -> Sequence[Any]:
             if isinstance(b, Captured):
                 tensors[:] = b.settled(tensors)
-            kept = [tensors[i].detach() for i in parts.from_inputs]  # an input of the stage would keep its gradient
+            kept = [tensors[i].detach() for i in parts.kept_inputs]  # an input of the stage would keep its gradient
             results = b(tensors)
             kept += results[count:]
-            if parts.waits:
-                late = [stage.parameters[i] for i in parts.waits]
+            if parts.waiting:
+                late = [stage.parameters[i] for i in parts.waiting]
                 counted = [stage.meter.hold(tensor) for tensor in kept] if stage.meter is not None else []
                 stage.leave(_Work(w, late, kept, [tensor._version for tensor in kept], counted))
             return results[:count]

@@ -1,6 +1,6 @@
 """What checkpoints compute again: seen while a stage is traced, and written into its joint graph.
 
-While AOTAutograd traces, checkpoints keep everything they are to forget. So the nodes made inside one are noted, and those that the
+While AOTAutograd traces, checkpoints keep everything they are to forget. So the nodes made inside one are recorded, and those that the
 backward pass needs and nobody outside the checkpoint has used are copied to where it first needs them. The forward then keeps what it
 keeps in eager mode: what goes into a checkpoint, what comes out of it and is used later, and what a selective one is told to save.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -22,15 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.fx_nodes import is_getitem, is_random
 from zerobubble.runtime.split.gate import CAN_SEE_HOOKS
 
-_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-_Hooks = tuple[Any, Any]
+_SAVED_POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+Checkpoint: TypeAlias = tuple[Any, Any]
+"""A checkpoint in a forward, told by the two hooks with which it packs and unpacks what autograd saves."""
+CheckpointOf: TypeAlias = Mapping[str, Checkpoint]
+"""In which outermost checkpoint nodes were made, by their names."""
 
 
 @contextmanager
-def noting_checkpoints(tensors: Sequence[Tensor]) -> Iterator[Mapping[str, _Hooks]]:
-    """FailureReport in which outermost checkpoint each node of the graph in the making is made, by the node's name.
+def recording_checkpoints(tensors: Sequence[Tensor]) -> Iterator[CheckpointOf]:
+    """Record in which outermost checkpoint each node is made of the graph that is being traced.
 
     `tensors` are what the forward is given. Raises `InputError` for other hooks on saved tensors, which have no effect in a graph, and
     for a checkpoint that changes one of `tensors`. Before torch 2.8, which cannot tell hooks apart, a checkpoint is a `RuntimeError`.
@@ -39,27 +43,27 @@ def noting_checkpoints(tensors: Sequence[Tensor]) -> Iterator[Mapping[str, _Hook
         with disable_saved_tensors_hooks("checkpoints and offloading have no effect in a graph; checkpoints have from torch 2.8 on"):
             yield {}
         return
-    with _Noting(tensors) as noting:
-        yield noting.made
+    with _CheckpointRecorder(tensors) as recorder:
+        yield recorder.checkpoint_of
 
 
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation, and notes in `made` what `noting_checkpoints` says."""
+class _CheckpointRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation while a forward is traced, and fills `checkpoint_of`."""
 
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[str, _Hooks] = {}
+        self.checkpoint_of: dict[str, Checkpoint] = {}
         self._tensors = tensors
-        self._versions = self._look()
-        self._around = len(_hooks())
-        self._is_inside = False
+        self._versions = self._current_versions()
+        self._num_hooks_outside = len(_saved_tensors_hooks())
+        self._was_in_checkpoint = False
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if raised[0] is None:
-            self._check()
+            self._refuse_changes()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -67,34 +71,38 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        self._check()
-        hooks = _hooks()[self._around :]
-        self._is_inside = bool(hooks)
-        if not hooks:
+        self._refuse_changes()
+        checkpoints = _saved_tensors_hooks()[self._num_hooks_outside :]
+        self._was_in_checkpoint = bool(checkpoints)
+        if not checkpoints:
             return func(*args, **(kwargs or {}))
-        if any(pack.__module__ != "torch.utils.checkpoint" for pack, _ in hooks):
+        if any(pack.__module__ != "torch.utils.checkpoint" for pack, _ in checkpoints):
             raise InputError("its hooks on saved tensors, as offloading sets them, have no effect in a graph")
         mode = get_proxy_mode()
-        before = 0 if mode is None else len(mode.tracer.graph.nodes)
+        num_before = 0 if mode is None else len(mode.tracer.graph.nodes)
         result = func(*args, **(kwargs or {}))
         if mode is not None:
-            nodes = mode.tracer.graph.nodes
-            self.made.update((node.name, hooks[0]) for node in islice(reversed(nodes), len(nodes) - before))
+            self._record(mode.tracer.graph.nodes, num_before, checkpoints[0])
         return result
 
-    def _check(self) -> None:
-        """Whether the last operation changed a tensor within a checkpoint: versions count up behind it."""
-        before, self._versions = self._versions, self._look()
-        if self._is_inside and self._versions != before:
+    def _record(self, nodes: Any, num_before: int, outermost: Checkpoint) -> None:
+        """The nodes behind the first `num_before` were made by one operation in a checkpoint."""
+        new = islice(reversed(nodes), len(nodes) - num_before)
+        self.checkpoint_of.update((node.name, outermost) for node in new)
+
+    def _refuse_changes(self) -> None:
+        """Raise if the last operation changed a tensor within a checkpoint; its version counts up only after the operation."""
+        before, self._versions = self._versions, self._current_versions()
+        if self._was_in_checkpoint and self._versions != before:
             raise InputError("a checkpoint in it changes a buffer or an input, which computing again would change once more")
 
-    def _look(self) -> list[int]:
+    def _current_versions(self) -> list[int]:
         return [tensor._version for tensor in self._tensors]
 
 
-def _hooks() -> list[_Hooks]:
-    """The hooks on saved tensors in force, outermost first. They can be read by taking them off alone."""
-    found: list[_Hooks] = []
+def _saved_tensors_hooks() -> list[Checkpoint]:
+    """The hooks on saved tensors in force, outermost first. torch shows the innermost alone, so they are taken off and put back."""
+    found: list[Checkpoint] = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         found.insert(0, hooks)
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -103,94 +111,117 @@ def _hooks() -> list[_Hooks]:
     return found
 
 
-def compute_again(joint: fx.GraphModule, forward: set[fx.Node], made: Mapping[str, _Hooks], *, draw: bool) -> set[fx.Node]:
-    """Let the backward part of `joint` compute again what was `made` in checkpoints; gives the `forward` part's nodes as they are now.
+def recompute_in_backward(joint: fx.GraphModule, forward: set[fx.Node], checkpoint_of: CheckpointOf, *, draw_again: bool) -> set[fx.Node]:
+    """Let the backward part of `joint` compute again what was made in checkpoints; gives the nodes of the `forward` part as they are now.
 
-    With `draw`, it draws random numbers again, from the same state of the generator; else the forward keeps what came of them.
+    With `draw_again`, it draws random numbers again from the same state of the generator; otherwise the forward keeps what came of them.
     """
-    for node, copy in _copies(joint.graph, forward, made, draw).items():
+    checkpoints = _nodes_in_checkpoints([node for node in joint.graph.nodes if node in forward], checkpoint_of)
+    forgotten = _forgotten(checkpoints, forward, draw_again)
+    users = [node for node in joint.graph.nodes if node not in forward and node.op != "output"]
+    for node, copy in _copy_to_users(joint.graph, forgotten, users, checkpoints).items():
         if is_random(node):
-            forward = (forward - {node}) | _draw_alike(joint.graph, node, copy)
+            forward = (forward - {node}) | _draw_the_same(joint.graph, node, copy)
     for node in joint.graph.nodes:
-        for mark in ("recompute", "ac_graph_id"):  # on these inductor would act once more
+        for mark in ("recompute", "ac_graph_id"):  # on these inductor would recompute once more
             node.meta.pop(mark, None)
     return forward
 
 
-def _copies(graph: fx.Graph, forward: set[fx.Node], made: Mapping[str, _Hooks], draw: bool) -> dict[fx.Node, fx.Node]:
-    """Copy what the backward part needs and the forward is to forget to where its checkpoint is first needed, and use the copies there."""
-    inside = _inside([node for node in graph.nodes if node in forward], made)
-    lost = {node for node in inside if not _is_saved(node, draw) and all(inside.get(u) == inside[node] for u in node.users if u in forward)}
-    users = [node for node in graph.nodes if node not in forward and node.op != "output"]
-    firsts: dict[_Hooks, fx.Node] = {}
+def _nodes_in_checkpoints(forward: Iterable[fx.Node], checkpoint_of: CheckpointOf) -> dict[fx.Node, Checkpoint]:
+    """The nodes of a forward that were made in a checkpoint, in order, each with it. A result of a node goes with the node."""
+    found: dict[fx.Node, Checkpoint] = {}
+    for node in forward:
+        source: Any = node.args[0] if is_getitem(node) else None
+        checkpoint = checkpoint_of.get(node.name) if source is None else found.get(source)
+        if checkpoint is not None:
+            found[node] = checkpoint
+    return found
+
+
+def _forgotten(checkpoints: Mapping[fx.Node, Checkpoint], forward: set[fx.Node], draw_again: bool) -> set[fx.Node]:
+    """The nodes that the forward is to forget: not saved by a policy, and in the forward used within their checkpoint alone."""
+    found = set()
+    for node, checkpoint in checkpoints.items():
+        users = [user for user in node.users if user in forward]
+        if not _is_saved(node, draw_again) and all(checkpoints.get(user) == checkpoint for user in users):
+            found.add(node)
+    return found
+
+
+def _is_saved(node: fx.Node, draw_again: bool) -> bool:
+    """Whether a node's value is kept: by the policy of a selective checkpoint, or because it cannot be drawn again."""
+    source: Any = node.args[0] if is_getitem(node) else node
+    return source.meta.get("recompute") in _SAVED_POLICIES or (is_random(source) and not draw_again)
+
+
+def _copy_to_users(
+    graph: fx.Graph, forgotten: set[fx.Node], users: Sequence[fx.Node], checkpoints: Mapping[fx.Node, Checkpoint]
+) -> dict[fx.Node, fx.Node]:
+    """Copy those of the `forgotten` nodes that `users` need to where their checkpoint is first needed, and let the users use the copies."""
+    first_user: dict[Checkpoint, fx.Node] = {}
     for user in users:
-        for source in lost.intersection(user.all_input_nodes):
-            firsts.setdefault(inside[source], user)
-    needed = _leading(lost, users)
+        for source in forgotten.intersection(user.all_input_nodes):
+            first_user.setdefault(checkpoints[source], user)
+    needed = _needed_by(users, forgotten)
     copies: dict[fx.Node, fx.Node] = {}
     for node in [node for node in graph.nodes if node in needed]:
-        with graph.inserting_before(firsts[inside[node]]):
+        with graph.inserting_before(first_user[checkpoints[node]]):
             copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
     for user in users:
-        for source in lost.intersection(user.all_input_nodes):
+        for source in forgotten.intersection(user.all_input_nodes):
             user.replace_input_with(source, copies[source])
     return copies
 
 
-def _inside(forward: Iterable[fx.Node], made: Mapping[str, _Hooks]) -> dict[fx.Node, _Hooks]:
-    """The nodes of a forward that were made in a checkpoint, in order, each with it."""
-    found: dict[fx.Node, _Hooks] = {}
-    for node in forward:
-        hooks = found.get(node.args[0]) if node.target is getitem else made.get(node.name)  # type: ignore[arg-type]
-        if hooks is not None:
-            found[node] = hooks
-    return found
-
-
-def _is_saved(node: fx.Node, draw: bool) -> bool:
-    """Whether what the node gives is kept: by the policy of a selective checkpoint, or as it cannot be drawn again."""
-    source: Any = node.args[0] if node.target is getitem else node
-    return source.meta.get("recompute") in _SAVED or (not draw and is_random(source))
-
-
-def _leading(lost: set[fx.Node], users: Iterable[fx.Node]) -> set[fx.Node]:
-    """Those of the `lost` that lead to one of `users`."""
+def _needed_by(users: Iterable[fx.Node], forgotten: set[fx.Node]) -> set[fx.Node]:
+    """Those of the `forgotten` nodes that lead to `users` through forgotten nodes alone."""
     found: set[fx.Node] = set()
     stack = list(users)
     while stack:
-        new = lost.intersection(stack.pop().all_input_nodes) - found
+        new = forgotten.intersection(stack.pop().all_input_nodes) - found
         found |= new
         stack += new
     return found
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, which attention does with dropout alone."""
-    target: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    names = [argument.name for argument in target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+def _draw_the_same(graph: fx.Graph, node: fx.Node, copy: fx.Node) -> set[fx.Node]:
+    """Let `copy` draw the random numbers of `node`, by the generator's state, which is kept; gives what takes the place of `node`."""
+    replacement = _draw_and_keep_state(graph, node)
+    target: Any = copy.target
+    with graph.inserting_before(copy):
+        same = graph.call_function(run_with_rng_state, (replacement.kept_state, target, *copy.args), dict(copy.kwargs))
+    same.meta = dict(copy.meta)
+    copy.replace_all_uses_with(same)
+    graph.erase_node(copy)
+    node.replace_all_uses_with(replacement.drawn)
+    graph.erase_node(node)
+    return set(replacement)
 
 
-def _draw_alike(graph: fx.Graph, node: fx.Node, copy: fx.Node) -> set[fx.Node]:
-    """Let `copy` draw the random numbers of `node`, whose generator's state is kept; gives what stands for `node` now."""
+class _Drawing(NamedTuple):
+    """A node that draws random numbers as one of two results, `drawn`, and the state of the generator before it as the other."""
+
+    both: fx.Node
+    kept_state: fx.Node
+    drawn: fx.Node
+
+
+def _draw_and_keep_state(graph: fx.Graph, node: fx.Node) -> _Drawing:
     target: Any = node.target
-    value = node.meta["val"]
-    tensor = next(part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor))
-    state = torch.get_rng_state() if tensor.device.type == "cpu" else torch.cuda.get_rng_state(tensor.device)
     with graph.inserting_before(node):
         both = graph.call_function(run_and_save_rng_state, (target, *node.args), dict(node.kwargs))
-        kept, drawn = graph.call_function(getitem, (both, 0)), graph.call_function(getitem, (both, 1))
+        kept_state = graph.call_function(getitem, (both, 0))
+        drawn = graph.call_function(getitem, (both, 1))
     drawn.meta = dict(node.meta)
-    kept.meta["val"] = tensor.fake_mode.from_tensor(state)  # type: ignore[attr-defined]
-    both.meta["val"] = (kept.meta["val"], value)
-    with graph.inserting_before(copy):
-        again = graph.call_function(run_with_rng_state, (kept, target, *copy.args), dict(copy.kwargs))
-    again.meta = dict(copy.meta)
-    copy.replace_all_uses_with(again)
-    graph.erase_node(copy)
-    node.replace_all_uses_with(drawn)
-    graph.erase_node(node)
-    return {both, kept, drawn}
+    kept_state.meta["val"] = _generator_state_like(node.meta["val"])
+    both.meta["val"] = (kept_state.meta["val"], node.meta["val"])
+    return _Drawing(both, kept_state, drawn)
+
+
+def _generator_state_like(value: Any) -> Any:
+    """The state of the generator of a value's device, as a fake tensor of the value's tracing."""
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    tensor: Any = next(part for part in parts if isinstance(part, Tensor))
+    state = torch.get_rng_state() if tensor.device.type == "cpu" else torch.cuda.get_rng_state(tensor.device)
+    return tensor.fake_mode.from_tensor(state)

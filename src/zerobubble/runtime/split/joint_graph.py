@@ -1,0 +1,72 @@
+"""The joint graph that AOTAutograd traces, of a forward and its backward pass, in two: the forward graph and the backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.split.fx_nodes import ancestors, extract, inputs_of, is_cotangent, is_getitem, is_random, results_of, without_none
+from zerobubble.runtime.split.recompute import CheckpointOf, recompute_in_backward
+
+
+@dataclass
+class ForwardNodes:
+    """The nodes of a joint graph, by name, that were there when the module's forward had been traced.
+
+    `checkpoint_of` has those that were made in a checkpoint, each with it.
+    """
+
+    names: Collection[str] = frozenset()
+    checkpoint_of: CheckpointOf = field(default_factory=dict)
+
+
+def forward_and_backward(
+    joint: fx.GraphModule, num_outputs: int, traced: ForwardNodes, *, draw_again: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward graph, which gives the first `num_outputs` results of `joint` and what is saved, and the backward graph, the others.
+
+    The forward graph has the nodes that were `traced`, and all that its outputs need. The backward graph takes what is saved and the
+    cotangents. What was made in checkpoints it computes again, random numbers only with `draw_again`.
+
+    Raises `InputError` where the backward pass draws random numbers, which autograd draws in another order.
+    """
+    forward = _forward_nodes(joint, num_outputs, traced.names)
+    if traced.checkpoint_of:
+        forward = recompute_in_backward(joint, forward, traced.checkpoint_of, draw_again=draw_again)
+    outputs, gradients = results_of(joint)[:num_outputs], results_of(joint)[num_outputs:]
+    backward = ancestors(gradients, forward) - forward
+    _refuse_random_numbers(joint, backward)
+    saved = _saved_for(backward, gradients, forward, joint)
+    inputs = [node for node in inputs_of(joint) if not is_cotangent(node)]
+    cotangents = [node for node in inputs_of(joint) if is_cotangent(node)]
+    draws = [node for node in joint.graph.nodes if node in forward and is_random(node)]
+    return extract(joint, inputs, [*outputs, *saved], draws), extract(joint, [*saved, *cotangents], gradients)
+
+
+def _forward_nodes(joint: fx.GraphModule, num_outputs: int, names: Collection[str]) -> set[fx.Node]:
+    """The nodes that the forward graph computes, with the single results of those that have several."""
+    nodes = list(joint.graph.nodes)
+    forward = ancestors(results_of(joint)[:num_outputs])
+    forward.update(node for node in nodes if node.name in names)
+    forward.update(inputs_of(joint))
+    forward.difference_update(node for node in inputs_of(joint) if is_cotangent(node))
+    for node in nodes:
+        if is_getitem(node) and node.args[0] in forward:
+            forward.add(node)
+    return forward
+
+
+def _refuse_random_numbers(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
+    for node in joint.graph.nodes:
+        if node in backward and is_random(node):
+            raise InputError(f"its backward pass draws random numbers ({node.target})")
+
+
+def _saved_for(backward: set[fx.Node], gradients: list[fx.Node | None], forward: set[fx.Node], joint: fx.GraphModule) -> list[fx.Node]:
+    """What the backward graph takes from the forward graph, in the order of the joint graph. Constants are in both."""
+    used = {source for node in backward for source in node.all_input_nodes}
+    used.update(without_none(gradients))
+    return [node for node in joint.graph.nodes if node in used and node in forward and node.op != "get_attr"]

@@ -1,0 +1,78 @@
+"""A backward graph where the gradients of some outputs are None: what autograd does when a later stage or the loss ignores an output."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from zerobubble.runtime.split.fx_nodes import ancestors, extract, inputs_of, is_cotangent, results_of
+
+
+class Pruned(NamedTuple):
+    """A backward graph without some cotangents, and the positions of the inputs of the whole one that it still takes."""
+
+    graph: fx.GraphModule
+    inputs: list[int]
+
+
+def without_cotangents(backward: fx.GraphModule, missing: Collection[int]) -> Pruned:
+    """The backward graph where the inputs at positions `missing`, all of them cotangents, are None.
+
+    As in autograd, what only they lead to is None, a sum of two gradients is the other one, and other operations take zeros for them.
+    """
+    inputs = inputs_of(backward)
+    pruning = _Pruning({inputs[position] for position in missing}, inputs)
+    for node in backward.graph.nodes:
+        if node.op != "output":
+            pruning.visit(node)
+    results = tuple(pruning.copies.get(result) if result is not None else None for result in results_of(backward))
+    pruning.graph.output(results)
+    needed = ancestors(results)
+    taken = [i for i, node in enumerate(inputs) if pruning.copies.get(node) in needed]
+    module = fx.GraphModule(backward, pruning.graph)
+    return Pruned(extract(module, [pruning.copies[inputs[i]] for i in taken], results), taken)
+
+
+class _Pruning:
+    """Copies a backward graph node by node into `graph`; nodes that are None have no entry in `copies`."""
+
+    def __init__(self, missing: set[fx.Node], inputs: list[fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self._none = set(missing)
+        self._zeros: dict[fx.Node, fx.Node] = {}
+        self._follows_from_gradient = {node for node in inputs if is_cotangent(node)} - missing
+
+    def visit(self, node: fx.Node) -> None:
+        """Copy the next node, in the graph's order."""
+        sources = node.all_input_nodes
+        has_none = not self._none.isdisjoint(sources)
+        has_gradient = not self._follows_from_gradient.isdisjoint(sources)
+        if node in self._none or (has_none and not has_gradient):
+            self._none.add(node)
+            return
+        if has_gradient:
+            self._follows_from_gradient.add(node)
+        if has_none and _adds_gradients(node):
+            self.copies[node] = next(self.copies[source] for source in sources if source not in self._none)
+            return
+        for source in sources:
+            if source in self._none and source not in self._zeros:
+                self._zeros[source] = self._zeros_like(source)
+        self.copies[node] = self.graph.node_copy(node, lambda source: self._zeros[source] if source in self._none else self.copies[source])
+
+    def _zeros_like(self, node: fx.Node) -> fx.Node:
+        value = node.meta["val"]
+        kind = {"dtype": value.dtype, "device": value.device}
+        zeros = self.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), kind)
+        zeros.meta["val"] = value
+        return zeros
+
+
+def _adds_gradients(node: fx.Node) -> bool:
+    """Whether a node adds two tensors of one shape, as autograd adds gradients."""
+    shapes = {source.meta["val"].shape for source in node.all_input_nodes}
+    return node.target is torch.ops.aten.add.Tensor and len(shapes) == 1
