@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.work import pending_work
+from zerobubble.runtime.split.work import pass_in_progress
 
 _AWAKE_S = 0.0004
 """A sleeper wakes this long before its time, and computes next to nothing until then.
@@ -73,7 +73,7 @@ class _SleepInW(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, times: _Times) -> Tensor:
         ctx.times = times
         ctx.weight = weight
-        ctx.work = pending_work()
+        ctx.work = pass_in_progress()
         return weight.view_as(weight)
 
     @staticmethod

@@ -128,7 +128,7 @@ def held_between(module: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Any]:
     module.zero_grad()
     meter = Meter(module.parameters())
     stage = Stage(module, 1, split=True)
-    stage.meter = meter
+    stage.begin(meter)
     with shadowing(module):
         stage.forward(0, (x.clone().requires_grad_(),))
         after_f = meter.bytes

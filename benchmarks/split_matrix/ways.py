@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage.stage import Stage
 
 ORDER = "F0 F1 F2 B0 B1 W0 F3 B2 W1 B3 W2 W3"
@@ -110,7 +109,6 @@ def train(build: Callable[[], nn.Module], takes: str, way: type[Plain] | type[Ou
         before: set[str] = set()
         waited: set[str] = set()
         with ExitStack() as stack:
-            stack.callback(stop_collecting)
             stack.enter_context(shadowing(module) if way is Ours else nullcontext())
             for step in ORDER.split():
                 if step == "W0":

@@ -13,7 +13,6 @@ from benchmarks.split_matrix.kinds import Way, parameter
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage.stage import Stage
 
 
@@ -51,7 +50,6 @@ def test_the_share_is_that_of_flops() -> None:
         stage.forward(0, (torch.randn(5, 6, requires_grad=True),))
         stage.backward(0, (torch.ones(5, 18),))
         stage.weight(0)
-    stop_collecting()
     report = stage.report()
     assert report.share == 0.25
     assert [line.split(":")[0] for line in report.at_once] == ["matrix", "deferred.bias"]
@@ -64,7 +62,6 @@ def report_of(module: nn.Module, x: Tensor) -> zb.SplitReport:
         (y,) = stage.forward(0, (x,))
         stage.backward(0, (torch.ones_like(y),))
         stage.weight(0)
-    stop_collecting()
     return stage.report()
 
 

@@ -15,7 +15,6 @@ from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from zerobubble import InputError
 from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage.stage import Stage
 
 ROUNDED = {
@@ -68,7 +67,6 @@ def test_what_waits_may_not_change_before_w() -> None:
             InputError, match=r"a tensor of shape \(1, 3\) that a weight gradient needs was changed in place between B and W"
         ):
             stage.weight(0)
-    stop_collecting()
 
 
 def test_a_compiled_block_is_compiled_once_to_train_and_once_to_evaluate() -> None:

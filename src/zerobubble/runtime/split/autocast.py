@@ -1,4 +1,4 @@
-"""Tensors as autocast gives them to a layer: one copy of a leaf in the lower type for each region that autocast spans."""
+"""Autocast seen from a layer whose weight gradient waits, and from a stage: where it is on, and in which copies it gives tensors."""
 
 from __future__ import annotations
 
@@ -8,40 +8,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_probes: dict[torch.device, nn.Parameter] = {}
-_region: object = None
-_casts: dict[Tensor, Tensor] = {}
-"""The copies of leaves made in `_region`."""
 
+class AutocastCopies:
+    """Lower-precision copies of parameters, one for each region that autocast spans, as autocast itself keeps them.
 
-def enter_region(device: torch.device) -> object:
-    """A token of the region that autocast spans here: the node by which autocast cast a parameter of ours, kept until the region ends."""
-    global _region
-    if device not in _probes:
-        _probes[device] = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
-    node: Any = torch.mm(torch.empty(0, 1, dtype=torch.float32, device=device), _probes[device]).grad_fn
-    region = node.next_functions[1][0]
-    if region is not _region:
-        leave_region()
-        _region = region
-    return region
+    Layers that use one parameter in one region share its copy, so that the gradients of its uses are summed in the lower type, as they
+    are on one device. Keep one object for as long as the stage lives, and `clear` it after each step: the copies would hold memory.
+    """
 
+    def __init__(self) -> None:
+        self._probes: dict[torch.device, nn.Parameter] = {}
+        self._region: object = None
+        self._copies: dict[Tensor, Tensor] = {}
 
-def leave_region() -> None:
-    """Drop all copies."""
-    global _region
-    _region = None
-    _casts.clear()
+    def enter_region(self, device: torch.device) -> object:
+        """A token of the region that autocast spans here: the node by which autocast cast a parameter of ours, kept until the region ends.
 
+        Torch does not tell regions apart, but it casts a parameter once in each: the probe's cast is another one in another region.
+        """
+        if device not in self._probes:
+            self._probes[device] = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
+        node: Any = torch.mm(torch.empty(0, 1, dtype=torch.float32, device=device), self._probes[device]).grad_fn
+        region = node.next_functions[1][0]
+        if region is not self._region:
+            self.clear()
+            self._region = region
+        return region
 
-def cast(tensor: Tensor) -> Tensor:
-    """`tensor` in autocast's type; copies of leaves that have a gradient are kept, so that the gradients of their uses are summed in it."""
-    dtype = torch.get_autocast_dtype(tensor.device.type)
-    if not (tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32):
-        return tensor.to(dtype)
-    if tensor not in _casts:
-        _casts[tensor] = tensor.to(dtype)
-    return _casts[tensor]
+    def cast(self, tensor: Tensor) -> Tensor:
+        """`tensor` in autocast's type: for a leaf that has a gradient the region's copy, for any other a new one."""
+        dtype = torch.get_autocast_dtype(tensor.device.type)
+        if not (tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32):
+            return tensor.to(dtype)
+        if tensor not in self._copies:
+            self._copies[tensor] = tensor.to(dtype)
+        return self._copies[tensor]
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._region = None
+        self._copies.clear()
 
 
 def outside_of_autocast() -> AbstractContextManager[object]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.gate import unaliased, work_for
-from zerobubble.runtime.split.work import WeightWork, may_defer
+from zerobubble.runtime.split.work import WeightWork
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Ints = list[int]
@@ -46,7 +46,7 @@ class _Convolution(torch.autograd.Function):
         shape: _Shape = ctx.shape
         dx = shape.backward(dy, x, weight, True) if ctx.needs_input_grad[1] else None
         bias_gradient = dy.sum([0, *range(2, dy.dim())]) if ctx.needs_input_grad[2] else None
-        if not may_defer(ctx.work, ctx):
+        if not ctx.work.may_take(ctx):
             return shape.backward(dy, x, weight, False), dx, bias_gradient, None, None
         parameter = ctx.parameter
         ctx.work.defer(parameter, lambda x, dy: shape.backward(dy, x, parameter.detach(), False), x, dy)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.deferred import shadowing
 from zerobubble.runtime.split.gate import is_watched
-from zerobubble.runtime.split.work import WeightWork, may_defer, pending_work, stop_collecting
+from zerobubble.runtime.split.work import WeightWork, pass_in_progress
 
 
 class Deferral:
@@ -28,7 +28,7 @@ class Deferral:
         What is held until W is apart from its graph. Raises `InputError`, in W, when some of it was changed in place since, or when the
         gradient is not of the weight's shape.
         """
-        if self._work is None or not may_defer(self._work, ctx):
+        if self._work is None or not self._work.may_take(ctx):
             return gradient(*held)
         weight = self._weight
 
@@ -61,8 +61,8 @@ def deferral(weight: Tensor) -> Deferral:
     asks for gradients in its own forward), it is computed at once, so that the Function serves everywhere.
     """
     compiling = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    work = None if compiling else pending_work()
-    trains = work is not None and weight in work.can_wait and weight.requires_grad
+    work = None if compiling else pass_in_progress()
+    trains = work is not None and weight in work.context.can_wait and weight.requires_grad
     return Deferral(weight, work if trains and not is_watched(weight) else None)
 
 
@@ -91,7 +91,6 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
                 if split:
                     stage.weight(0)
         finally:
-            stop_collecting()
             torch.set_rng_state(state)
         waited = tuple(name for name, p in mine.named_parameters() if name in before and p.grad is not None)
         of_inputs: dict[str, Tensor | None] = {f"input {i}": next(gradients) for i, x in enumerate(leaves) if x.requires_grad}

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from zerobubble.runtime.split import conv, embedding, linear
-from zerobubble.runtime.split.gate import can_train, watching
+from zerobubble.runtime.split.gate import can_train, is_torchs
 from zerobubble.runtime.split.matrix_products import Catching, owns_matrices
 
 WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -32,12 +32,10 @@ WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
 def shadowing(module: nn.Module) -> Iterator[None]:
     """Shadow every layer of `module` that has a way; each call then decides whether its weight gradient can wait."""
     shadowed = {part: way for part in module.modules() if (way := way_of(part)) is not None}
-    is_own = any(part._parameters and not _is_torchs(part) for part in module.modules())
     for part, way in shadowed.items():
         part.__dict__["forward"] = MethodType(way, part)
     try:
-        with watching(module.parameters() if is_own else ()):
-            yield
+        yield
     finally:
         for part in shadowed:
             part.__dict__.pop("forward", None)
@@ -51,16 +49,12 @@ def way_of(part: nn.Module) -> Callable[..., Any] | None:
     if own in WAYS:  # `part.weight` may be computed, and computing it may change buffers
         return WAYS[own] if can_train(part._parameters.get("weight")) and _convolves_plainly(part) else None
     # torch's others give their parameters to one kernel, in which nothing can be caught
-    return None if _is_torchs(part) or not owns_matrices(part) else _catching
+    return None if is_torchs(part) or not owns_matrices(part) else _catching
 
 
 def _convolves_plainly(part: nn.Module) -> bool:
     own = getattr(type(part), "_conv_forward", None)
     return own in (None, nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
-
-
-def _is_torchs(part: nn.Module) -> bool:
-    return (type(part).forward.__module__ or "").startswith("torch.")
 
 
 def _catching(part: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.gate import work_for
-from zerobubble.runtime.split.work import WeightWork, may_defer
+from zerobubble.runtime.split.work import WeightWork
 
 
 class _Embedding(torch.autograd.Function):
@@ -27,7 +27,7 @@ class _Embedding(torch.autograd.Function):
             found: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding_idx, False)
             return found
 
-        if not may_defer(ctx.work, ctx):
+        if not ctx.work.may_take(ctx):
             return gradient(tokens, dy), None, None, None
         ctx.work.defer(ctx.parameter, gradient, tokens, dy)
         return None, None, None, None

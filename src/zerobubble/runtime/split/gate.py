@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from zerobubble.runtime.split.work import WeightWork, pending_work
+from zerobubble.runtime.split.work import WeightWork, pass_in_progress
 
 CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 """Whether torch tells who saves tensors, and with it who runs in a checkpoint: from 2.8 on."""
@@ -20,8 +17,8 @@ def work_for(weight: Tensor, x: Tensor) -> WeightWork | None:
     """Where a layer that multiplies `x` by `weight` may leave its weight gradient, None when it is to be computed at once."""
     if torch.compiler.is_compiling():
         return None
-    work = pending_work()
-    if work is None or weight not in work.can_wait or not weight.requires_grad or is_watched(weight):
+    work = pass_in_progress()
+    if work is None or weight not in work.context.can_wait or not weight.requires_grad or is_watched(weight):
         return None
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:  # our Functions reshape
         return None
@@ -33,47 +30,53 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def can_wait(module: nn.Module) -> frozenset[Tensor]:
-    """The parameters of `module` whose gradients may wait for W: plain dense ones that no FSDP2 manages.
+def reasons_not_to_wait(module: nn.Module) -> dict[Tensor, str]:
+    """Why the gradients of some parameters of `module` cannot wait for W, whatever layer uses them; asked when a step begins.
+
+    Whether an `AccumulateGrad` node has hooks cannot be told within a Function, hence here. It takes time to find out, and `can_train`
+    does so for the layers of torch: a module without parameters outside of these is not asked.
+    """
+    reasons = dict.fromkeys(managed_by_fsdp(module), SHARDED)
+    owns = any(part._parameters and not is_torchs(part) for part in module.modules())
+    for parameter in module.parameters():
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            reasons.setdefault(parameter, f"it is a {_kind_of(parameter)}, and only plain dense parameters are known to wait")
+        elif owns and parameter.requires_grad and accumulator_is_kept(parameter):
+            reasons.setdefault(parameter, WATCHED)
+    return reasons
+
+
+WATCHED = "a hook watches its gradient"
+SHARDED = "FSDP2 manages it (fully_shard), and reduces its gradient over the group at the end of B, before W could add to it"
+
+
+def _kind_of(parameter: Tensor) -> str:
+    kind = type(parameter).__name__
+    return kind if parameter.layout is torch.strided else f"{kind} of layout {str(parameter.layout).removeprefix('torch.')}"
+
+
+def managed_by_fsdp(module: nn.Module) -> set[Tensor]:
+    """The parameters below a part of `module` that `torch.distributed.fsdp.fully_shard` was applied to.
 
     A layer that FSDP2 manages computes with an unsharded copy of its parameter, and FSDP2 reduces the copy's gradient over the group and
     frees it as soon as B is over: what W added would come too late.
     """
-    sharded = managed_by_fsdp(module)
-    return frozenset(p for p in module.parameters() if type(p) is nn.Parameter and p.layout is torch.strided and p not in sharded)
-
-
-def managed_by_fsdp(module: nn.Module) -> set[Tensor]:
-    """The parameters below a part of `module` that `torch.distributed.fsdp.fully_shard` was applied to."""
     managers = (part for part in module.modules() if any(_is_fsdp2(kind) for kind in type(part).__mro__))
     return {parameter for manager in managers for parameter in manager.parameters()}
 
 
 def _is_fsdp2(kind: type) -> bool:
-    return kind.__name__ == "FSDPModule" and kind.__module__.startswith(
-        "torch.distributed."
-    )  # its module's name is not one in all versions
+    return kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.distributed.")  # where exactly depends on the version
+
+
+def is_torchs(part: nn.Module) -> bool:
+    """Whether the forward of `part` is one of torch's own."""
+    return (type(part).forward.__module__ or "").startswith("torch.")
 
 
 def is_watched(weight: Tensor) -> bool:
-    """Whether a hook is to see the gradient of `weight`."""
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)) or weight in _kept
-
-
-_kept: set[Tensor] = set()
-"""The parameters of the stages in a step whose accumulators somebody keeps; within a Function that cannot be told any more."""
-
-
-@contextmanager
-def watching(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Find out whose accumulators are kept, for the length of a step."""
-    dense = (parameter for parameter in parameters if parameter.requires_grad and parameter.layout is torch.strided)
-    kept = {parameter for parameter in dense if accumulator_is_kept(parameter)}
-    _kept.update(kept)
-    try:
-        yield
-    finally:
-        _kept.difference_update(kept)
+    """Whether a hook on `weight` is to see its gradient."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def accumulator_is_kept(weight: Tensor) -> bool:

@@ -34,7 +34,7 @@ from zerobubble.runtime.split.python_state import State, random_state, read_stat
 from zerobubble.runtime.split.recompute import recording_checkpoints
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.traceable import described, is_traceable, kind_of, shared_memory
-from zerobubble.runtime.split.work import collect_into
+from zerobubble.runtime.split.work import in_pass
 from zerobubble.runtime.stage.skips import refusing
 from zerobubble.runtime.stage.stage import Stage, _set_apart
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
@@ -201,8 +201,8 @@ class GraphStage(Stage):
         key = (number, nest, kinds, shared_memory(tensors), autocast, global_state(), self._state)
         trace = self._traces.get(key)
         if trace is None:
-            collect_into(None)
-            trace = self._traces[key] = _Trace(self, nest, tensors, autocast)
+            with in_pass(None):
+                trace = self._traces[key] = _Trace(self, nest, tensors, autocast)
         self._trace, self._tensors = trace, tensors
 
     def _forget_traces(self, number: int) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.autocast import cast, enter_region
 from zerobubble.runtime.split.gate import unaliased, work_for
-from zerobubble.runtime.split.work import WeightWork, may_defer
+from zerobubble.runtime.split.work import WeightWork
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]
 
@@ -33,7 +32,7 @@ class _Linear(torch.autograd.Function):
         dx = dy.mm(weight.conj()).view(x.shape) if ctx.needs_input_grad[1] else None
         bias_gradient = dy.sum(0) if ctx.needs_input_grad[2] else None
         x = as_rows(x)
-        if may_defer(ctx.work, ctx):
+        if ctx.work.may_take(ctx):
             ctx.work.defer(ctx.parameter, _weight_gradient, x, dy, cast=ctx.region)
             return None, dx, bias_gradient, None, None, None
         gradient = _weight_gradient(x, dy)
@@ -58,8 +57,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         if torch.float64 in (x.dtype, weight.dtype):  # autocast leaves float64 alone
             return nn.functional.linear(x, weight, bias)
-        region = enter_region(x.device)
-        x, lower, bias = cast(x), cast(weight), None if bias is None else cast(bias)
+        copies = work.context.copies
+        region = copies.enter_region(x.device)
+        x = copies.cast(x)
+        lower = copies.cast(weight)
+        bias = None if bias is None else copies.cast(bias)
     y: Tensor = _Linear.apply(weight, x, bias, lower, work, region)  # type: ignore[no-untyped-call]
     return y
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerobubble.runtime.split.gate import unaliased, work_for
 from zerobubble.runtime.split.linear import as_rows
-from zerobubble.runtime.split.work import WeightWork, may_defer
+from zerobubble.runtime.split.work import WeightWork
 
 Call = Callable[..., Tensor]
 
@@ -43,7 +43,7 @@ class _Product(torch.autograd.Function):
         def gradient(x: Tensor, dy: Tensor) -> Tensor:
             return _summed(dy @ x.mH if first else x.mH @ dy, size)
 
-        if not may_defer(ctx.work, ctx):
+        if not ctx.work.may_take(ctx):
             return gradient(x, dy), dx, bias_gradient, None, None
         ctx.work.defer(ctx.parameter, gradient, x, dy)
         return None, dx, bias_gradient, None, None
@@ -68,7 +68,7 @@ class _Einsum(torch.autograd.Function):
         def gradient(x: Tensor, dy: Tensor) -> Tensor:
             return torch.einsum(f"{of_x},{of_y}->{of_weight}", x.conj(), dy)
 
-        if not may_defer(ctx.work, ctx):
+        if not ctx.work.may_take(ctx):
             return gradient(x, dy), dx, None, None
         ctx.work.defer(ctx.parameter, gradient, x, dy)
         return None, dx, None, None
@@ -92,7 +92,7 @@ class _Grouped(torch.autograd.Function):
         def gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
             return product(x.mT, dy, offs=ends)
 
-        if not may_defer(ctx.work, ctx):
+        if not ctx.work.may_take(ctx):
             return gradient(x, dy, ends), dx, None, None, None
         ctx.work.defer(ctx.parameter, gradient, x, dy, ends)
         return None, dx, None, None, None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.deferred import WAYS
-from zerobubble.runtime.split.gate import is_watched, managed_by_fsdp
+from zerobubble.runtime.split.gate import WATCHED, is_watched
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class SplitReports(tuple[SplitReport, ...]):
         return "\n".join(map(str, self))
 
 
-def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor]) -> tuple[str, ...]:
-    """A line for each parameter among `found`, those with a gradient, that is not `deferred`."""
-    waits, has, sharded = set(deferred), set(found), managed_by_fsdp(module)
+def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[str, ...]:
+    """A line for each parameter among `found`, those with a gradient, that is not `deferred`; `reasons` were known before the step."""
+    waits, has = set(deferred), set(found)
     owners = {p: part for part in module.modules() for p in part.parameters(recurse=False)}
     named = module.named_parameters()
-    return tuple(f"{name}: {_reason(owners[p], p, p in sharded)}" for name, p in named if p in has and p not in waits)
+    return tuple(f"{name}: {_reason(owners[p], p, reasons.get(p))}" for name, p in named if p in has and p not in waits)
 
 
-def _reason(owner: nn.Module, parameter: nn.Parameter, is_sharded: bool) -> str:
+def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str:
     kind = type(owner).__name__
     if parameter.dim() < 2:
         return f"a vector of {kind}, whose gradient costs little"
-    if is_sharded:
-        return "FSDP2 manages it (fully_shard), and reduces its gradient over the group at the end of B, before W could add to it"
+    if known is not None:
+        return known
     if is_watched(parameter):
-        return "a hook watches its gradient"
+        return WATCHED
     if type(owner).forward in WAYS:
         return f"this {kind} is used in a way that cannot wait: compiled, sparse, hooked, cast by autocast, or not by its own forward"
     return f"no way is known to defer what {kind} does with it; write it with zerobubble.nn.deferral"

@@ -1,9 +1,9 @@
-"""The weight work that B leaves for W, and which pass of which thread collects it."""
+"""The weight work that B leaves for W, and how a layer finds the pass it runs in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,26 +11,55 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
-from zerobubble.runtime.split.autocast import leave_region
+from zerobubble.runtime.split.autocast import AutocastCopies
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 
 
-class WeightWork:
-    """The weight gradients that one B has left to do, in the order B met them; `held` are the tensors kept for them.
+@dataclass(frozen=True)
+class StepContext:
+    """What the passes of one stage share for the length of a step.
 
-    `can_wait` are the parameters whose gradients may be left: those of the stage, but for some that others sum or shard.
+    `can_wait` are the parameters whose gradients may wait for W: those of the stage, but for some that others watch, sum or shard.
+    `meter` counts the bytes that wait, None where nobody asks. `gradients` is where W adds. `copies` are autocast's copies of parameters.
     """
 
-    __slots__ = ("_counted", "_entries", "_gradients", "_meter", "_versions", "can_wait", "held")
+    can_wait: frozenset[Tensor]
+    meter: Meter | None = None
+    gradients: Gradients = IN_GRAD
+    copies: AutocastCopies = field(default_factory=AutocastCopies)
 
-    def __init__(self, can_wait: frozenset[Tensor], meter: Meter | None = None, gradients: Gradients = IN_GRAD) -> None:
-        self.can_wait = can_wait
+
+class WeightWork:
+    """The weight gradients of one microbatch that B leaves for W, in the order B met them; `held` are the tensors kept for them.
+
+    Made for the F of the microbatch, whose layers remember it; filled in its B; run in its W.
+    """
+
+    __slots__ = ("_accumulating_task", "_counted", "_entries", "_goes_back", "_versions", "context", "held")
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
         self.held: list[Tensor] = []
         self._versions: list[int] = []
         self._entries: list[tuple[Tensor, object, Callable[..., Tensor], list[Tensor]]] = []
         self._counted: list[Held] = []
-        self._meter = meter
-        self._gradients = gradients
+        self._goes_back = False
+        self._accumulating_task: int | None = None
+
+    def may_take(self, node: Any) -> bool:
+        """Whether the weight gradient that `node`, a Function whose first tensor is the weight, is asked for may wait.
+
+        It may when the B of this microbatch is in progress, and what autograd runs adds to `.grad`. A model that asks for gradients in
+        its own forward, which a checkpoint may run again within B, gets them at once, and so does one that will go back through them.
+        """
+        if not self._goes_back or torch.is_grad_enabled():
+            return False
+        task = torch._C._current_graph_task_id()
+        if task != self._accumulating_task:  # asking torch takes longer than comparing, and one run of its engine meets many layers
+            if not _accumulates(node.next_functions[0][0]):
+                return False
+            self._accumulating_task = task
+        return True
 
     def defer(self, weight: Tensor, gradient: Callable[..., Tensor], *held: Tensor, cast: object = None) -> None:
         """Leave `gradient(*held)` of `weight` for W; nobody may change what is held until then.
@@ -43,8 +72,9 @@ class WeightWork:
         self._entries.append((weight, cast, gradient, apart))
         self.held += apart
         self._versions += [tensor._version for tensor in apart]
-        if self._meter is not None:
-            self._counted += [self._meter.hold(tensor) for tensor in apart]
+        meter = self.context.meter
+        if meter is not None:
+            self._counted += [meter.hold(tensor) for tensor in apart]
 
     def weights(self) -> set[Tensor]:
         """The weights whose gradients wait."""
@@ -63,7 +93,7 @@ class WeightWork:
                 )
         with torch.no_grad():
             for weight, gradient in self._totals().items():
-                self._gradients.add(weight, gradient)
+                self.context.gradients.add(weight, gradient)
         self._entries.clear()
         self._counted.clear()
         self._versions.clear()
@@ -82,56 +112,47 @@ class WeightWork:
         return totals
 
 
-_collecting: dict[int, WeightWork | None] = {}
-_in_backward: WeightWork | None = None
-_adding_task: int | None = None
-"""The last run of autograd's engine that was found to add to `.grad`."""
-
-
-def collect_into(work: WeightWork | None, *, backward: bool = False) -> None:
-    """From here on, deferred weight gradients of this thread go into `work`; with None they are computed at once.
-
-    In a `backward`, autograd may run checkpointed forwards again on threads of its own, which then collect there too.
-    """
-    global _in_backward
-    _collecting[get_ident()] = work
-    if backward:
-        _in_backward = work
-
-
-def stop_collecting() -> None:
-    """The step is over: no thread collects any more."""
-    global _in_backward
-    _collecting.clear()
-    _in_backward = None
-    leave_region()
-
-
-def pending_work() -> WeightWork | None:
-    """Where the pass in progress collects weight gradients, None when it does not split."""
-    return _collecting.get(get_ident(), _in_backward)
-
-
-def may_defer(work: WeightWork, node: Any) -> bool:
-    """Whether the weight gradient that `node`, a Function whose first tensor is the weight, is asked for may go into `work`.
-
-    It may when the backward pass in progress is that of `work`, and what autograd runs adds to `.grad`. A model that asks for gradients
-    in its own forward, which a checkpoint may run again within B, gets them at once, and so does one that will go back through them.
-    """
-    global _adding_task
-    if work is not _in_backward or torch.is_grad_enabled():
-        return False
-    task = torch._C._current_graph_task_id()
-    if task != _adding_task:
-        if not _adds(node.next_functions[0][0]):
-            return False
-        _adding_task = task
-    return True
-
-
-def _adds(accumulator: Any) -> bool:
-    """Whether the engine is going to run `accumulator`, the node that adds to a weight's `.grad`."""
+def _accumulates(node: Any) -> bool:
+    """Whether the engine is going to run `node`, which adds to a weight's `.grad`."""
     try:
-        return torch._C._will_engine_execute_node(accumulator)
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad is asked for the gradient of the weight itself
         return False
+
+
+_PASS = "zerobubble.pass_in_progress"
+"""The name of what torch keeps for the thread, and hands on to the threads on which its engine goes back."""
+
+
+def pass_in_progress() -> WeightWork | None:
+    """The weight work of the pass that this thread runs, None where the pass does not split.
+
+    Torch calls a layer's forward without a handle of ours, and a checkpoint runs it again in B on a thread of autograd's engine. The
+    pass is therefore kept where torch keeps what belongs to a thread and follows its work into the engine.
+    """
+    work: WeightWork | None = torch._C._get_obj_in_tls(_PASS) if torch._C._is_key_in_tls(_PASS) else None
+    return work
+
+
+class in_pass:  # noqa: N801 a context manager, written as a class because every pass enters one
+    """Inside, this thread runs a pass of the microbatch whose weight work is `work`; with None, one that does not split.
+
+    With `backward`, the pass is its B, in which gradients may be left for W.
+    """
+
+    __slots__ = ("_backward", "_before", "_work")
+
+    def __init__(self, work: WeightWork | None, *, backward: bool = False) -> None:
+        self._work = work
+        self._backward = backward and work is not None
+
+    def __enter__(self) -> None:
+        self._before = pass_in_progress()
+        torch._C._stash_obj_in_tls(_PASS, self._work)
+        if self._backward:
+            self._work._goes_back = True  # type: ignore[union-attr]
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._stash_obj_in_tls(_PASS, self._before)
+        if self._backward:
+            self._work._goes_back = False  # type: ignore[union-attr]

@@ -14,7 +14,6 @@ from zerobubble.ir import Schedule
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.choice import TRACED, make_stage, ways_of
 from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.split.work import stop_collecting
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import tensors_in
@@ -60,9 +59,9 @@ class Stages:
         """A step of `stages`: layers defer their weight gradients, and `meter` counts what is held."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.callback(stop_collecting)
             for stage in stages.values():
                 stage.begin(meter)
+                stack.callback(stage.end)
                 if stage.split and self._ways[stage.index] == "deferred":
                     stack.enter_context(shadowing(stage.module))
             yield

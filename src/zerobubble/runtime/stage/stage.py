@@ -16,11 +16,11 @@ from zerobubble.rules import used_stages
 from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.storages import addresses_of
-from zerobubble.runtime.split.autocast import outside_of_autocast
+from zerobubble.runtime.split.autocast import AutocastCopies, outside_of_autocast
 from zerobubble.runtime.split.count import WeightFlops, flops_of, is_compiled
-from zerobubble.runtime.split.gate import can_wait
+from zerobubble.runtime.split.gate import reasons_not_to_wait
 from zerobubble.runtime.split.report import SplitReport, at_once
-from zerobubble.runtime.split.work import WeightWork, collect_into
+from zerobubble.runtime.split.work import StepContext, WeightWork, in_pass
 from zerobubble.runtime.stage.skips import carry
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, take_apart
@@ -60,6 +60,7 @@ class Stage:
         self.meter: Meter | None = None
         self.split = split
         self._gradients = gradients
+        self._copies = AutocastCopies()
         self._find_parameters()
         self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
         self._work: dict[int, WeightWork] = {}
@@ -74,9 +75,15 @@ class Stage:
         self.meter = meter
         self._find_parameters()
 
+    def end(self) -> None:
+        """The step is over."""
+        self._copies.clear()
+
     def _find_parameters(self) -> None:
         self.parameters = tuple(self.module.parameters())
-        self._can_wait = can_wait(self.module) if self.split else frozenset()
+        self._reasons = reasons_not_to_wait(self.module) if self.split else {}
+        can_wait = frozenset(parameter for parameter in self.parameters if parameter not in self._reasons)
+        self._context = StepContext(can_wait, self.meter, self._gradients, self._copies)
 
     def count(self) -> None:
         """Count what W does in the next step, by its first microbatch, for `report`."""
@@ -84,12 +91,12 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        work = WeightWork(self._can_wait, self.meter, self._gradients) if self.split else None
-        collect_into(work)
+        work = WeightWork(self._context) if self.split else None
         run = self._run
         if self._counts:
             self._counts, self._sample, run = False, microbatch, self._run_counting
-        outputs = carry(run, inputs, finish, self.index)
+        with in_pass(work):
+            outputs = carry(run, inputs, finish, self.index)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._saved[microbatch] = (leaves, edges, work)
@@ -133,18 +140,17 @@ class Stage:
         As on one device, an output whose gradient is None is not gone back from, and an input that nothing came back to has None.
         """
         leaves, edges, work = self._saved.pop(microbatch)
-        collect_into(work, backward=True)
         fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         if edges:
             edges, gradients = _with_gradient(edges, gradients)
         if edges:
-            with outside_of_autocast():
+            with outside_of_autocast(), in_pass(work, backward=True):
                 run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if work is not None:
             self._work[microbatch] = work
             if microbatch == self._sample:
                 trained = (p for p in self.parameters if p.grad is not None)
-                self._at_once = at_once(self.module, work.weights(), trained)
+                self._at_once = at_once(self.module, work.weights(), trained, self._reasons)
         outputs = tuple(x.grad for x in leaves)
         if self._gradients.dtype is not None:
             self._gradients.collect(self.parameters)
