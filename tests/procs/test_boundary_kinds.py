@@ -76,6 +76,28 @@ def test_every_kind_of_tensor_crosses(world: Ranks, kind: str, name: str, lanes:
         assert worst <= (1e-2 if kind in ("other types", "a complex64") else 1e-12)
 
 
+LAZY = [kind for kind in KINDS if "negative" in kind or "as gradient" in kind]
+
+
+def train_by_graph(group: Any, kind: str) -> float:
+    """The largest error of gradients over two steps of stages that are traced."""
+    make_stage = partial(Crossing, kind)
+    with zb.Pipeline(make_stage, "zb-h1", 4, loss_fn, group=group, split="graph") as pipe:
+        stages = [make_stage(stage, 2) for stage in range(2)]
+        for seed in range(2):
+            inputs, targets = batch(4, seed=seed)
+            pipe.step(inputs, targets)
+            for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                (loss_fn(OneDevice(stages)(x), y) / 4).backward()
+        return compare(pipe, stages)
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_traced_stage_hands_on_and_takes_lazy_tensors(world: Ranks, kind: str) -> None:
+    for worst in world.run(train_by_graph, kind, ranks=2):
+        assert worst <= 1e-12
+
+
 class Stashing(nn.Module):
     """The first stage stashes a lazy conjugate, the last takes it and gives another."""
 
