@@ -285,27 +285,36 @@ def thaw(group: Any, name: str, frozen: list[list[int]], lanes: bool) -> float:
     return worst
 
 
+FROZEN = [[[0], [], [0, 1], [], [0]], [[0, 1], [0], [1], [0, 1], []], [[], [0], [0, 1, 2], [1], []]]
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("frozen", [[[0], [], [0, 1], [], [0]], [[0, 1], [0], [1], [0, 1], []], [[], [0], [0, 1, 2], [1], []]])
+@pytest.mark.parametrize("frozen", FROZEN)
 def test_stages_may_be_frozen_and_unfrozen_between_steps(world: Ranks, name: str, frozen: list[list[int]]) -> None:
     for worst in world.run(thaw, name, frozen, False, ranks=2):
         assert worst <= 1e-12
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("frozen", [[[], [0], [0, 1], [0], []]])
-def test_stages_may_be_frozen_between_machines(world: Ranks, name: str, frozen: list[list[int]]) -> None:
-    for worst in world.run(thaw, name, frozen, True, ranks=2):
+@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("dualpipe", 2)])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_stages_may_be_frozen_and_unfrozen_between_machines(world: Ranks, name: str, ranks: int, frozen: list[list[int]]) -> None:
+    for worst in world.run(thaw, name, frozen, True, ranks=ranks):
         assert worst <= 1e-12
 
 
-def thaw_too_late(group: Any) -> str:
+def test_a_stage_may_be_frozen_where_no_rank_is_told(world: Ranks) -> None:
+    """The third of four stages is on the second rank, and the first rank, where the fourth is, hears nothing of it."""
+    for worst in world.run(thaw, "zb-v", [[0, 1], [0, 1, 2]], True, ranks=2):
+        assert worst <= 1e-12
+
+
+def thaw_untold(group: Any) -> str:
     with pytest.raises(zb.PipelineError) as caught:
-        thaw(group, "zb-v", [[0], []], True)
+        thaw(group, "zb-v", [[0, 1, 2], [0, 1]], True)
     return str(caught.value)
 
 
-def test_a_stage_unfrozen_where_messages_cannot_tell_is_told(world: Ranks) -> None:
-    for text in world.run(thaw_too_late, ranks=2):
-        assert "the activation of stage 0, microbatch 0 needs a gradient now, but needed none in an earlier step" in text
+def test_a_stage_unfrozen_where_no_rank_is_told_is_an_error(world: Ranks) -> None:
+    for text in world.run(thaw_untold, ranks=2):
+        assert "the activation of stage 2, microbatch 0 needs a gradient now, but needed none in an earlier step" in text
         assert "make a new Pipeline after stages are unfrozen" in text

@@ -40,14 +40,14 @@ class Batch(NamedTuple):
 
     `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
     rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
-    when `announcing`. `extras[stage][j]` are more keyword arguments for a stage.
+    where messages with the ranks `announced` tell them. `extras[stage][j]` are more keyword arguments for a stage.
     """
 
     inputs: list[Tensors]
     finish: Callable[[int, Any], Tensor]
     seed: Cotangents
     known: Known
-    announcing: bool
+    announced: frozenset[int]
     extras: dict[int, list[dict[str, Any]]]
 
 
@@ -115,6 +115,7 @@ class Executor:
             run_of(kind)
         self._pace = pace
         self._mailbox = Mailbox(program, transport)
+        self._tells_gradients = transport.capabilities.carries_whole_messages
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
         self._values: dict[Value, Any] = {}
         self._kept: dict[tuple[int, int], dict[Stuff, Any]] = {}
@@ -167,12 +168,19 @@ class Executor:
         self._marks = []
         self._held = []
         self._messages = []
-        self._mailbox.begin(batch.known, batch.announcing)
+        self._mailbox.begin(batch.known, batch.announced)
 
     def _play(self, start: int, end: int) -> None:
         for position, call in enumerate(self._calls[start:end], start):
             self.at = position
             call()
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters of this rank's stages train in the step, where messages do not tell by themselves what follows from it."""
+        if self._tells_gradients or not self._training:
+            return ()
+        return tuple([parameter.requires_grad for stage in self._stages.values() for parameter in stage.parameters])
 
     @property
     def records(self) -> Records:

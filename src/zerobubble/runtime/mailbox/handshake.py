@@ -1,13 +1,15 @@
 """The first words of a step: the rank with the first stage tells all others what is to be played and whether its messages are known.
 
-The word travels along the stages of the first route: each rank hears it from the rank before its first stage there and passes it on.
+The word travels along the stages of the first route: each rank hears it from the rank before its first stage there and passes it on. A rank
+whose stages were frozen or unfrozen since adds that, from itself on, messages are to announce their shapes again. Ranks before it do not
+hear of that, and need not where activations only go from one rank to ranks behind it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import astuple, dataclass, fields, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -24,15 +26,16 @@ MOST_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What a step plays: inputs of the kind `key`, whose messages announce their shapes where `announcing`, cut from `batch_size` samples.
+    """What a step plays: inputs of the kind `key`, cut from `batch_size` samples.
 
-    The last three say which schedule it follows, `digest` by its text.
+    Messages between ranks from the place `announced_from` of the chain on announce their shapes: all with 0, none with the number of ranks.
+    The last three say which schedule the step follows, `digest` by its text.
     """
 
     topic: ClassVar[Topic] = Topic.STEP
 
     key: int
-    announcing: bool
+    announced_from: int
     batch_size: int
     num_microbatches: int
     evaluating: bool
@@ -43,8 +46,8 @@ class StepStart:
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepStart:
-        key, announcing, batch_size, num_microbatches, evaluating, digest = map(int, numbers.tolist())
-        return cls(key, bool(announcing), batch_size, num_microbatches, bool(evaluating), digest)
+        key, announced_from, batch_size, num_microbatches, evaluating, digest = map(int, numbers.tolist())
+        return cls(key, announced_from, batch_size, num_microbatches, bool(evaluating), digest)
 
     @property
     def kind(self) -> tuple[int, bool]:
@@ -58,6 +61,14 @@ class StepStart:
 _NUMBERS = len(fields(StepStart))
 
 
+class StepMessages(NamedTuple):
+    """What is `known` of a step's messages, the ranks with which they are `announced` instead, and the size of the first rank's batch."""
+
+    known: Known
+    announced: frozenset[int]
+    batch_size: int
+
+
 class StepHandshake:
     """Keeps what was learnt of the messages of `schedule` for each kind of inputs, under a number that all ranks share."""
 
@@ -68,22 +79,36 @@ class StepHandshake:
         self._transport = transport
         self._parent = parents.get(transport.rank)
         self._children = [rank for rank, parent in parents.items() if parent == transport.rank]
+        self._chain = list(dict.fromkeys(route))
+        self._num_ranks = placement.num_ranks
+        self._trained: dict[int, tuple[bool, ...]] = {}
         digest = hashlib.sha256(schedule.to_text().encode()).digest()
         self._played = (schedule.num_microbatches, schedule.is_forward_only, int.from_bytes(digest[:6], "big"))
         self._keys: dict[tuple[tuple[Shapes, Layout], ...], int] = {}
         self._known: dict[int, Known] = {}
         self._telling: list[Sending] = []
 
-    def open(self, inputs: list[Tensors], batch_size: int) -> tuple[Known, bool, int]:
-        """What is known of this step's messages, whether it is still to be learnt, and the batch size that the first rank was given.
+    def open(self, inputs: list[Tensors], batch_size: int, trained: tuple[bool, ...] = ()) -> StepMessages:
+        """Start a step with these `inputs`, which the first rank has, where `trained` says which parameters of this rank train.
 
-        Raises `InputError` when this rank is to play something else than the one that tells it.
+        Where messages tell by themselves whether a gradient flows back, `trained` is left out. Raises `InputError` when this rank is to
+        play something else than the one that tells it.
         """
         start = self._begin(inputs, batch_size) if self._parent is None else self._receive(self._parent)
+        if self._trained.get(start.key, trained) != trained and self._transport.rank in self._chain:
+            start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._transport.rank)))
+        self._trained[start.key] = trained
         self._telling = [self._transport.tell(start, rank) for rank in self._children]
-        if start.announcing:
+        if start.announced_from == 0:
             self._known[start.key] = Known()
-        return self._known[start.key], start.announcing, start.batch_size
+        return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size)
+
+    def _announced(self, first: int) -> frozenset[int]:
+        """The other ranks whose messages with this one announce their shapes: those that know it as this one does."""
+        if first == 0:
+            return frozenset(range(self._num_ranks)) - {self._transport.rank}
+        knowing = self._chain[first:]
+        return frozenset(knowing) - {self._transport.rank} if self._transport.rank in knowing else frozenset()
 
     def clear(self) -> None:
         """Let go of messages: one that was sent keeps its connection open."""
@@ -92,11 +117,11 @@ class StepHandshake:
     def _begin(self, inputs: list[Tensors], batch_size: int) -> StepStart:
         signature = tuple((shapes_of(part), part.layout if isinstance(part, Payload) else None) for part in inputs)
         key = self._keys.pop(signature, None)
-        announcing = key is None
+        announced_from = 0 if key is None else self._num_ranks
         if key is None:
             key = len(self._keys) if len(self._keys) < MOST_KEPT else self._keys.pop(next(iter(self._keys)))
         self._keys[signature] = key
-        return StepStart(key, announcing, batch_size, *self._played)
+        return StepStart(key, announced_from, batch_size, *self._played)
 
     def _receive(self, parent: int) -> StepStart:
         start = self._transport.listen(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")

@@ -59,7 +59,8 @@ class Mailbox:
         if can.completes_in_order and not can.carries_whole_messages:
             self._watch_missing(program, transport)
         self._known = Known()
-        self._announcing = False
+        # The ranks with which messages announce their shapes in this step.
+        self._announced: frozenset[int] = frozenset()
         # What this step's messages go by, None where they go over lines.
         self._whole: WholeMessages | None = None
         # Receives that were asked for, in the order of each channel, and could not be posted yet.
@@ -86,11 +87,11 @@ class Mailbox:
             else:
                 self._notices[source] = expect_notices(transport, source)
 
-    def begin(self, known: Known, announcing: bool) -> None:
-        """Start a step with the shapes `known` from an earlier one, or, `announcing`, learn them into `known`."""
+    def begin(self, known: Known, announced: frozenset[int]) -> None:
+        """Start a step with the shapes `known` from an earlier one, and learn into `known` those of messages with the ranks `announced`."""
         self._known = known
-        self._announcing = announcing
-        self._whole = None if announcing else self._whole_messages
+        self._announced = announced
+        self._whole = None if announced else self._whole_messages
         if self._whole is not None:
             self._whole.begin(known, self._shapes, self._largest_shapes)
         self._frozen.clear()
@@ -101,7 +102,7 @@ class Mailbox:
 
     def post(self, value: Value, peer: int) -> None:
         """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
-        if self._announcing or self._whole is not None:
+        if peer in self._announced or self._whole is not None:
             self._unread[peer, value.stuff].append(value)
         else:
             self._start(value, peer)
@@ -130,7 +131,7 @@ class Mailbox:
         cannot tell it, when a gradient is missing that was there.
         """
         if value.stuff is Stuff.ACTIVATION:
-            self._check(value, tensors)
+            self._check(value, tensors, is_announced=peer in self._announced)
         if self._whole is not None:
             with self._exchange[value]:
                 self._whole.put[value](tensors)
@@ -143,7 +144,7 @@ class Mailbox:
                 ahead = self._missing_out[peer].tell(self._place[value], tensors)
         else:
             outgoing = packed([as_memory(t) for t in tensors])
-        if self._announcing and value.stuff is Stuff.ACTIVATION:
+        if peer in self._announced and value.stuff is Stuff.ACTIVATION:
             note = write_note(self._known[value], self._known.layouts.get(value), self._device)
             outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
         start = self._send[peer, value.stuff]
@@ -202,12 +203,12 @@ class Mailbox:
             coming, tensors = (there, *coming), (there, *tensors)
         self._arriving[value] = (tensors, [receive(t) for t in coming])
 
-    def _check(self, value: Value, tensors: Tensors) -> None:
+    def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
         """See that an activation is what it was, or learn what it is."""
         known, layout = self._known, None if type(tensors) is tuple else layout_of(tensors)
-        if self._announcing or not all(map(is_plain, tensors)):
+        if is_announced or not all(map(is_plain, tensors)):
             self._refuse_what_cannot_be_sent(value, tensors)
-        if self._announcing:
+        if is_announced:
             known[value] = shapes_of(tensors)
             if layout is not None:
                 known.layouts[value] = layout
@@ -264,7 +265,7 @@ class Mailbox:
 
     def _may_lack(self, source: int, destination: int) -> bool:
         """Whether gradients from `source` that go over lines are led by a tensor that tells which of them are there."""
-        if self._announcing:
+        if not self._announced.isdisjoint((source, destination)):
             return True
         lacking = self._known.missing_gradients
         return bool(lacking) and Channel(source, destination, Stuff.GRADIENT) in lacking

@@ -170,12 +170,12 @@ class StepRunner:
         cut = split_batch(given.inputs, count, "inputs", gradients) if is_first else Cut([], [], UNCUT)
         aims = split_batch(given.targets, count, "targets", gradients) if is_last and given.targets is not None else Cut([], [], UNCUT)
         inputs = [arguments(part) for part in cut.parts]
-        known, announcing, size = executor.handshake.open(inputs, cut.whole)
+        known, announced, size = executor.handshake.open(inputs, cut.whole, executor.trained)
         refuse_other_size(aims.whole, size)
         extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
         self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
         seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
-        return Batch(inputs, self._losses.finish, (seed,), known, announcing, extras)
+        return Batch(inputs, self._losses.finish, (seed,), known, announced, extras)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
