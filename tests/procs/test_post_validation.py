@@ -53,11 +53,13 @@ class _Scale(torch.autograd.Function):
 
 
 class Normed(nn.Module):
-    """BatchNorm over the width of a sequence."""
+    """BatchNorm over the width of a sequence. Its statistics are no state of the model, so that copies of a stage may have others."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(width)
+        for name, buffer in dict(self.norm.named_buffers()).items():
+            self.norm.register_buffer(name, buffer, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
