@@ -16,7 +16,7 @@ import zerobubble as zb
 from zerobubble.costs import NS_PER_MS
 from zerobubble.explain import gaps
 from zerobubble.export import MemoryRow, Report, ThroughputRow, perfetto_json, report_html, timeline_svg
-from zerobubble.export.units import show_bytes, show_ms, show_percent
+from zerobubble.units import show_bytes, show_ms, show_percent
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from zerobubble.cli.inputs import Costed, equal_costs
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg
-from zerobubble.export.units import show_ms, show_percent
 from zerobubble.formulas import FORMULAS, Form, setting
 from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, Recipe
+from zerobubble.units import show_ms, show_percent
 
 FOLDER = Path(__file__).parent
 FRONT = FOLDER.parent / "timeline.svg"

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import zerobubble.notebook  # noqa: F401 - installs what notebooks show
 from zerobubble import blocks as blocks
 from zerobubble import bounds as bounds
 from zerobubble import errors as errors

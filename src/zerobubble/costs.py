@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, shown, takes
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Step
 from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
 from zerobubble.rules import message_receiver
+from zerobubble.units import NS_PER_MS as NS_PER_MS
+from zerobubble.units import counted, show_bytes, show_ms, show_range
 
-NS_PER_MS = 1_000_000
 UNIT_BYTES = 1_000_000
 """Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
+CELL = 14
+"""Characters of a printed value."""
 TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: each(NUMBER).accepts(value) and len(value) == 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+@dataclass(frozen=True, slots=True, repr=False)
+class Costs(Displayed):
     """Per stage: `forward`, `backward` (B) and `weight` (W) times in ns, bytes held from F until B and from B until W.
 
     `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
@@ -67,6 +71,18 @@ class Costs:
         doubles = [name for place, name in enumerate(names) if name in _COLUMNS or name in names[:place]]
         if doubles:
             raise InputError(f"costs have one column {doubles[0]!r}, which cannot be given again as a further one")
+
+    def _summary(self) -> str:
+        times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
+        return f"of {counted(self.num_stages, 'stage')}: {times}, messages {show_range(self.comm, show_ms)}"
+
+    def _details(self) -> Iterator[str]:
+        columns = self._columns()
+        yield "stage" + "".join(name.rjust(CELL) for name in columns)
+        for stage in range(self.num_stages):
+            shows = [show_bytes if name in HELD.values() else show_ms for name in columns]
+            cells = [show(column[stage]) if stage < len(column) else "" for show, column in zip(shows, columns.values(), strict=True)]
+            yield f"{stage:5}" + "".join(cell.rjust(CELL) for cell in cells)
 
     def _columns(self) -> dict[str, tuple[int, ...]]:
         return {name: getattr(self, name) for name in _COLUMNS} | dict(self.further)
@@ -234,8 +250,8 @@ def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[i
     return default if values is None else tuple(values)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+@dataclass(frozen=True, slots=True, repr=False)
+class Limits(Displayed):
     """Bytes of activation memory each rank may hold."""
 
     memory: tuple[int, ...]
@@ -246,3 +262,6 @@ class Limits:
             require(f"the memory limit of rank {rank}, in bytes,", value, WHOLE)
             if value <= 0:
                 raise InputError(f"the memory limit of rank {rank} must be positive, got {value}")
+
+    def _summary(self) -> str:
+        return f"of {counted(len(self.memory), 'rank')}: {show_range(self.memory, show_bytes)}"

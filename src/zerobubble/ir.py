@@ -13,9 +13,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import WHOLE, as_tuple, require, takes
+from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError, ParseError, reading, whole
 from zerobubble.kinds import KINDS, Stuff, kinds_making, kinds_using
 from zerobubble.kinds import Kind as Kind
+from zerobubble.units import counted
 
 _OP = re.compile(r"([0-9]{1,9})([A-Z]{1,3})([0-9]{1,9})")
 
@@ -26,6 +28,9 @@ class Op(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int
+
+    def __repr__(self) -> str:
+        return f"Op.parse('{self}')"
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -53,8 +58,8 @@ def parse_step(text: str) -> Step:
     return step
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+@dataclass(frozen=True, slots=True, repr=False)
+class Placement(Displayed):
     """Which rank holds which stage.
 
     `routes[k][s]` is the rank that runs stage `s` for microbatches of route `k`. One route is the usual case; bidirectional
@@ -89,6 +94,10 @@ class Placement:
     @property
     def num_stages(self) -> int:
         return len(self.routes[0])
+
+    def _summary(self) -> str:
+        routes = " | ".join(" ".join(map(str, route)) for route in self.routes)
+        return f"{self.name}: {counted(self.num_stages, 'stage')} on {counted(self.num_ranks, 'rank')}: {routes}"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; `from_dict` reads it back."""
@@ -178,6 +187,11 @@ class Head(NamedTuple):
         if any(not 0 <= route < len(self.placement.routes) for route in routes):
             raise InputError(f"microbatch routes must be in 0 to {len(self.placement.routes) - 1}, got {routes}")
 
+    def summary(self) -> str:
+        """Name and sizes in a few words."""
+        where = f"{counted(self.placement.num_stages, 'stage')} on {counted(self.placement.num_ranks, 'rank')} ({self.placement.name})"
+        return f"{self.name or 'unnamed'}: {where}, {counted(self.num_microbatches, 'microbatch')}"
+
     def lines(self) -> list[str]:
         """The text form; `parse` reads it back."""
         routes = " | ".join(" ".join(map(str, route)) for route in self.placement.routes)
@@ -230,8 +244,8 @@ def collect_head(head: dict[str, str], number: int, line: str) -> None:
     head[key] = rest.strip()
 
 
-@dataclass(frozen=True)
-class Schedule:
+@dataclass(frozen=True, repr=False)
+class Schedule(Displayed):
     """The order of passes on every rank: `rows[rank]` is what that rank runs, first to last.
 
     `microbatch_routes[j]` names the route microbatch `j` takes through the placement; empty means route 0 for all. `overlaps` are
@@ -260,6 +274,13 @@ class Schedule:
             if apart:
                 first, second = min(apart)
                 raise InputError(f"an overlapped step is two passes next to each other in a row, which {first} and {second} are not")
+
+    def _summary(self) -> str:
+        return f"{self.head.summary()}, {counted(sum(map(len, self.rows)), 'pass')}"
+
+    def _details(self) -> Iterator[str]:
+        for rank, row in enumerate(self.steps):
+            yield f"rank {rank}: {' '.join(map(_step_text, row[:COLUMNS]))}"
 
     @property
     def head(self) -> Head:

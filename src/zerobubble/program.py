@@ -13,10 +13,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import takes
+from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import ParseError, reading
 from zerobubble.ir import Head, Placement, Schedule, Step, collect_head, content_lines, parse_step
 from zerobubble.kinds import Kind, Stuff, kinds_making
 from zerobubble.rules import Value
+from zerobubble.units import counted
 
 
 class Compute(NamedTuple):
@@ -79,8 +81,8 @@ def channel_of(rank: int, action: Send | Recv) -> Channel:
     return Channel(action.peer, rank, action.value.stuff)
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(Displayed):
     """`rows[rank]` are the actions of that rank, first to last. Made by `lower.lower`, checked by `verify_program.program_faults`."""
 
     name: str
@@ -91,6 +93,13 @@ class Program:
 
     def __post_init__(self) -> None:
         self.head.check(len(self.rows))
+
+    def _summary(self) -> str:
+        return f"{self.head.summary()}, {counted(sum(map(len, self.rows)), 'action')}"
+
+    def _details(self) -> Iterator[str]:
+        for rank, row in enumerate(self.rows):
+            yield f"rank {rank}: {'; '.join(map(str, row[:COLUMNS]))}"
 
     @property
     def head(self) -> Head:

@@ -8,6 +8,7 @@ from itertools import pairwise, zip_longest
 from operator import eq
 
 from zerobubble.arguments import takes
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.schedules import known_schedules, make
@@ -15,8 +16,8 @@ from zerobubble.schedules import known_schedules, make
 __all__ = ["Recognition", "recognise"]
 
 
-@dataclass(frozen=True, slots=True)
-class Recognition:
+@dataclass(frozen=True, slots=True, repr=False)
+class Recognition(Displayed):
     """The known schedule an order is equal or closest to.
 
     `share` of its positions (0 to 1) hold the same pass; `difference` tells the first one that does not, and is empty for the same
@@ -34,6 +35,9 @@ class Recognition:
     def exact(self) -> bool:
         """Whether it is the known schedule."""
         return bool(self.name) and not self.difference
+
+    def _summary(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         if not self.name:

@@ -8,8 +8,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, reading, whole
 from zerobubble.ir import Op
+from zerobubble.units import counted, show_bytes, show_ms, show_percent
 
 
 class Cause(StrEnum):
@@ -88,8 +90,8 @@ class RankFigures:
         return self.work + self.gaps
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Displayed):
     """`rows[rank]` are that rank's spans in order; `memory[rank]` its held bytes as (time, bytes) steps, empty if unknown.
 
     `marks[rank]` is what a measured rank did outside its passes, in the order in which it ended; empty where nothing was recorded.
@@ -109,6 +111,16 @@ class Timeline:
         for what, given in (("memory", self.memory), ("marks", self.marks)):
             if given and len(given) != len(self.rows):
                 raise InputError(f"a timeline of {len(self.rows)} ranks needs {what} for as many or for none, got {len(given)}")
+
+    def _summary(self) -> str:
+        sizes = f"{counted(self.num_ranks, 'rank')}, {counted(sum(map(len, self.rows)), 'span')}"
+        figures = f"makespan {show_ms(self.makespan)}, bubble {show_percent(self.bubble_makespan)}"
+        return f"{self.name or 'unnamed'} ({self.source}): {sizes}, {figures}"
+
+    def _details(self) -> Iterator[str]:
+        for rank in self.ranks:
+            peak = "" if rank.peak_bytes is None else f", holds up to {show_bytes(rank.peak_bytes)}"
+            yield f"rank {rank.rank}: works {show_ms(rank.work)}, idles {show_ms(self.makespan - rank.work)}{peak}"
 
     @property
     def num_ranks(self) -> int:

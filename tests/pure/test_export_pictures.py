@@ -11,11 +11,11 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.palette import ink, luminance, shade
 from zerobubble.export.svg import LEFT, ROW, timeline_svg
-from zerobubble.export.units import show_bytes, show_ms, ticks
 from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, make
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
+from zerobubble.units import show_bytes, show_ms, ticks
 
 NS = {"s": "http://www.w3.org/2000/svg"}
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zerobubble.arguments import as_tuple, takes
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Head, Kind, Op, Placement, collect_head, content_lines
+from zerobubble.units import counted
 
 Times = tuple[int, int, int]
 
@@ -37,8 +39,8 @@ class Start(NamedTuple):
         return cls(Op.parse(op), int(slot))
 
 
-@dataclass(frozen=True)
-class Block:
+@dataclass(frozen=True, repr=False)
+class Block(Displayed):
     """The passes of microbatches 0 to k-1 on each rank with their slots, repeated every `interval` slots.
 
     `starts[rank]` are in order of their slots; `times` are the slots that F, B and W take, and BW takes those of B and W. Only the
@@ -66,6 +68,13 @@ class Block:
             raise InputError(f"block {self.name!r} has {early[0].op} in slot {early[0].slot}: count slots from 0")
         self.head.check(len(self.starts))
         object.__setattr__(self, "starts", tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in self.starts))
+
+    def _summary(self) -> str:
+        return f"{self.head.summary()}, {counted(sum(map(len, self.starts)), 'pass')}, repeated every {counted(self.interval, 'slot')}"
+
+    def _details(self) -> Iterator[str]:
+        for rank, row in enumerate(self.starts):
+            yield f"rank {rank}: {' '.join(map(str, row))}"
 
     @property
     def num_microbatches(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -10,6 +10,7 @@ from itertools import pairwise
 from zerobubble.arguments import WHOLE, takes
 from zerobubble.blocks.block import UNIT, Block, Start, Times, lengths
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import play, resolve, walk
@@ -17,11 +18,12 @@ from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.rules import makers, uses
 from zerobubble.simulation import memory_steps, peak_memory
 from zerobubble.timeline import Span, Timeline
+from zerobubble.units import counted
 from zerobubble.verify import checked
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, repr=False)
+class Layout(Displayed):
     """Passes laid out in slots: `rows[rank]` are that rank's passes with the slots they start in, first to last.
 
     `times` are the slots of F, B and W. Every step from a block to a finished schedule is one of these.
@@ -32,6 +34,14 @@ class Layout:
     num_microbatches: int
     rows: tuple[tuple[Start, ...], ...]
     times: Times = field(default=UNIT)
+
+    def _summary(self) -> str:
+        where = f"{counted(self.placement.num_stages, 'stage')} on {counted(self.placement.num_ranks, 'rank')} ({self.placement.name})"
+        return f"{self.name}: {where}, {counted(self.num_microbatches, 'microbatch')}, {counted(sum(map(len, self.rows)), 'pass')} in slots"
+
+    def _details(self) -> Iterator[str]:
+        for rank, row in enumerate(self.rows):
+            yield f"rank {rank}: {' '.join(map(str, row))}"
 
     @cached_property
     def schedule(self) -> Schedule:

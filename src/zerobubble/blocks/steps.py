@@ -17,6 +17,9 @@ class Steps(NamedTuple):
     squeezed: Layout
     reordered: Layout
 
+    def __repr__(self) -> str:
+        return f"<Steps {self.reordered._summary()}: {', '.join(self._fields)}>"
+
 
 def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *, keep_steady_phase: bool = True) -> Steps:
     """The steps from `block` to a schedule of `num_microbatches` microbatches; `limit` and `keep_steady_phase` are those of `reorder`."""

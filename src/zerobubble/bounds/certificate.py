@@ -11,8 +11,10 @@ from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, p
 from zerobubble.bounds.memory import memory_energy, memory_wait
 from zerobubble.bounds.reasons import energy_reason, head_and_tail_reason, head_reason, memory_wait_reason
 from zerobubble.costs import Costs, Limits
+from zerobubble.display import clipped
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
+from zerobubble.units import show_ms
 
 
 class Bound(NamedTuple):
@@ -21,12 +23,24 @@ class Bound(NamedTuple):
     time: int
     reason: str
 
+    def __repr__(self) -> str:
+        return clipped(f"<Bound at least {show_ms(self.time)}: {self.reason}>", ">")
+
+    def __str__(self) -> str:
+        return f"at least {show_ms(self.time)}: {self.reason}"
+
 
 class Bounds(NamedTuple):
     """Lower bounds on the longest span of a rank and on the makespan."""
 
     span: Bound
     makespan: Bound
+
+    def __repr__(self) -> str:
+        return f"<Bounds span at least {show_ms(self.span.time)}, makespan at least {show_ms(self.makespan.time)}>"
+
+    def __str__(self) -> str:
+        return f"span {self.span}\nmakespan {self.makespan}"
 
 
 @takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))

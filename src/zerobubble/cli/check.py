@@ -8,15 +8,16 @@ from dataclasses import asdict
 
 import click
 
+from zerobubble.cli.evaluation import describe_shape
 from zerobubble.cli.excerpts import excerpt, source_rows
 from zerobubble.cli.inputs import Costed, find_schedule
 from zerobubble.cli.options import Shape, json_option, shape_options
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
-from zerobubble.export.units import counted, describe_shape
 from zerobubble.ir import Schedule
 from zerobubble.recognition import Recognition, recognise
 from zerobubble.simulation import peak_memory
+from zerobubble.units import counted
 from zerobubble.verify import schedule_faults
 
 FAULTY = 1

@@ -19,9 +19,9 @@ from zerobubble.explain.words import lines
 from zerobubble.export.html import report_html
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.report import Report
-from zerobubble.export.units import ms
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
+from zerobubble.units import ms
 
 TABLE_WIDTH = 130
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from rich.text import Text
 
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
-from zerobubble.export.units import ms, ticks
 from zerobubble.kinds import KINDS, traits_of
 from zerobubble.timeline import Span, Timeline, together
+from zerobubble.units import ms, ticks
 
 EDGE, DARK = "▏", "#1b1f24"
 TICK_WIDTH = 9

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from zerobubble.cli.inputs import Costed
 from zerobubble.explain import Idle, attribute
-from zerobubble.export.units import ms, show_bytes, show_ms, show_percent
 from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
 from zerobubble.lowering.messages import message_users
 from zerobubble.simulation import peak_memory, simulate
 from zerobubble.timeline import Timeline
+from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 
 
 @dataclass(frozen=True)
@@ -131,3 +131,9 @@ def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dic
         "idle": {cause: ms(getattr(evaluation.idle.overall, cause)) for cause in CAUSES},
         "idle_per_rank": [{cause: ms(getattr(causes, cause)) for cause in CAUSES} for causes in evaluation.idle.ranks],
     }
+
+
+def describe_shape(schedule: Schedule) -> str:
+    """Ranks, stages and microbatches of a schedule: `4 ranks, 8 stages, 12 microbatches`."""
+    parts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
+    return ", ".join(counted(count, noun) for count, noun in parts)

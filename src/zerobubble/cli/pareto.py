@@ -13,9 +13,9 @@ from zerobubble.cli.plan import progress_bar, solved_to_dict
 from zerobubble.cli.workload import SearchOptions, WorkOptions, read_question, search_options, work_options
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_html, front_svg
-from zerobubble.export.units import counted
 from zerobubble.planning import Objective
 from zerobubble.planning.pareto import Point, pareto
+from zerobubble.units import counted
 
 MOST_POINTS = 100
 

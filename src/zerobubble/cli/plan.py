@@ -27,13 +27,13 @@ from zerobubble.cli.workload import (
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
-from zerobubble.export.units import ms
 from zerobubble.planning import Objective, Plan, Solved, plan, plan_layers
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.reasons import percent
 from zerobubble.planning.robust_order import robust_order_dict, robust_order_text, with_robust_winner
 from zerobubble.planning.sensitivity_text import what_if, what_if_text
+from zerobubble.units import ms
 
 
 @dataclass(frozen=True)

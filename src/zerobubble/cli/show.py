@@ -10,13 +10,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerobubble.cli.drawing import draw, legend
+from zerobubble.cli.evaluation import describe_shape
 from zerobubble.cli.files import write_text
 from zerobubble.cli.inputs import Costed, find_schedule, with_costs
 from zerobubble.cli.options import CostOptions, Shape, cost_options, json_option, shape_options, width_option
 from zerobubble.export.svg import timeline_svg
-from zerobubble.export.units import counted, describe_shape, ms, show_bytes, show_ms, show_percent
 from zerobubble.simulation import simulate
 from zerobubble.timeline import RankFigures, Timeline
+from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 
 TABLE_WIDTH = 72
 

@@ -14,11 +14,11 @@ from zerobubble.cli.inputs import Costed, Given, equal_costs, equal_times, find_
 from zerobubble.cli.options import Shape, Times, comm_option, given_flags, json_option, shape_options, times_option
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
-from zerobubble.export.units import ms, show_percent
 from zerobubble.formulas import FORMULAS, Form, setting
 from zerobubble.ir import Schedule
 from zerobubble.schedules import known_schedules
 from zerobubble.simulation import peak_memory, simulate
+from zerobubble.units import ms, show_percent
 
 WIDEST_TABLE = 100
 

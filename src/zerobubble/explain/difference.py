@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median_low
@@ -10,11 +11,13 @@ from typing import Any, NamedTuple
 
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
+from zerobubble.display import Displayed
 from zerobubble.explain.idle import Causes, attribute
 from zerobubble.explain.replay import TimedOrder, measured, planned
 from zerobubble.explain.words import lines
 from zerobubble.ir import Kind, Schedule
 from zerobubble.timeline import Timeline
+from zerobubble.units import counted, show_ms
 
 Passes = tuple[tuple[Kind, int], ...]
 """What a step consists of, as (kind, stage): one pass, or two overlapped."""
@@ -47,8 +50,8 @@ class Part(NamedTuple):
         return self.busy + self.idle
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+@dataclass(frozen=True, slots=True, repr=False)
+class Account(Displayed):
     """Where one rank's time went, in ns: `total`, the sum of all, is the makespan of the run.
 
     `work` are its passes as planned, `plan` the idle time of the plan by its causes. The rest the plan did not know, and may be
@@ -63,6 +66,14 @@ class Account:
     noise: Part
     comm: int
     host: int
+
+    def _summary(self) -> str:
+        planned = f"works {show_ms(self.work)} and idles {show_ms(self.plan.total)} as planned"
+        return f"of rank {self.rank}: {planned}, {show_ms(self.extra)} beyond the plan"
+
+    def _details(self) -> Iterator[str]:
+        for name, time in zip(PARTS, self.parts(), strict=True):
+            yield f"{name}: {show_ms(time)}"
 
     @property
     def extra(self) -> int:
@@ -103,8 +114,8 @@ class Drift(NamedTuple):
         return f"{name} takes {self.measured / self.planned:.2f}x what the plan says"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(Displayed):
     """A run of the schedule `name` against its plan: the makespans in ns, an account per rank, and the drifts, stage by stage.
 
     The `makespan` of the drifts add up to what `passes` cost every rank. As text, it is told rank by rank.
@@ -120,6 +131,11 @@ class Difference:
     def extra(self) -> int:
         """What the run took beyond the plan, in ns."""
         return self.measured - self.planned
+
+    def _summary(self) -> str:
+        sign = "more" if self.extra >= 0 else "less"
+        told = f"measured {show_ms(self.measured)}, {show_ms(abs(self.extra))} {sign} than planned"
+        return f"{self.name}: {told}, {counted(len(self.accounts), 'rank')}"
 
     def __str__(self) -> str:
         return "\n".join(lines(self))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.graph import Graph, resolve
 from zerobubble.ir import Placement, Schedule
 from zerobubble.kinds import Stuff, kinds_making
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Span, Timeline
+from zerobubble.units import counted, show_ms
 
 Metric = Literal["makespan", "span"]
 
@@ -31,12 +34,20 @@ class Causes(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+@dataclass(frozen=True, slots=True, repr=False)
+class Idle(Displayed):
     """The idle time of a schedule: `ranks[r].total` is `metric` minus the work of rank r."""
 
     metric: Metric
     ranks: tuple[Causes, ...]
+
+    def _summary(self) -> str:
+        causes = ", ".join(f"{name} {show_ms(time)}" for name, time in self.overall._asdict().items())
+        return f"time against the {self.metric} of {counted(len(self.ranks), 'rank')}: {causes}"
+
+    def _details(self) -> Iterator[str]:
+        for rank, causes in enumerate(self.ranks):
+            yield f"rank {rank}: " + ", ".join(f"{name} {show_ms(time)}" for name, time in causes._asdict().items())
 
     @property
     def overall(self) -> Causes:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
-from zerobubble.export.units import ticks
 from zerobubble.planning.competition import Choice
 from zerobubble.planning.pareto import TITLES, Front, Point, cells
 from zerobubble.planning.problem import Objective, Status
 from zerobubble.planning.reasons import percent
+from zerobubble.units import ticks
 
 COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
 """One for each placement in the order in which they come; they tell apart for colour-blind readers on white and on black."""

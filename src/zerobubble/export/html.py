@@ -20,9 +20,9 @@ from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import WAITING, ink, num_shades, shade, stage_order
 from zerobubble.export.report import REFERENCE, MemoryRow, Report, ThroughputRow
 from zerobubble.export.svg import caption
-from zerobubble.export.units import ms, show_bytes, show_percent
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Timeline
+from zerobubble.units import ms, show_bytes, show_percent
 
 WAITS = {Waiting.PASS: "for a pass of another rank", Waiting.MESSAGE: "for a message", Waiting.HOST: "for the host"}
 """What idle time is spent waiting for, in words."""

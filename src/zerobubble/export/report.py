@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
 
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.explain import Difference, Gap
 from zerobubble.timeline import Timeline
+from zerobubble.units import counted
 
 REFERENCE = "1f1b"
 """The schedule that speed-ups are told against."""
@@ -34,8 +36,8 @@ class ThroughputRow:
     measured_bubble: float | None = None
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Displayed):
     """What one training run is told by. Every part may be empty, and then its section is left out.
 
     `facts` are (label, value) pairs; `timelines` share one axis, first the simulated one; `losses` holds a loss per step under
@@ -59,6 +61,9 @@ class Report:
         for name, losses in self.losses.items():
             if not losses:
                 raise InputError(f"the losses of {name!r} are empty; give one per step or leave the run out")
+
+    def _summary(self) -> str:
+        return f"{self.title!r}: {counted(len(self.timelines), 'timeline')}, {counted(len(self.losses), 'run')}"
 
     @property
     def predicted(self) -> Timeline | None:

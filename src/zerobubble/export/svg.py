@@ -14,9 +14,9 @@ from zerobubble.arguments import each, takes
 from zerobubble.errors import InputError
 from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
-from zerobubble.export.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span, Timeline
+from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS = 62, 18, 22, 4, 30, 16, 44
 PEAK_LABEL, MICROBATCHES_LABEL = 58, 106

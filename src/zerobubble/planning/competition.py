@@ -11,6 +11,7 @@ from time import perf_counter
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, either, instance, optional, takes
 from zerobubble.costs import Costs, Limits
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
@@ -28,6 +29,7 @@ from zerobubble.planning.placements import ANY, family, placements_to_try
 from zerobubble.planning.problem import Objective, Problem, Solved, Workload
 from zerobubble.planning.reasons import can_beat, comparison_table, notes
 from zerobubble.planning.seeds import promising
+from zerobubble.units import counted
 
 SECONDS = 5.0
 """How long to search where nobody says."""
@@ -35,17 +37,20 @@ SECONDS = 5.0
 MICROBATCHES = Wanted("a number of microbatches", NUMBER.accepts)
 
 
-@dataclass(frozen=True)
-class Choice:
+@dataclass(frozen=True, repr=False)
+class Choice(Displayed):
     """One placement in the competition: its best answer, and a sentence that says why it is the best, or what stopped it."""
 
     name: str
     solved: Solved
     note: str
 
+    def _summary(self) -> str:
+        return f"{self.name}: {self.note}"
 
-@dataclass(frozen=True)
-class Plan:
+
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
     """The placements tried, the best first, those on which nothing can run last. `str` of it is a table with the reasons.
 
     `seconds` is the time of all together, without the seconds it took to compile the search.
@@ -72,6 +77,9 @@ class Plan:
         """No schedule on any placement tried has a smaller bubble."""
         able = [choice.solved for choice in self.choices if choice.solved.time is not None] or [self.best]
         return min(solved.least_bubble for solved in able)
+
+    def _summary(self) -> str:
+        return f"of {counted(len(self.choices), 'placement')}, the best {self.best._summary()}"
 
     def __str__(self) -> str:
         return comparison_table([(choice.name, choice.solved, choice.note) for choice in self.choices])

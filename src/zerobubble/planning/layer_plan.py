@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from zerobubble.arguments import NUMBER, WHOLE, each, instance, optional, takes
 from zerobubble.costs import Limits
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, activation_limits, balance_placement, slices, stage_costs
@@ -29,8 +30,8 @@ ROUNDS = 6
 """How often layers move, at most."""
 
 
-@dataclass(frozen=True)
-class LayersPlan:
+@dataclass(frozen=True, repr=False)
+class LayersPlan(Displayed):
     """The cuts and the plan found together, and what balanced cuts give: `cuts_planned` is how many cuts of the winner had a plan made.
 
     In `plan` the winner stands on `cuts`, the other placements on balanced cuts. `left_out` says of each placement that cannot be cut why.
@@ -42,6 +43,15 @@ class LayersPlan:
     balanced: Solved
     cuts_planned: int
     left_out: tuple[str, ...] = ()
+
+    def _summary(self) -> str:
+        gain = f"{100 * self.gain:.2f} % less time than with balanced cuts"
+        return f"{self.solved._summary()}; {gain}"
+
+    def _details(self) -> Iterator[str]:
+        yield f"cuts before the layers {', '.join(map(str, self.cuts))}; balanced cuts {', '.join(map(str, self.balanced_cuts))}"
+        yield from self.left_out
+        yield from str(self.plan).split("\n")
 
     @property
     def solved(self) -> Solved:

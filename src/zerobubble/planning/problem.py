@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
@@ -13,10 +13,12 @@ from typing import Any
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, require, takes
 from zerobubble.bounds import Bound, Bounds, lower_bounds, shortage
 from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, ScheduleError, reading, whole
 from zerobubble.ir import Placement, Schedule
 from zerobubble.simulation import Lengths, lengths, memory_faults, peak_memory, simulate
 from zerobubble.timeline import Timeline
+from zerobubble.units import counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
 """Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
@@ -40,8 +42,8 @@ class Objective(StrEnum):
         return cls(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+@dataclass(frozen=True, slots=True, repr=False)
+class Problem(Displayed):
     """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, stages as in `costs`.
 
     Where the costs came from something larger, a plan keeps it: `workload` is the work of each rank that the stages share equally, and
@@ -72,6 +74,13 @@ class Problem:
             raise InputError(f"the placement has {stages} stages, the cut gives layers to {len(self.layers_per_stage)}")
         if self.workload is not None and self.workload.costs(self.placement) != self.costs:
             raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
+
+    def _summary(self) -> str:
+        where = f"{self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
+        return f"on {where}: {counted(self.num_microbatches, 'microbatch')} for the shortest {self.objective}"
+
+    def _details(self) -> Iterator[str]:
+        yield from (str(self.placement), str(self.limits), *str(self.costs).split("\n"))
 
     @property
     def num_passes(self) -> int:
@@ -127,8 +136,8 @@ class Status(StrEnum):
     INFEASIBLE = "infeasible"
 
 
-@dataclass(frozen=True)
-class Solved:
+@dataclass(frozen=True, repr=False)
+class Solved(Displayed):
     """The best schedule found, and how far from perfect it can be at most.
 
     `time` is the problem's objective in ns and `bound` a proven lower bound on it. `how` names what found the schedule in `seconds`,
@@ -153,6 +162,18 @@ class Solved:
             raise ScheduleError(faults, schedule.name)
         status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
         return cls(problem, status, bound, schedule, time, seconds, how)
+
+    def _summary(self) -> str:
+        where = f"on {self.problem.placement.name} over {counted(self.problem.placement.num_ranks, 'rank')}"
+        if self.schedule is None or self.time is None or self.bubble is None:
+            return f"{where}: {self.status}, {self.reason}"
+        figures = f"{self.problem.objective} {show_ms(self.time)}, bubble {100 * self.bubble:.2f} % (bound {100 * self.least_bubble:.2f} %)"
+        return f"{where}: {self.how}, {figures}, {self.status}"
+
+    def _details(self) -> Iterator[str]:
+        yield f"no schedule takes less than {show_ms(self.bound.time)}: {self.bound.reason}"
+        if self.schedule is not None:
+            yield from str(self.schedule).split("\n")
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -261,8 +282,8 @@ def microbatch_bytes(placement: Placement, costs: Costs) -> tuple[int, ...]:
     return tuple(max(1, count) for count in held)
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+@dataclass(frozen=True, slots=True, repr=False)
+class Workload(Displayed):
     """What each rank does whatever the placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
 
     `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first.
@@ -288,6 +309,10 @@ class Workload:
             for rank, value in enumerate(values):
                 if not isinstance(value, int) or value < 0:
                     raise InputError(f"{column.name} of rank {rank} must be a whole number >= 0 of ns or bytes, got {value}")
+
+    def _summary(self) -> str:
+        times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
+        return f"of {counted(self.num_ranks, 'rank')}: {times}, messages {show_range(self.comm, show_ms)}"
 
     @property
     def num_ranks(self) -> int:

@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import NUMBER, WHOLE, each, optional, takes
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning.competition import Plan
@@ -26,13 +27,16 @@ class NoisyObjective(NamedTuple):
     noisy: float
 
 
-@dataclass(frozen=True)
-class RobustOrder:
+@dataclass(frozen=True, repr=False)
+class RobustOrder(Displayed):
     """The order that stands noise best of those as short as the shortest; `before` is how that one stands it, `after` how this one does."""
 
     schedule: Schedule
     before: NoisyObjective
     after: NoisyObjective
+
+    def _summary(self) -> str:
+        return f"{self.schedule.name}: {100 * self.gain:.2f} % shorter than before where every pass takes its own time"
 
     @property
     def gain(self) -> float:

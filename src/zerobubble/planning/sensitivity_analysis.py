@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from zerobubble.arguments import NUMBER, WHOLE, optional, takes
 from zerobubble.costs import Costs, Limits
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.kinds import KINDS
 from zerobubble.planning.problem import Objective
 from zerobubble.planning.replay import Replay
 from zerobubble.simulation import peak_memory
+from zerobubble.units import counted, show_ms
 
 Entry = tuple[str, int]
 """One measured time: a column of `Costs` and the stage (or link)."""
@@ -46,8 +48,8 @@ class Spread(NamedTuple):
     worst: float
 
 
-@dataclass(frozen=True)
-class Sensitivity:
+@dataclass(frozen=True, repr=False)
+class Sensitivity(Displayed):
     """How the objective of a plan, `time` ns, moves when measured times are off by up to `error` (0.1 is 10 %).
 
     `effects` are exact: every F, B, W and message at once, each rank's passes, then each single measured time. `worst` is the
@@ -65,6 +67,14 @@ class Sensitivity:
     profile: Spread
     jitter: Spread
     spare: tuple[float, ...] | None
+
+    def _summary(self) -> str:
+        off = f"up to {show_ms(self.worst)} where times are off by {100 * self.error:g} %"
+        return f"of the {self.objective}: {show_ms(self.time)}, {off}; {counted(len(self.effects), 'effect')}"
+
+    def _details(self) -> Iterator[str]:
+        for effect in sorted(self.effects, key=lambda effect: effect.faster - effect.slower):
+            yield f"{effect.what}: {show_ms(effect.slower)} if slower, {show_ms(effect.faster)} if faster"
 
     @property
     def ranks_over_limit(self) -> tuple[int, ...]:

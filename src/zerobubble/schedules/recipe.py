@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Kind, Schedule
+from zerobubble.units import counted
 
 MOST_RANKS = 32
 """As far as a schedule's smallest shape is looked for."""
@@ -24,8 +26,8 @@ def anything(ranks: int, microbatches: int, stages_per_rank: int) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, repr=False)
+class Recipe(Displayed):
     """How to make one schedule: `build(ranks, microbatches, stages_per_rank, **options)`.
 
     `stages_per_rank` is the usual number, `any_stages` whether others work too. `needs(ranks, microbatches, stages_per_rank)` gives
@@ -44,6 +46,12 @@ class Recipe:
             inspect.signature(self.build).bind(1, 1, 1)
         except (TypeError, ValueError) as error:
             raise InputError(f"schedule {self.name!r} needs a function of (ranks, microbatches, stages_per_rank): {error}") from error
+
+    def _summary(self) -> str:
+        return f"{self.name}: {counted(self.stages_per_rank, 'stage')} per rank{' or another number' if self.any_stages else ''}"
+
+    def _details(self) -> Iterator[str]:
+        yield from filter(None, (self.summary, self.rule, *self.formulas, self.good_for, self.source))
 
     def refusal(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> str:
         """Why there is no such schedule of this shape, as a sentence; empty where there is one."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from math import floor, log10
 
-from zerobubble.costs import NS_PER_MS
-from zerobubble.ir import Schedule
+NS_PER_MS = 1_000_000
 
 
 def ms(time: int) -> float:
@@ -35,6 +34,15 @@ def show_bytes(count: int) -> str:
     return f"{size:.3g} TB"
 
 
+def show_range(values: Iterable[int], show: Callable[[int], str]) -> str:
+    """The least and the largest of `values`, each by `show`, once where they are the same: `9.8 ms to 10.2 ms`."""
+    known = list(values)
+    if not known:
+        return "none"
+    least, largest = show(min(known)), show(max(known))
+    return least if least == largest else f"{least} to {largest}"
+
+
 def ticks(end: int, most: int) -> tuple[int, ...]:
     """Round times in ns from 0 to at most `end`, in steps of 1, 2 or 5 times a power of ten, no more than `most` of them."""
     if end <= 0:
@@ -53,12 +61,6 @@ def _multiples(step: int) -> Iterable[int]:
 
 
 def counted(count: float, noun: str) -> str:
-    """A count with its noun, in the plural unless it is 1: `1 stage`, `2.5 microbatches`."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    """A count with its noun, in the plural unless it is 1: `1 stage`, `2 passes`, `2.5 microbatches`."""
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count:.6g} {noun}{ending}" if isinstance(count, float) else f"{count:,} {noun}{ending}"
-
-
-def describe_shape(schedule: Schedule) -> str:
-    """Ranks, stages and microbatches of a schedule: `4 ranks, 8 stages, 12 microbatches`."""
-    parts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
-    return ", ".join(counted(count, noun) for count, noun in parts)
