@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from zerobubble.rules import Stuff
-from zerobubble.runtime.transport import Capabilities, Endpoint, Group, Line, PeerGoneError, Work
+from zerobubble.runtime.transport import Capabilities, Endpoint, Group, Line, PeerGoneError, StoreTiming, Work
 from zerobubble.runtime.transport.choice import over_torch
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 
@@ -48,6 +48,26 @@ class CountingLines(GlooEndpoint):
 def of_group(kind: type[E], group: Any) -> E:
     """This rank's endpoint among the ranks of a process group."""
     return kind(over_torch(group, 60.0).group, 60.0)
+
+
+class OverGloo(Endpoint):
+    """Gloo, but for the store by which ranks tell each other of failures and how long they wait for it."""
+
+    capabilities = GlooEndpoint.capabilities
+
+    def __init__(self, group: Any, store: Callable[[Any], Any], timing: StoreTiming) -> None:
+        self._gloo = of_group(GlooEndpoint, group)
+        self.group = self._gloo.group._replace(store=store(self._gloo.group.store), timing=timing)
+        self.connect, self.open, self.gather = self._gloo.connect, self._gloo.open, self._gloo.gather  # type: ignore[method-assign]
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        return self._gloo.sender(line)
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        return self._gloo.receiver(line)
+
+    def close(self) -> None:
+        self._gloo.close()
 
 
 class Threads:

@@ -1,4 +1,4 @@
-"""Every rank that can still talk tells the same culprit, however late one of them is: the first note in the store is everyone's."""
+"""Every rank that can still talk tells the same culprit, however late one of them is: the first report in the store is everyone's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import zerobubble as zb
+from tests.procs.endpoints import OverGloo
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
-from zerobubble.runtime import session
-from zerobubble.runtime.failure import watch
+from zerobubble.runtime.transport import StoreTiming
 from zerobubble.runtime.transport.transport import Transport
 
 GRACE_S = 0.25
@@ -45,14 +45,9 @@ class Dead:
 def end_with_a_slow_rank(group: Any, act: str, slow: int, store: Any) -> tuple[str, int | None]:
     """Rank 1 fails, or leaves; rank `slow` has another `store`: the error's text and its rank."""
     rank = torch.distributed.get_rank(group)
+    endpoint = OverGloo(group, store if rank == slow else the_same, StoreTiming(answer_s=GRACE_S, stay_s=GRACE_S))
     with ExitStack() as stack:
-        stack.enter_context(replaced(watch, "GRACE_S", GRACE_S))
-        stack.enter_context(replaced(watch, "FAREWELL_S", GRACE_S))
-        if rank == slow:
-            stack.enter_context(
-                replaced(session, "FailureWatch", lambda own, *rest: watch.FailureWatch(own._replace(store=store(own.store)), *rest))
-            )
-        pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)
+        pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, transport=endpoint)
         if rank == 1 and act == "leave":
             pipe.close()
             return "", 1
@@ -61,6 +56,10 @@ def end_with_a_slow_rank(group: Any, act: str, slow: int, store: Any) -> tuple[s
         with pytest.raises(zb.PipelineError) as caught:
             pipe.step(*batch(8))
         return str(caught.value), caught.value.rank
+
+
+def the_same(store: Any) -> Any:
+    return store
 
 
 def late(store: Any) -> Slow:
@@ -74,7 +73,7 @@ def test_a_failure_is_told_alike_by_a_rank_that_hears_late(world: Ranks, slow: i
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-def test_an_inquest_has_one_verdict_however_late_a_rank_speaks(world: Ranks, slow: int) -> None:
+def test_a_diagnosis_is_the_same_for_all_however_late_a_rank_speaks(world: Ranks, slow: int) -> None:
     told = [text for text, _ in world.run(end_with_a_slow_rank, "leave", slow, late, ranks=3) if text]
     assert len(told) == 2
     assert len(set(told)) == 1, told
@@ -92,21 +91,21 @@ def test_without_the_store_a_rank_tells_what_it_knows(world: Ranks) -> None:
     assert told[2][0].endswith("does not answer: see the log of the one who started it")
 
 
-def part_from_one_that_left(group: Any) -> bool:
-    """Rank 1 closes its pipeline before the others step; whether the others parted without giving somebody up."""
-    with replaced(watch, "FAREWELL_S", 1000.0), replaced(watch, "PATIENCE_S", 4.0):
-        pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)
-        board = pipe._session._failure_watch
-        if pipe.rank == 1:
-            pipe.close()
-        else:
-            with pytest.raises(zb.PipelineError, match="rank 1 kept the others waiting: it was closing the pipeline"):
-                pipe.step(*batch(8))
-        return board._answers
+def part_from_one_that_left(group: Any) -> float:
+    """Rank 1 closes its pipeline before the others step; the seconds that it took the others to part."""
+    endpoint = OverGloo(group, the_same, StoreTiming(stay_s=1000.0, silence_s=1000.0))
+    pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, transport=endpoint)
+    if pipe.rank == 1:
+        pipe.close()
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(zb.PipelineError, match="rank 1 kept the others waiting: it was closing the pipeline"):
+        pipe.step(*batch(8))
+    return time.monotonic() - began
 
 
-def test_nobody_waits_for_a_rank_that_has_left_to_read_the_note(world: Ranks) -> None:
-    assert all(world.run(part_from_one_that_left, ranks=3))
+def test_nobody_waits_for_a_rank_that_has_left_to_read_the_report(world: Ranks) -> None:
+    assert max(world.run(part_from_one_that_left, ranks=3)) < 60.0
 
 
 def leave_slowly(group: Any) -> str:
@@ -114,7 +113,7 @@ def leave_slowly(group: Any) -> str:
 
     def close(own: Transport) -> None:
         drop(own)
-        time.sleep(3 * watch.PERIOD_S)
+        time.sleep(3 * StoreTiming().listen_s)
 
     drop = Transport.close
     pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=60.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zerobubble.runtime.failure.blame import RankStatus, diagnose
+from zerobubble.runtime.failure.blame import diagnose
+from zerobubble.runtime.failure.report import RankStatus
 from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, STARTING
 
 

@@ -11,29 +11,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ZeroBubbleError
+from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning import Solved
 from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.pace import Pace
-from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, proved, schedule_for
+from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache
 from zerobubble.runtime.hooks import clip, gradient_scaling
-from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
+from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
-from zerobubble.runtime.hooks.shared_parameters import Tied, read_tied
+from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.measure.profile import Progress
-from zerobubble.runtime.session import Session, seal
+from zerobubble.runtime.session import Session, SessionOptions, connect
 from zerobubble.runtime.split.report import SplitReports
-from zerobubble.runtime.stage.rank_stages import Build, Stages, modules_of
+from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import trials
 from zerobubble.runtime.step.batch import join_outputs
-from zerobubble.runtime.step.hook import StepHook
+from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import LossBook, LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
-from zerobubble.runtime.transport.choice import AUTO, refuse_unknown
+from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
-from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
 
@@ -114,60 +113,20 @@ class Pipeline:
         pace: Costs | None = None,
         transport: str | Endpoint = AUTO,
     ) -> None:
-        self._runner: StepRunner | None = None
-        self._auto: AutoPlanner | None = None
-        self._session = Session(group, timeout, self._release, transport)
-        messages = self._session.transport
-        self.rank = messages.rank
-        self._session.meet()
-        self._session.inside = "while building its stages"
-        terms = {"timeout": f"{timeout:g} s", "pace": seal(pace), "overlap function": "one" if overlap else "none"}
-        terms["type of main_grad"] = str(main_grad)
-        terms["transport"] = transport if isinstance(transport, str) else type(transport).__name__
-        fault = ""
-        try:
-            if isinstance(transport, str):
-                refuse_unknown(transport)
-            if schedule == "auto" or isinstance(schedule, Auto):
-                options = schedule if isinstance(schedule, Auto) else Auto()
-                self._auto = AutoPlanner(options, messages.size, num_microbatches)
-                schedule = self._auto.schedule
-            given = _what_to_play(schedule)
-            first = schedule_for(given, messages.size, num_microbatches)
-            self.modules = modules_of(build_or_modules, first, self.rank)
-            self._gradients = Gradients(main_grad)
-            stages = Stages(self.modules, split, self._gradients, cuda_graphs=cuda_graphs)
-            self.device = stages.device
-            if pace is not None and self.device.type != "cpu":
-                raise InputError(f"pace is for rehearsals on CPUs; passes on {self.device} take the time they take")
-            stages.of(first)
-            proved(first)
-            ties = read_tied(tied, first.num_stages)
-            order = seal(first.to_text())
-            terms |= {"schedule": f"{first.name} of {num_microbatches} microbatches #{order}", "kind of device": self.device.type}
-        except ZeroBubbleError as error:
-            fault = str(error)
-        except Exception as error:  # noqa: BLE001 - the user's build function may raise anything, and every rank has to hear of it
-            fault = f"{type(error).__name__}: {error}"
-        except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit stop the others, too
-            self._session.fail(error, "while building its stages")
-        self._session.agree(fault, terms)
-        with self._session.opening("while connecting the ranks"), messages.collective("connecting the ranks"):
-            messages.open(self.device, every_channel(first.placement))
-        shared = SharedGradients(first.placement, self.modules, messages, ties, self._gradients)
-        with self._session.opening("while making the copies of stages equal"):
-            shared.broadcast_initial_values()
-        losses = LossBook(messages, loss_fn, loss_weight, on_loss)
-        runner = StepRunner(self._session, stages, self._gradients, losses)
+        options = SessionOptions(
+            build_or_modules, schedule, num_microbatches, tied, split, cuda_graphs, main_grad, overlap, group, timeout, pace, transport
+        )
+        self._session = session = connect(options)
+        self.rank = session.transport.rank
+        self.modules = session.setup.stages.modules
+        self.device = session.setup.stages.device
         self.pace = Pace(pace) if pace is not None else None
-        programs = ProgramCache(given, stages, messages, self.pace, overlap, runner.step_hooks.stage_is_done)
-        programs.play(first)
-        runner.use(programs)
-        self._runner = runner
-        runner.counted_elsewhere = shared.counted_elsewhere
-        self._attach_first([shared, *([self._auto] if self._auto is not None else []), *hooks])
-        watch_optimizers(runner)
-        self._session.inside = None
+        with session.guard.during("while making its programs"):
+            self._steps = _runner(session, LossBook(session.transport, loss_fn, loss_weight, on_loss), self.pace, overlap)
+        session.guard.on_closing(self._steps.close)
+        self._auto = session.setup.planner
+        self._attach_first([session.shared, *([self._auto] if self._auto is not None else []), *hooks])
+        watch_optimizers(self._steps)
 
     def step(
         self,
@@ -232,7 +191,7 @@ class Pipeline:
         Every rank must attach hooks that communicate, in the same order. Raises `InputError` for what is no `StepHook`, for one that is
         attached already, and whatever its `on_attach` raises.
         """
-        self._session.refuse_if_closed()
+        self._session.guard.refuse_if_closed()
         self._steps.attach(hook)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -293,7 +252,7 @@ class Pipeline:
         Its marks tell of messages, if the step was `recording`, and of the optimizer's step if it ran in `recording_optimizer` or is a
         `PostValidation`'s. Of a schedule without backward passes it is the last `eval_step`.
         """
-        with self._session.ending_all("while gathering a timeline"):
+        with self._session.guard.during("while gathering a timeline"):
             return self._steps.timeline()
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,9 +289,9 @@ class Pipeline:
 
         An optimizer's step still to be validated is made final first.
         """
-        if self._session.closed is None:
+        if self._session.guard.closed is None:
             self._steps.settle()
-            self._session.part("the pipeline is closed")
+            self._session.guard.close("the pipeline is closed")
 
     def __enter__(self) -> Pipeline:
         return self
@@ -340,13 +299,8 @@ class Pipeline:
     def __exit__(self, failed: object, *_: object) -> None:
         if failed is None:
             self.close()
-        elif self._session.closed is None:
-            self._session.part("the pipeline is closed")
-
-    @property
-    def _steps(self) -> StepRunner:
-        assert self._runner is not None
-        return self._runner
+        elif self._session.guard.closed is None:
+            self._session.guard.close("the pipeline is closed")
 
     def _refuse_to_train(self) -> None:
         if self.schedule.is_forward_only:
@@ -364,16 +318,12 @@ class Pipeline:
                 fault = fault or str(error)
         self._session.agree(fault, {})
 
-    def _release(self, failed: bool) -> None:
-        """Let go of what keeps connections open: messages that were sent; after a failure, of everything in flight."""
-        if self._runner is not None:
-            self._runner.close(failed=failed)
 
-
-def _what_to_play(given: str | Schedule | Solved | MakeSchedule) -> str | Schedule | MakeSchedule:
-    """A plan's schedule, anything else as it is; raises `InputError` for a plan that found none."""
-    if not isinstance(given, Solved):
-        return given
-    if given.schedule is None:
-        raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
-    return given.schedule
+def _runner(session: Session, losses: LossBook, pace: Pace | None, overlap: Overlap | None) -> StepRunner:
+    """What runs the steps of a session, with the program of its first schedule made ready."""
+    transport, guard, setup = session.transport, session.guard, session.setup
+    hooks = StepHooks(setup.stages.modules, guard.during)
+    programs = ProgramCache(setup.given, setup.stages, transport, pace, overlap, hooks.stage_is_done)
+    programs.play(setup.schedule)
+    counted_elsewhere = session.shared.counted_elsewhere
+    return StepRunner(transport, guard, setup.stages, setup.gradients, losses, hooks, programs, counted_elsewhere)

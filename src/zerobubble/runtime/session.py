@@ -1,150 +1,199 @@
-"""The ranks of one pipeline: they agree on what they were given, and what stops one of them stops all, with one error."""
+"""What is true of a pipeline for as long as it lives: its ranks have met and agreed, are connected, and hold equal values where they share.
+
+`connect` makes a `Session` whole or not at all: whatever goes wrong on one rank ends it on all of them, with one error.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from zerobubble.errors import InputError, PipelineError
-from zerobubble.runtime.executor.executor import Executor
-from zerobubble.runtime.failure.blame import CLOSING, FailureReport, RankStatus
-from zerobubble.runtime.failure.watch import FailureWatch, error_of, let_go, why
-from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.transport.choice import transport_for
-from zerobubble.runtime.transport.contact import LostContactError
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
+from zerobubble.ir import Schedule
+from zerobubble.planning import Solved
+from zerobubble.runtime.executor.executor import Overlap
+from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channel, proved, schedule_for
+from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
+from zerobubble.runtime.hooks.shared_gradients import SharedGradients
+from zerobubble.runtime.hooks.shared_parameters import Place, Tied, read_tied
+from zerobubble.runtime.stage.rank_stages import Build, Stages, modules_of
+from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
 from zerobubble.runtime.transport.endpoint import Endpoint
+from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.values.gradients import Gradients
 
 
-class Session:
-    """This rank's place among those of `group`, met by all of them when it is made.
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a session is made from: the arguments of `Pipeline` of these names."""
 
-    `inside` is what this rank does, in words or the executor that plays, None in code of the user's own. `stages` are those at work.
-    `parting(failed)`, a bound method that is held weakly, is called once, when the ranks part.
+    build_or_modules: Build | nn.Module | Sequence[nn.Module]
+    schedule: str | Schedule | Solved | MakeSchedule | Auto
+    num_microbatches: int
+    tied: Tied
+    split: str | Mapping[int, str]
+    cuda_graphs: bool
+    main_grad: torch.dtype | None
+    overlap: Overlap | None
+    group: dist.ProcessGroup | None
+    timeout: float
+    pace: Costs | None
+    transport: str | Endpoint
 
-    Raises `PipelineError` when not all of them come.
+
+@dataclass(frozen=True)
+class Setup:
+    """What one rank has made from its options before it compares them with the others'.
+
+    `given` makes the schedules for any number of microbatches, and `schedule` is the one to begin with; `planner` is there where it will be
+    planned anew. `tied` are the groups of parameters that the user wants to be one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float, parting: Callable[[bool], None], transport: str | Endpoint) -> None:
-        self.inside: str | Executor | None = None
-        self.closed: str | None = None
-        self.stages: dict[int, Stage] = {}
-        self._parting = weakref.WeakMethod(parting)
-        try:
-            self.transport = transport_for(transport, group, timeout)
-        except RuntimeError as error:
-            raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
-        self._failure_watch = FailureWatch(self.transport.group, self._doing)
+    given: str | Schedule | MakeSchedule
+    schedule: Schedule
+    planner: AutoPlanner | None
+    stages: Stages
+    gradients: Gradients
+    tied: tuple[tuple[Place, ...], ...]
 
-    def meet(self) -> None:
-        """Wait until all ranks are here."""
-        with self.ending_all("while meeting the other ranks"), self.transport.collective("meeting the other ranks"):
-            self.transport.connect()
 
-    def agree(self, fault: str, terms: dict[str, str]) -> None:
-        """Compare `terms` with every rank; where something is wrong, raise the same `InputError` on all, with every fault."""
-        with self.ending_all("while comparing arguments"), self.transport.collective("comparing arguments"):
-            told = self.transport.gather_objects((fault, terms))
+@dataclass(frozen=True)
+class Session:
+    """This rank's part in a pipeline whose ranks are connected. `guard` stands between what it does and the failures of any rank.
+
+    `shared` are the parameters that are held in several places; they are equal in all of them.
+    """
+
+    transport: Transport
+    guard: FailureGuard
+    setup: Setup
+    shared: SharedGradients
+
+    def agree(self, fault: str, terms: Mapping[str, str]) -> None:
+        """See `agree`."""
+        agree(self.transport, self.guard, fault, terms)
+
+
+def connect(options: SessionOptions) -> Session:
+    """Meet the other ranks, build this rank's stages, agree on what is played, connect, and make equal what is shared.
+
+    Raises `InputError` on every rank, with all that is wrong on any of them or differs between them, and `PipelineError` on every rank when
+    one of them fails or does not come.
+    """
+    transport, guard = _meet(options)
+    with guard.during("while building its stages"):
+        setup, fault = _build(options, transport)
+    agree(transport, guard, fault, _terms(options, setup))
+    assert setup is not None
+    with guard.opening("while connecting the ranks"), transport.collective("connecting the ranks"):
+        transport.open(setup.stages.device, every_channel(setup.schedule.placement))
+    shared = SharedGradients(setup.schedule.placement, setup.stages.modules, transport, setup.tied, setup.gradients)
+    with guard.opening("while making the copies of stages equal"):
+        shared.broadcast_initial_values()
+    return Session(transport, guard, setup, shared)
+
+
+def _meet(options: SessionOptions) -> tuple[Transport, FailureGuard]:
+    try:
+        transport = transport_for(options.transport, options.group, options.timeout)
+    except RuntimeError as error:
+        raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
+    guard = FailureGuard(transport)
+    with guard.during("while meeting the other ranks"), transport.collective("meeting the other ranks"):
+        transport.connect()
+    return transport, guard
+
+
+def _build(options: SessionOptions, transport: Transport) -> tuple[Setup | None, str]:
+    """What this rank plays, or what is wrong with its options: then there is nothing, and the other ranks have to hear of it."""
+    try:
+        return _set_up(options, transport), ""
+    except ZeroBubbleError as error:
+        return None, str(error)
+    except Exception as error:  # noqa: BLE001 - the user's build function may raise anything
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _set_up(options: SessionOptions, transport: Transport) -> Setup:
+    if isinstance(options.transport, str):
+        refuse_unknown(options.transport)
+    given, planner = _what_to_play(options, transport.size)
+    schedule = schedule_for(given, transport.size, options.num_microbatches)
+    gradients = Gradients(options.main_grad)
+    modules = modules_of(options.build_or_modules, schedule, transport.rank)
+    stages = Stages(modules, options.split, gradients, cuda_graphs=options.cuda_graphs)
+    if options.pace is not None and stages.device.type != "cpu":
+        raise InputError(f"pace is for rehearsals on CPUs; passes on {stages.device} take the time they take")
+    # Both raise where this schedule cannot be run, which all ranks should hear of now and not when they are connected.
+    stages.of(schedule)
+    proved(schedule)
+    return Setup(given, schedule, planner, stages, gradients, read_tied(options.tied, schedule.num_stages))
+
+
+def _what_to_play(options: SessionOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
+    """What the user gave, with the schedule of a plan in the place of the plan, and the planner where it is to be planned by itself."""
+    given = options.schedule
+    if given == "auto":
+        given = Auto()
+    if isinstance(given, Auto):
+        planner = AutoPlanner(given, num_ranks, options.num_microbatches)
+        return planner.schedule, planner
+    if not isinstance(given, Solved):
+        return given, None
+    if given.schedule is None:
+        raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
+    return given.schedule, None
+
+
+def _terms(options: SessionOptions, setup: Setup | None) -> dict[str, str]:
+    """What all ranks must have alike, in words; behind # stand the digits that tell apart what reads the same."""
+    transport = options.transport
+    terms = {
+        "timeout": f"{options.timeout:g} s",
+        "pace": _fingerprint(options.pace),
+        "overlap function": "one" if options.overlap else "none",
+        "type of main_grad": str(options.main_grad),
+        "transport": transport if isinstance(transport, str) else type(transport).__name__,
+    }
+    if setup is not None:
+        schedule = setup.schedule
+        terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"
+        terms["kind of device"] = setup.stages.device.type
+    return terms
+
+
+def agree(transport: Transport, guard: FailureGuard, fault: str, terms: Mapping[str, str]) -> None:
+    """Compare `terms` with every rank; where something is wrong, close, and raise the same `InputError` on all, with every fault."""
+    with guard.opening("while comparing arguments"):
+        with transport.collective("comparing arguments"):
+            told: list[tuple[str, Mapping[str, str]]] = transport.gather_objects((fault, terms))
         faults = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
-        for what in dict.fromkeys(name for _, theirs in told for name in theirs):
-            found = {rank: theirs[what] for rank, (_, theirs) in enumerate(told) if what in theirs}
-            if len(set(found.values())) > 1:
-                shown = {rank: value.split(" #")[0] for rank, value in found.items()}
-                found = shown if len(set(shown.values())) > 1 else found
-                faults.append(f"ranks disagree on the {what}: " + ", ".join(f"rank {rank} has {value}" for rank, value in found.items()))
+        faults += _disagreements([theirs for _, theirs in told])
         if faults:
-            self.part("the pipeline was never opened")
             raise InputError("; ".join(faults))
 
-    @contextmanager
-    def ending_all(self, when: str) -> Iterator[None]:
-        """Whatever stops this rank inside stops them all, and is told as what happened `when`."""
-        self.refuse_if_closed()
-        around, self.inside = self.inside, when
-        try:
-            yield
-        except PipelineError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
-            self.fail(error, when)
-        finally:
-            self.inside = around
 
-    @contextmanager
-    def opening(self, when: str) -> Iterator[None]:
-        """As `ending_all`, while the pipeline is made: an `InputError` is raised on every rank alike, so each closes and raises its own."""
-        around, self.inside = self.inside, when
-        try:
-            yield
-        except InputError:
-            self.part("the pipeline was never opened")
-            raise
-        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
-            self.fail(error, when)
-        finally:
-            self.inside = around
-
-    @contextmanager
-    def playing(self, executor: Executor) -> Iterator[None]:
-        """As `ending_all`, for a step: the error names the action in hand."""
-        self.refuse_if_closed()
-        executor.at = -1
-        around, self.inside = self.inside, executor
-        try:
-            yield
-        except BaseException as error:
-            if self.closed is not None:  # the optimizer's step failed in validation, and all have been told
-                raise
-            self.fail(error, *executor.place)
-        finally:
-            self.inside = around
-
-    def refuse_if_closed(self) -> None:
-        """Raise `PipelineError` once the ranks have parted."""
-        if self.closed is not None:
-            raise PipelineError(f"{self.closed}; make a new Pipeline to go on")
-
-    def fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
-        """Tell all ranks of `error`, or find out who is lost, part, and raise what all of them raise."""
-        lost = isinstance(error, LostContactError)
-        if isinstance(error, LostContactError):
-            note = self._failure_watch.ask_who_failed(RankStatus(error.what, error.peer, error.reason, action))
-        else:
-            rank = self.transport.rank
-            note = self._failure_watch.report(FailureReport(rank, action, f"rank {rank} failed {when}: {why(error, self.stages)}"))
-        self.transport.waiting.forget()
-        let_go(error)
-        self.part(note.message, note)
-        if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
-            raise error
-        raise error_of(note) from (None if lost else error)
-
-    def part(self, reason: str, note: FailureReport | None = None) -> None:
-        """Close every connection; with a `note`, after a failure, wait a few seconds for the others to read it."""
-        self.closed = reason
-        parting = self._parting()
-        if parting is not None:
-            parting(note is not None)
-        self.transport.close()
-        self._failure_watch.close(note)
-
-    def _doing(self) -> RankStatus:
-        """What this rank says when another waits for it in vain."""
-        inside, waits = self.inside, self.transport.waiting.now
-        if self.closed is not None:
-            return CLOSING
-        if inside is None:
-            return RankStatus("outside the pipeline, in code of its own")
-        if waits is not None:
-            return RankStatus(waits[1], waits[0])
-        when, action = (inside, "") if isinstance(inside, str) else inside.place
-        return RankStatus(when.removeprefix("while "), op=action)
+def _disagreements(told: Sequence[Mapping[str, str]]) -> list[str]:
+    """Where the terms that the ranks have told differ; what is told by some ranks only is compared among these."""
+    faults = []
+    for what in dict.fromkeys(name for terms in told for name in terms):
+        found = {rank: terms[what] for rank, terms in enumerate(told) if what in terms}
+        if len(set(found.values())) > 1:
+            shown = {rank: value.split(" #")[0] for rank, value in found.items()}
+            if len(set(shown.values())) > 1:
+                found = shown
+            listed = ", ".join(f"rank {rank} has {value}" for rank, value in found.items())
+            faults.append(f"ranks disagree on the {what}: {listed}")
+    return faults
 
 
-def seal(value: object) -> str:
-    """A few letters that differ where `value` does."""
+def _fingerprint(value: object) -> str:
+    """A few digits that differ where `value` does."""
     return "none" if value is None else hashlib.sha256(str(value).encode()).hexdigest()[:8]

@@ -2,83 +2,73 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from zerobubble.runtime.failure.report import FailureReport, RankStatus
 from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, NOBODY, STARTING
 
-
-class RankStatus(NamedTuple):
-    """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass."""
-
-    doing: str
-    peer: int = NOBODY
-    reason: str = ""
-    op: str = ""
-
-
 CLOSING = RankStatus("closing the pipeline")
-"""What a rank says that has left the others."""
+"""The status of a rank that has left the others."""
 
 
-class FailureReport(NamedTuple):
-    """Who failed, at which pass or action, and why; `rank` is -1 where no single rank is to blame, `absent` ranks say nothing."""
+def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> FailureReport:
+    """Who keeps the ranks waiting, by the statuses of those that answered, among them the `caller` who lost contact.
 
-    rank: int
-    op: str
-    message: str
-    absent: tuple[int, ...] = ()
-
-
-def diagnose(words: dict[int, RankStatus], size: int, caller: int) -> FailureReport:
-    """Who keeps the ranks waiting, by the `words` of those that answered, among them the `caller` who lost contact.
-
-    A rank that says nothing is gone or frozen. If all answer, it is the one at the end of the chain of those who wait. Where the chain
-    bites its tail, the ranks make different calls, or the culprit came too late, after another had given it up.
+    A rank that does not answer is gone or frozen. If all answer, the culprit is the one at the end of the chain of those who wait. Where
+    the chain leads back to a rank on it, the ranks make different calls, or the culprit came too late, after another had given it up.
     """
-    absent = tuple(rank for rank in range(size) if rank not in words)
+    absent = tuple(rank for rank in range(size) if rank not in statuses)
     if absent:
-        told = next((rank for rank, word in words.items() if word.reason and word.peer in absent), caller)
-        named = f"rank {absent[0]} is" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} are"
-        lost = f"rank {told} lost contact{'' if words[told].peer < 0 else f' with rank {words[told].peer}'}"
-        remedy = "see the log there: a process that was killed often ran out of memory"
-        return FailureReport(
-            absent[0], "", f"{named} gone or frozen: {lost} while {words[told].doing} ({words[told].reason}); {remedy}", absent
-        )
-    culprit = _end_of_chain(words, caller)
+        return _report_absent(statuses, absent, caller)
+    culprit = _end_of_chain(statuses, caller)
     if culprit is None:
-        return _circle(words, caller)
-    kept = f"rank {caller} gave up {words[caller].doing} ({words[caller].reason})"
-    remedy = "; raise `timeout` if it may take that long" if words[caller].reason == IN_TIME else ""
-    return FailureReport(
-        culprit, words[culprit].op, f"rank {culprit} kept the others waiting: it was {words[culprit].doing} when {kept}{remedy}"
-    )
+        return _report_circle(statuses, caller)
+    gave_up = f"rank {caller} gave up {statuses[caller].doing} ({statuses[caller].reason})"
+    remedy = "; raise `timeout` if it may take that long" if statuses[caller].reason == IN_TIME else ""
+    message = f"rank {culprit} kept the others waiting: it was {statuses[culprit].doing} when {gave_up}{remedy}"
+    return FailureReport(culprit, statuses[culprit].op, message)
 
 
-def _circle(words: dict[int, RankStatus], caller: int) -> FailureReport:
+def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], caller: int) -> FailureReport:
+    """Ranks that do not answer are gone or frozen; who lost contact with one of them is named, else the `caller`."""
+    lost_it = [rank for rank, status in statuses.items() if status.reason and status.peer in absent]
+    witness = lost_it[0] if lost_it else caller
+    status = statuses[witness]
+    named = f"rank {absent[0]} is" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} are"
+    lost = f"rank {witness} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
+    remedy = "see the log there: a process that was killed often ran out of memory"
+    return FailureReport(absent[0], "", f"{named} gone or frozen: {lost}; {remedy}", absent)
+
+
+def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureReport:
     """All wait for each other, or one came when another had given it up, or what is between them broke."""
-    gave_up = {rank: word for rank, word in sorted(words.items()) if word.reason == IN_TIME}
-    for rank, word in gave_up.items():
-        late = words.get(word.peer)
+    gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == IN_TIME}
+    for rank, status in gave_up.items():
+        late = statuses.get(status.peer)
         if late is not None and late.doing == STARTING:
-            kept = f"rank {word.peer} kept the others waiting: it came when rank {rank} had given up {word.doing} ({IN_TIME})"
-            return FailureReport(word.peer, late.op, f"{kept}; raise `timeout` if it may take that long")
-    said = ", ".join(f"rank {rank} was {word.doing}" for rank, word in sorted(words.items()))
+            kept = f"rank {status.peer} kept the others waiting: it came when rank {rank} had given up {status.doing} ({IN_TIME})"
+            return FailureReport(status.peer, late.op, f"{kept}; raise `timeout` if it may take that long")
+    said = ", ".join(f"rank {rank} was {status.doing}" for rank, status in sorted(statuses.items()))
     if gave_up:
         remedy = "make the same calls in the same order on every rank, or raise `timeout`"
         return FailureReport(-1, "", f"the ranks wait for each other ({IN_TIME}): {said}; {remedy}")
     remedy = "raise `timeout` if one of them was late, else see whether something between them closes connections"
-    return FailureReport(-1, "", f"ranks that live lost contact ({words[caller].reason}): {said}; {remedy}")
+    return FailureReport(-1, "", f"ranks that live lost contact ({statuses[caller].reason}): {said}; {remedy}")
 
 
-def _end_of_chain(words: dict[int, RankStatus], caller: int) -> int | None:
-    """The rank that waits for none, followed from `caller`; None where those on the way wait for each other."""
-    rank, passed = caller, set[int]()
+def _end_of_chain(statuses: dict[int, RankStatus], caller: int) -> int | None:
+    """The rank that waits for none, followed from `caller`; None where those on the way wait for each other.
+
+    A rank in a collective waits for those that are elsewhere, and of these first for one that waits for none.
+    """
+    rank = caller
+    passed: set[int] = set()
     while rank not in passed:
         passed.add(rank)
-        word = words[rank]
-        if word.peer == NOBODY:
+        status = statuses[rank]
+        if status.peer == NOBODY:
             return rank
-        elsewhere = [other for other in words if words[other][:2] != word[:2]] if word.peer == EVERYBODY else [word.peer]
-        idle = [other for other in elsewhere if words[other].peer == NOBODY]
-        rank = (idle or elsewhere or [rank])[0]
+        waits_for = [status.peer]
+        if status.peer == EVERYBODY:
+            waits_for = [other for other in statuses if statuses[other][:2] != status[:2]]
+        waiting_for_none = [other for other in waits_for if statuses[other].peer == NOBODY]
+        rank = (waiting_for_none or waits_for or [rank])[0]
     return None

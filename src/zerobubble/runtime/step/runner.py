@@ -16,15 +16,16 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.executor.executor import Batch, Executor
 from zerobubble.runtime.executor.program_cache import CompiledProgram, ProgramCache
+from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
-from zerobubble.runtime.session import Session
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.step.batch import UNCUT, Cut, arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import LossBook
 from zerobubble.runtime.step.named_arguments import spread_kwargs
+from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
@@ -45,32 +46,36 @@ class StepRunner:
     is the executor of the step that `timeline` tells of, `schedule` what is played where a step names no other number of microbatches.
     """
 
-    def __init__(self, session: Session, stages: Stages, gradients: Gradients, losses: LossBook) -> None:
-        self.rank = session.transport.rank
-        self.num_ranks = session.transport.size
-        self.transport = session.transport
+    def __init__(
+        self,
+        transport: Transport,
+        guard: FailureGuard,
+        stages: Stages,
+        gradients: Gradients,
+        losses: LossBook,
+        step_hooks: StepHooks,
+        programs: ProgramCache,
+        counted_elsewhere: AbstractSet[nn.Parameter],
+    ) -> None:
+        self.rank = transport.rank
+        self.num_ranks = transport.size
+        self.transport = transport
+        self.guard = guard
         self.device = stages.device
         self.modules: Mapping[int, nn.Module] = stages.modules
         self.gradients = gradients
-        self.counted_elsewhere: AbstractSet[nn.Parameter] = frozenset()
+        self.counted_elsewhere = counted_elsewhere
         self.recording = True
         self.measures_memory = False
-        self.last: Executor
-        self.schedule: Schedule
-        self.session = session
-        self._stages = stages
-        self._losses = losses
-        self.step_hooks = StepHooks(stages.modules, session.ending_all)
-        self.programs: ProgramCache
-        self._input_gradients = InputGradients()
-        self._num_steps = 0
-        self._seed = torch.ones((), device=stages.device)
-
-    def use(self, programs: ProgramCache) -> None:
-        """Run steps of these programs."""
+        self.step_hooks = step_hooks
         self.programs = programs
         self.schedule = programs.now.schedule
         self.last = programs.now.train or programs.now.infer
+        self._stages = stages
+        self._losses = losses
+        self._input_gradients = InputGradients()
+        self._num_steps = 0
+        self._seed = torch.ones((), device=stages.device)
 
     @property
     def losses(self) -> Tensor | None:
@@ -90,11 +95,11 @@ class StepRunner:
 
     def choose(self, num_microbatches: int | None) -> CompiledProgram:
         """The program for this number of microbatches, None for that of the schedule, played from here on."""
-        self.session.refuse_if_closed()
+        self.guard.refuse_if_closed()
         count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
-        with self.session.ending_all(f"while making the schedule of {count} microbatches"):
+        with self.guard.during(f"while making the schedule of {count} microbatches"):
             compiled = self.programs.choose(count)
-        self.session.stages = compiled.stages
+        self.guard.stages = compiled.stages
         return compiled
 
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
@@ -103,7 +108,7 @@ class StepRunner:
         compiled = self.choose(num_microbatches)
         assert compiled.train is not None
         executor = self.last = compiled.train
-        with self.session.playing(executor):
+        with self.guard.during_step(executor):
             batch = self._open(executor, given, None)
             step = TrainingStep(
                 self._num_steps,
@@ -119,7 +124,7 @@ class StepRunner:
             step.loss = self._losses.close()
         assert step.loss is not None
         self._num_steps += 1
-        with self.session.ending_all("while handing back the gradients of inputs"):
+        with self.guard.during("while handing back the gradients of inputs"):
             self._input_gradients.hand_back()
         self.step_hooks.end(step, compiled.stages)
         return step.loss
@@ -136,7 +141,7 @@ class StepRunner:
         assert executor is not None
         meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
         executor.meter = meter
-        with self.session.playing(executor):
+        with self.guard.during_step(executor):
             batch = self._open(executor, given, None)
             with self._stages.training(compiled.stages, meter):
                 executor.run(batch)
@@ -150,7 +155,7 @@ class StepRunner:
         if self.schedule.is_forward_only:
             self.last = executor
         outputs: list[Any] = [None] * executor.program.num_microbatches
-        with self._stages.evaluating(), self.session.playing(executor):
+        with self._stages.evaluating(), self.guard.during_step(executor):
             executor.run(self._open(executor, given, outputs))
             loss = self._losses.close()
         return loss, outputs if self.rank in executor.ends[1] else None
@@ -185,11 +190,11 @@ class StepRunner:
 
     def activity(self, when: str) -> AbstractContextManager[None]:
         """See `AttachedPipeline`."""
-        return self.session.ending_all(when)
+        return self.guard.during(when)
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """See `AttachedPipeline`."""
-        with self.session.ending_all(f"while {doing}"), self.transport.collective(doing):
+        with self.guard.during(f"while {doing}"), self.transport.collective(doing):
             return self.transport.gather_objects(value)
 
     def timeline(self) -> Timeline:
@@ -231,7 +236,7 @@ class StepRunner:
         self.step_hooks.load_state_dict(state["hooks"])
         self._num_steps = state["num_steps"]
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, failed: bool) -> None:
         """Let go of messages, which keep connections open; after a failure, of everything in flight."""
         self.programs.close(failed=failed)
         self.step_hooks.close()

@@ -10,6 +10,6 @@ wrong with a message into one exception, and remembers whom this rank waits for.
 """
 
 from zerobubble.runtime.transport.control import Topic
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, MessageLane, PeerGoneError, Work
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, MessageLane, PeerGoneError, StoreTiming, Work
 
-__all__ = ["Capabilities", "Endpoint", "Group", "Line", "MessageLane", "PeerGoneError", "Topic", "Work"]
+__all__ = ["Capabilities", "Endpoint", "Group", "Line", "MessageLane", "PeerGoneError", "StoreTiming", "Topic", "Work"]

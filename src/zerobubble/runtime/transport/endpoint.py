@@ -53,6 +53,19 @@ class Line(NamedTuple):
     number: int = 0
 
 
+class StoreTiming(NamedTuple):
+    """How long ranks wait, in seconds, when they tell each other of a failure through a store."""
+
+    answer_s: float = 3.0
+    """For each other's answer to the question of what they do; a rank that does not answer is gone or frozen."""
+    silence_s: float = 6.0
+    """For the store; one that is silent for longer counts as gone."""
+    stay_s: float = 3.0
+    """After a failure, so that the others can read the report before the process ends."""
+    listen_s: float = 0.5
+    """Between two looks for whether another rank asks."""
+
+
 class Group(NamedTuple):
     """This `rank` among `size` ranks, and a `store` that all of them reach.
 
@@ -67,6 +80,7 @@ class Group(NamedTuple):
     store: Any
     store_host: int | None = None
     name: str = ""
+    timing: StoreTiming = StoreTiming()
 
 
 class Capabilities(NamedTuple):

@@ -1,0 +1,138 @@
+"""What stops one rank of a pipeline stops all of them, with one error: the object of a pipeline for everything about failures."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
+
+from zerobubble.errors import InputError, PipelineError
+from zerobubble.runtime.failure.blame import CLOSING
+from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
+from zerobubble.runtime.failure.watch import FailureWatch
+from zerobubble.runtime.transport.contact import LostContactError
+from zerobubble.runtime.transport.transport import Transport
+
+NEVER_OPENED = "the pipeline was never opened"
+OUTSIDE = RankStatus("outside the pipeline, in code of its own")
+
+
+class PlaysActions(Protocol):
+    """What runs a step action by action; `at` is the position of the one in hand, -1 before the first."""
+
+    at: int
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where in its row it is, in words, and the action in hand."""
+
+
+class FailureGuard:
+    """Runs what a rank does together with others, so that its failure is told to all of them, and theirs here.
+
+    `activity` is what this rank does now, in words or by what plays its step; None in code of the user's own. `closed` says, once the
+    connections are closed, why. `stages` are those of the program that is played, for reports. A `release` that was set with `on_closing`
+    is called once before the connections close.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.activity: str | PlaysActions | None = None
+        self.closed: str | None = None
+        self.stages: Mapping[int, HoldsMicrobatches] = {}
+        self._transport = transport
+        self._release: weakref.WeakMethod[Callable[[bool], None]] | None = None
+        self._watch = FailureWatch(transport.group, self._status)
+
+    def on_closing(self, release: Callable[[bool], None]) -> None:
+        """Call `release(failed)`, a bound method that is held weakly, to drop whatever keeps connections open."""
+        self._release = weakref.WeakMethod(release)
+
+    @contextmanager
+    def during(self, when: str) -> Iterator[None]:
+        """Whatever stops this rank inside stops them all, and is told as what happened `when`, such as "while clipping gradients"."""
+        self.refuse_if_closed()
+        outer, self.activity = self.activity, when
+        try:
+            yield
+        except PipelineError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
+            self.fail(error, when)
+        finally:
+            self.activity = outer
+
+    @contextmanager
+    def opening(self, when: str) -> Iterator[None]:
+        """As `during`, while the pipeline is made: an `InputError` inside is raised on every rank alike, so each closes and raises it."""
+        outer, self.activity = self.activity, when
+        try:
+            yield
+        except InputError:
+            self.close(NEVER_OPENED)
+            raise
+        except PipelineError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
+            self.fail(error, when)
+        finally:
+            self.activity = outer
+
+    @contextmanager
+    def during_step(self, player: PlaysActions) -> Iterator[None]:
+        """As `during`, for a step: the error names the action in hand."""
+        self.refuse_if_closed()
+        player.at = -1
+        outer, self.activity = self.activity, player
+        try:
+            yield
+        except BaseException as error:
+            if self.closed is not None:  # something inside has failed in a `during` of its own, and all have been told
+                raise
+            self.fail(error, *player.place)
+        finally:
+            self.activity = outer
+
+    def refuse_if_closed(self) -> None:
+        """Raise `PipelineError` once the connections are closed."""
+        if self.closed is not None:
+            raise PipelineError(f"{self.closed}; make a new Pipeline to go on")
+
+    def fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
+        """Tell all ranks of `error`, or find out who is lost; close, and raise what all of them raise."""
+        lost = isinstance(error, LostContactError)
+        if isinstance(error, LostContactError):
+            report = self._watch.find_culprit(RankStatus(error.what, error.peer, error.reason, action))
+        else:
+            rank = self._transport.rank
+            message = f"rank {rank} failed {when}: {describe_error(error, self.stages)}"
+            report = self._watch.publish(FailureReport(rank, action, message))
+        self._transport.waiting.forget()
+        forget_locals(error)
+        self.close(report.message, report)
+        if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
+            raise error
+        raise error_of(report) from (None if lost else error)
+
+    def close(self, reason: str, report: FailureReport | None = None) -> None:
+        """Close every connection; with the `report` of a failure, wait a few seconds for the others to read it."""
+        self.closed = reason
+        release = self._release() if self._release is not None else None
+        if release is not None:
+            release(report is not None)
+        self._transport.close()
+        self._watch.close(report)
+
+    def _status(self) -> RankStatus:
+        """What this rank answers when another waits for it in vain."""
+        # Read once: this runs in the listener's thread while the rank goes on.
+        activity, waits_for = self.activity, self._transport.waiting.now
+        if self.closed is not None:
+            return CLOSING
+        if activity is None:
+            return OUTSIDE
+        if waits_for is not None:
+            peer, doing = waits_for
+            return RankStatus(doing, peer)
+        when, action = (activity, "") if isinstance(activity, str) else activity.place
+        return RankStatus(when.removeprefix("while "), op=action)

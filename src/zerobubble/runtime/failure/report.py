@@ -1,0 +1,59 @@
+"""One failure in words: what is told to every rank, and the exception that each of them raises."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from zerobubble.errors import PipelineError
+from zerobubble.runtime.transport.contact import NOBODY
+
+
+class RankStatus(NamedTuple):
+    """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass."""
+
+    doing: str
+    peer: int = NOBODY
+    reason: str = ""
+    op: str = ""
+
+
+class FailureReport(NamedTuple):
+    """Who failed, at which pass or action, and why. `rank` is -1 where no single rank is to blame; `absent` ranks do not answer."""
+
+    rank: int
+    op: str
+    message: str
+    absent: tuple[int, ...] = ()
+
+
+class HoldsMicrobatches(Protocol):
+    """A stage, as far as a report knows it."""
+
+    def in_flight(self) -> tuple[int, int]:
+        """The microbatches that wait for a backward pass, and the bytes held for them."""
+
+
+def error_of(report: FailureReport) -> PipelineError:
+    """The exception that tells of a failure."""
+    return PipelineError(report.message, rank=report.rank if report.rank >= 0 else None, op=report.op or None)
+
+
+def describe_error(error: BaseException, stages: Mapping[int, HoldsMicrobatches]) -> str:
+    """An error in words, with the notes added to it; where memory ran out, with what the stages hold and what would help."""
+    told = "; ".join((f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", ())))
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in told:
+        return told
+    in_flight = {index: stage.in_flight() for index, stage in stages.items()}
+    held = [f"stage {index} held {size} bytes for {count} microbatches in flight" for index, (count, size) in in_flight.items()]
+    return f"{told}; {', '.join(held)}; choose a schedule that holds less, plan one within a memory limit, or cut smaller microbatches"
+
+
+def forget_locals(error: BaseException | None) -> None:
+    """Forget the local variables on the way of an error and of those that led to it, which would keep activations and connections alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
