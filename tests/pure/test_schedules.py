@@ -202,7 +202,7 @@ def test_what_a_function_gives_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
         return Schedule("other", Placement.linear(1), 1, ((),))
 
     monkeypatch.setitem(SCHEDULES, "other", Recipe("other", other))
-    with pytest.raises(InputError, match="the function of other must give a Schedule of 2 ranks and 3 microbatches, gave Schedule"):
+    with pytest.raises(InputError, match="the function of other must give a Schedule of 2 ranks and 3 microbatches, gave <Schedule"):
         make("other", 2, 3)
     with pytest.raises(InputError, match="schedule 'two' needs a function of \\(ranks, microbatches, stages_per_rank\\): too many"):
         Recipe("two", lambda ranks, microbatches: make("gpipe", ranks, microbatches))
