@@ -8,7 +8,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given, settings
 
+from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
@@ -100,6 +102,32 @@ def test_the_compiled_simulator_gives_the_plain_ones_times(name: str) -> None:
         if max(peaks) > 1:
             short = Limits(tuple(max(1, limit - (limit == max(peaks))) for limit in room.memory))
             assert simulate_compiled(replace(problem, limits=short), schedule)[2] is False
+
+
+def renumbered(schedule: Schedule) -> Schedule:
+    """The schedule with the microbatches of every kind and stage numbered as they come, as the planner has them."""
+    seen: dict[tuple[Kind, int], int] = {}
+
+    def numbered(op: Op) -> Op:
+        seen[op[:2]] = seen.get(op[:2], -1) + 1
+        return op._replace(microbatch=seen[op[:2]])
+
+    return replace(schedule, rows=tuple(tuple(map(numbered, row)) for row in schedule.rows))
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_the_compiled_simulator_gives_the_plain_ones_times_in_any_order(drawn: tuple[Schedule, Costs]) -> None:
+    schedule, costs = drawn
+    assume(len(schedule.placement.routes) == 1 and not schedule.is_forward_only)
+    pieces = renumbered(with_pieces(schedule))
+    problem = Problem(schedule.placement, schedule.num_microbatches, costs, Limits((10**6,) * schedule.num_ranks))
+    if schedule_faults(pieces):
+        with pytest.raises(InputError, match="cannot run"):
+            simulate_compiled(problem, pieces)
+    else:
+        timeline = simulate(pieces, costs)
+        assert simulate_compiled(problem, pieces) == (timeline.span, timeline.makespan, True)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: f"{placement.name}-{placement.num_ranks}-{placement.num_stages}")
