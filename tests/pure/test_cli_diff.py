@@ -68,7 +68,7 @@ def test_plan_and_run_on_one_axis(folder: Path) -> None:
     planned, run = simulate(SCHEDULE, COSTS), simulate(SCHEDULE, SLOW)
     for drawn, timeline in zip(data["timelines"], (planned, run), strict=True):
         found = gaps(SCHEDULE, COSTS, timeline)
-        assert drawn["gaps"] == [[[gap.start, gap.end, gap.waiting] for gap in row] for row in found]
+        assert drawn["gaps"] == [[[gap.start, gap.end, gap.waits_for] for gap in row] for row in found]
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     idle = [event for event in events if event.get("cat") == "idle"]
     assert len(idle) == sum(len(row) for timeline in (planned, run) for row in gaps(SCHEDULE, COSTS, timeline))

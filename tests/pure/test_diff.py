@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.pure.problems import problems
 from zerobubble import Costs, InputError, Kind, Op, Schedule, Timeline, diff, make, simulate
 from zerobubble.costs import NS_PER_MS
-from zerobubble.explain import Waiting, attribute, gaps
+from zerobubble.explain import WaitsFor, attribute, gaps
 from zerobubble.explain.replay import measured, planned
 from zerobubble.timeline import Doing, Mark, Span
 
@@ -154,7 +154,11 @@ def test_marks_tell_the_message_from_the_host() -> None:
     host = [account.host for account in diff(SCHEDULE, SENDING, marked).accounts]
     assert host == [2 * NS_PER_MS] * 2
     assert [account.host for account in diff(SCHEDULE, SENDING, run).accounts] == [0, 0]
-    assert [gap.waiting for gap in gaps(SCHEDULE, SENDING, marked)[0] if gap.op == late] == [Waiting.PASS, Waiting.MESSAGE, Waiting.HOST]
+    assert [gap.waits_for for gap in gaps(SCHEDULE, SENDING, marked)[0] if gap.op == late] == [
+        WaitsFor.PASS,
+        WaitsFor.MESSAGE,
+        WaitsFor.HOST,
+    ]
 
 
 def test_another_schedule_is_refused() -> None:

@@ -15,7 +15,6 @@ from zerobubble.cli.inputs import Costed, find_schedule, with_costs
 from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, shape_options
 from zerobubble.errors import InputError
 from zerobubble.explain import PARTS, Difference, diff, gaps
-from zerobubble.explain.words import lines
 from zerobubble.export.html import report_html
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.report import Report
@@ -81,7 +80,7 @@ def _planned(plan: str, shape: Shape, given: CostOptions) -> Costed:
 
 
 def _print(difference: Difference, console: Console) -> None:
-    for line in lines(difference):
+    for line in difference.sentences():
         console.print(escape(line), highlight=False)
     console.width = max(console.width, TABLE_WIDTH)
     console.print()

@@ -1,7 +1,8 @@
 """Where the time goes: in a schedule as simulated, and in a run held against it."""
 
-from zerobubble.explain.difference import PARTS, Account, Difference, Drift, Part, diff
-from zerobubble.explain.gaps import Gap, Waiting, gaps
+from zerobubble.explain.account import PARTS, Account, Difference, Drift, Part
+from zerobubble.explain.difference import diff
+from zerobubble.explain.gaps import Gap, WaitsFor, gaps
 from zerobubble.explain.idle import Causes, Idle, Metric, attribute, critical_path
 
 __all__ = [
@@ -14,7 +15,7 @@ __all__ = [
     "Idle",
     "Metric",
     "Part",
-    "Waiting",
+    "WaitsFor",
     "attribute",
     "critical_path",
     "diff",

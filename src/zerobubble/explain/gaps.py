@@ -12,8 +12,8 @@ from zerobubble.ir import Op, Schedule
 from zerobubble.timeline import Timeline
 
 
-class Waiting(StrEnum):
-    """What keeps a rank idle: a pass on another rank that is not done, a message on its way, the host."""
+class WaitsFor(StrEnum):
+    """What an idle rank waits for: a pass on another rank that is not done, a message on its way, the host."""
 
     PASS = "pass"
     MESSAGE = "message"
@@ -25,7 +25,7 @@ class Gap(NamedTuple):
 
     start: int
     end: int
-    waiting: Waiting
+    waits_for: WaitsFor
     op: Op
 
 
@@ -47,7 +47,7 @@ def _before(timed: TimedOrder, played: Played, step: tuple[int, ...], origin: in
     start, stop = free(timed, played.end, step), played.begin[step[0]]
     made = max((played.end[maker] for _, maker in timed.messages(step)), default=start)
     there = max((played.end[maker] + timed.delays[maker] for _, maker in timed.messages(step)), default=start)
-    edges = ((made, Waiting.PASS), (there, Waiting.MESSAGE), (stop, Waiting.HOST))
+    edges = ((made, WaitsFor.PASS), (there, WaitsFor.MESSAGE), (stop, WaitsFor.HOST))
     found = []
     for edge, waiting in edges:
         end = min(max(start, edge), stop)

@@ -14,17 +14,16 @@ from math import isfinite
 from typing import Any
 
 from zerobubble.arguments import takes
-from zerobubble.explain import PARTS, Account, Gap, Waiting
-from zerobubble.explain.words import lines
+from zerobubble.explain import PARTS, Account, Gap, WaitsFor
 from zerobubble.export.lanes import lanes
-from zerobubble.export.palette import WAITING, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import WAIT_COLOURS, ink, num_shades, shade, stage_order
 from zerobubble.export.report import REFERENCE, MemoryRow, Report, ThroughputRow
 from zerobubble.export.svg import caption
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Timeline
 from zerobubble.units import ms, show_bytes, show_percent
 
-WAITS = {Waiting.PASS: "for a pass of another rank", Waiting.MESSAGE: "for a message", Waiting.HOST: "for the host"}
+WAITS = {WaitsFor.PASS: "for a pass of another rank", WaitsFor.MESSAGE: "for a message", WaitsFor.HOST: "for the host"}
 """What idle time is spent waiting for, in words."""
 SCRIPTS = ("report_timeline.js", "report_losses.js", "report.js")
 
@@ -118,7 +117,7 @@ def _timelines(report: Report) -> str:
 def _difference(report: Report) -> str:
     if report.difference is None:
         return ""
-    whole, *ranks = map(escape, lines(report.difference))
+    whole, *ranks = map(escape, report.difference.sentences())
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("rank", *PARTS, "run ms"))
     rows = "".join(_account_row(account) for account in report.difference.accounts)
     table = f'<div class="scroll"><table class="speeds accounts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
@@ -144,7 +143,7 @@ def _legend(report: Report) -> str:
         items.append(f"<li>{swatches}<b>{kind}</b> {traits_of(kind).phrase}</li>")
     items.append('<li><i class="idle"></i>idle</li>')
     if report.gaps:
-        items += [f'<li><i style="background:{WAITING[waiting]}"></i>{text}</li>' for waiting, text in WAITS.items()]
+        items += [f'<li><i style="background:{WAIT_COLOURS[waiting]}"></i>{text}</li>' for waiting, text in WAITS.items()]
     note = "<li>lighter: the rank's later stages</li>" if shades > 1 else ""
     return f'<ul class="legend">{"".join(items)}{note}</ul>'
 
@@ -239,7 +238,7 @@ def _data(report: Report) -> str:
         "colours": colours,
         "inks": {kind: [ink(colour) for colour in row] for kind, row in colours.items()},
         "timelines": [_timeline_data(timeline, idle) for timeline, idle in zip(report.timelines, report.gaps or repeat(()), strict=False)],
-        "waiting": WAITING,
+        "waiting": WAIT_COLOURS,
         "losses": [_run_data(name, report.losses[name], colour) for name, colour in _run_colours(report)],
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -263,6 +262,6 @@ def _timeline_data(timeline: Timeline, gaps: Sequence[Sequence[Gap]]) -> dict[st
             times = (start - timeline.start, end - timeline.start)
             cells.append([op.kind, op.stage, op.microbatch, *times, places[op.stage], reason, cause, *lane])
         rows.append(cells)
-    idle = [[[gap.start - timeline.start, gap.end - timeline.start, gap.waiting] for gap in row] for row in gaps]
+    idle = [[[gap.start - timeline.start, gap.end - timeline.start, gap.waits_for] for gap in row] for row in gaps]
     told = {"name": timeline.name, "source": timeline.source, "caption": caption(timeline), "makespan": timeline.makespan}
     return {**told, "rows": rows, "gaps": idle}

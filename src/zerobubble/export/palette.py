@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from zerobubble.explain import Waiting
+from zerobubble.explain import WaitsFor
 from zerobubble.kinds import Kind, traits_of
 from zerobubble.timeline import Timeline
 
-WAITING: dict[Waiting, str] = {Waiting.PASS: "#bcc6d1", Waiting.MESSAGE: "#8f74dd", Waiting.HOST: "#e2574c"}
+WAIT_COLOURS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
 """The colour of idle time by what a rank waits for."""
 
 _LIGHTEST = 0.5

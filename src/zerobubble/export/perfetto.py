@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from zerobubble.arguments import each, takes
-from zerobubble.explain import Gap, Waiting
+from zerobubble.explain import Gap, WaitsFor
 from zerobubble.export.lanes import lanes
 from zerobubble.export.messages import Message, messages
 from zerobubble.ir import Op
@@ -93,9 +93,9 @@ def _slice(timeline: Timeline, process: int, thread: int, span: Span) -> Event:
 
 def _wait(timeline: Timeline, process: int, thread: int, gap: Gap) -> Event:
     """Idle time, in the grey, yellow and red that viewers know."""
-    colour = {Waiting.PASS: "grey", Waiting.MESSAGE: "yellow", Waiting.HOST: "terrible"}[gap.waiting]
+    colour = {WaitsFor.PASS: "grey", WaitsFor.MESSAGE: "yellow", WaitsFor.HOST: "terrible"}[gap.waits_for]
     times = {"ts": _us(timeline, gap.start), "dur": (gap.end - gap.start) / NS_PER_US}
-    name = f"idle: waits for {'the host' if gap.waiting is Waiting.HOST else f'a {gap.waiting}'}"
+    name = f"idle: waits for {'the host' if gap.waits_for is WaitsFor.HOST else f'a {gap.waits_for}'}"
     common = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "idle", "cname": colour}
     return common | times | {"args": {"before": str(gap.op)}}
 

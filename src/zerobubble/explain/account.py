@@ -1,0 +1,213 @@
+"""The account of a run against its plan, rank by rank: what the plan did not know, in ns and in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zerobubble.costs import NS_PER_MS
+from zerobubble.display import Displayed
+from zerobubble.explain.idle import Causes
+from zerobubble.kinds import Kind
+from zerobubble.units import counted, show_ms
+
+Passes = tuple[tuple[Kind, int], ...]
+"""What a step consists of, as (kind, stage): one pass, or two overlapped."""
+
+
+PARTS = (
+    "work",
+    "dependency",
+    "comm",
+    "imbalance",
+    "memory",
+    "own passes",
+    "others' passes",
+    "noise, busy",
+    "noise, idle",
+    "messages",
+    "host",
+)
+"""What an account adds up, as titles: the plan's work and its idle time by cause, then what the plan did not know."""
+
+
+class Part(NamedTuple):
+    """Time in ns that a rank spends more than planned: `busy` in its own passes, `idle` because others keep it waiting."""
+
+    busy: int
+    idle: int
+
+    @property
+    def total(self) -> int:
+        return self.busy + self.idle
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Account(Displayed):
+    """Where one rank's time went, in ns: `total`, the sum of all, is the makespan of the run.
+
+    `work` are its passes as planned, `plan` the idle time of the plan by its causes. The rest the plan did not know, and may be
+    negative: `passes` that take longer by the median, `noise` of single ones around it, `comm` for messages later than planned,
+    `host` for the time in which a rank had all it needed and yet did not start.
+    """
+
+    rank: int
+    work: int
+    plan: Causes
+    passes: Part
+    noise: Part
+    comm: int
+    host: int
+
+    def _summary(self) -> str:
+        planned = f"works {show_ms(self.work)} and idles {show_ms(self.plan.total)} as planned"
+        return f"of rank {self.rank}: {planned}, {show_ms(self.extra)} beyond the plan"
+
+    def _details(self) -> Iterator[str]:
+        for name, time in zip(PARTS, self.parts(), strict=True):
+            yield f"{name}: {show_ms(time)}"
+
+    @property
+    def extra(self) -> int:
+        """What the run took beyond the plan."""
+        return self.passes.total + self.noise.total + self.comm + self.host
+
+    @property
+    def idle(self) -> int:
+        """The rank's idle time in the run."""
+        return self.plan.total + self.passes.idle + self.noise.idle + self.comm + self.host
+
+    @property
+    def total(self) -> int:
+        return self.work + self.plan.total + self.extra
+
+    def parts(self) -> tuple[int, ...]:
+        """The summands of `total`, in the order of `PARTS`."""
+        return (self.work, *self.plan, *self.passes, *self.noise, self.comm, self.host)
+
+
+class Drift(NamedTuple):
+    """The `steps` steps of `passes` on `ranks` take a median of `measured` ns where the plan says `planned`.
+
+    Exchanging the plan's time for it makes the makespan `makespan` ns longer.
+    """
+
+    passes: Passes
+    ranks: tuple[int, ...]
+    steps: int
+    planned: int
+    measured: int
+    makespan: int
+
+    def __str__(self) -> str:
+        name = " with ".join(f"{kind} of stage {stage}" for kind, stage in self.passes)
+        if not self.planned:
+            return f"{name} was planned to take no time"
+        return f"{name} takes {self.measured / self.planned:.2f}x what the plan says"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(Displayed):
+    """A run of the schedule `name` against its plan: the makespans in ns, an account per rank, and the drifts, stage by stage.
+
+    The `makespan` of the drifts add up to what `passes` cost every rank. As text, it is told rank by rank.
+    """
+
+    name: str
+    planned: int
+    measured: int
+    accounts: tuple[Account, ...]
+    drifts: tuple[Drift, ...]
+
+    @property
+    def extra(self) -> int:
+        """What the run took beyond the plan, in ns."""
+        return self.measured - self.planned
+
+    def _summary(self) -> str:
+        sign = "more" if self.extra >= 0 else "less"
+        told = f"measured {show_ms(self.measured)}, {show_ms(abs(self.extra))} {sign} than planned"
+        return f"{self.name}: {told}, {counted(len(self.accounts), 'rank')}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def sentences(self) -> list[str]:
+        """One sentence on the whole, then one for each rank, with the largest causes first."""
+        more = "longer" if self.extra >= 0 else "shorter"
+        took = f"{_ms(self.measured)} where the plan says {_ms(self.planned)}"
+        whole = f"{self.name} took {took}, {_ms(abs(self.extra))} {more}."
+        return [whole, *(_sentence(account, self.drifts) for account in self.accounts)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, in ns."""
+        return {
+            "format": "zerobubble difference 1",
+            "name": self.name,
+            "planned": self.planned,
+            "measured": self.measured,
+            "ranks": [_account_to_dict(account) for account in self.accounts],
+            "drifts": [_drift_to_dict(drift) for drift in self.drifts],
+        }
+
+
+def _account_to_dict(account: Account) -> dict[str, Any]:
+    return {
+        "rank": account.rank,
+        "work": account.work,
+        "plan": account.plan._asdict(),
+        "passes": account.passes._asdict(),
+        "noise": account.noise._asdict(),
+        "comm": account.comm,
+        "host": account.host,
+        "total": account.total,
+    }
+
+
+def _drift_to_dict(drift: Drift) -> dict[str, Any]:
+    passes = [[str(kind), stage] for kind, stage in drift.passes]
+    return drift._asdict() | {"passes": passes, "ranks": list(drift.ranks)}
+
+
+_MOST_DRIFTS = 2
+"""Kinds of passes that a sentence names."""
+_SHORTEST = 5_000
+"""Shorter times, in ns, would read as 0.00 ms and are left out of the sentences."""
+
+
+def _sentence(account: Account, drifts: Sequence[Drift]) -> str:
+    own = [drift for drift in drifts if account.rank in drift.ranks]
+    others = [drift for drift in drifts if account.rank not in drift.ranks]
+    causes = [
+        (account.passes.busy, f"in its own passes{_named(own)}"),
+        (account.passes.idle, f"waiting for passes of other ranks{_named(others)}"),
+        (account.noise.busy, "by noise in its own passes"),
+        (account.noise.idle, "waiting by noise in passes of other ranks"),
+        (account.comm, "waiting for messages"),
+        (account.host, "host overhead"),
+    ]
+    told = [(time, f"{_ms(abs(time))} {'' if time > 0 else 'less '}{what}") for time, what in causes if abs(time) >= _SHORTEST]
+    told.sort(key=lambda part: -abs(part[0]))
+    has_lost = account.extra >= 0
+    parts = ", ".join(text for time, text in told if (time > 0) is has_lost)
+    against = ", ".join(text for time, text in told if (time > 0) is not has_lost)
+    why = ", but ".join(filter(None, (parts, against)))
+    idle = f"idle for {_ms(account.idle)} of {_ms(account.total)}, {_ms(account.plan.total)} by the plan ({_plan(account)})"
+    return f"rank {account.rank} {'lost' if has_lost else 'won'} {_ms(abs(account.extra))}{': ' * bool(why)}{why}; {idle}."
+
+
+def _plan(account: Account) -> str:
+    parts = [f"{name} {_ms(time)}" for name, time in account.plan._asdict().items() if abs(time) >= _SHORTEST]
+    return ", ".join(parts) or "none"
+
+
+def _named(drifts: list[Drift]) -> str:
+    """The drifts that cost most, if any is off."""
+    most = sorted(drifts, key=lambda drift: -abs(drift.steps * (drift.measured - drift.planned)))[:_MOST_DRIFTS]
+    told = [str(drift) for drift in most if drift.measured != drift.planned]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _ms(time: int) -> str:
+    return f"{time / NS_PER_MS:,.2f} ms"
