@@ -15,7 +15,7 @@ import zerobubble as zb
 from tests.procs.models import Block, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.rules import Stuff
-from zerobubble.runtime.hooks.shared_parameters import Place, outline, read_tied, shared_groups
+from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, shared_groups
 
 SCHEDULES = [("1f1b", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("chimera", 4), ("dualpipe", 8), ("dualpipe-v", 8)]
 
@@ -344,12 +344,12 @@ def test_groups_that_meet_are_one() -> None:
     modules = [{0: nn.Linear(2, 2), 3: nn.Linear(2, 2)}, {1: nn.Linear(2, 2), 2: nn.Linear(2, 2)}]
     modules[1][2].weight = modules[1][1].weight
     groups = read_tied([[(0, "weight"), (1, "weight")], [(2, "weight"), (3, "weight")]], 4)
-    (shared_group,) = shared_groups(groups, [outline(held) for held in modules], {})
+    (shared_group,) = shared_groups(groups, [parameter_infos(held) for held in modules], {})
     assert shared_group.ranks == (0, 1)
     assert shared_group.stages == {0: {0, 3}, 1: {1, 2}}
-    (row,) = shared_group.rows
-    assert row.members == {0: (Place(3, "weight"), Place(0, "weight")), 1: (Place(1, "weight"),)}
-    assert (row.source.rank, row.source.place, row.counted) == (0, Place(0, "weight"), Place(0, "weight"))
+    (shared,) = shared_group.parameters
+    assert shared.names == {0: (ParameterName(3, "weight"), ParameterName(0, "weight")), 1: (ParameterName(1, "weight"),)}
+    assert (shared.source.rank, shared.source.name, shared.counted_name) == (0, ParameterName(0, "weight"), ParameterName(0, "weight"))
 
 
 def run_page(group: Any) -> list[Any]:

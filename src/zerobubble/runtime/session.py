@@ -22,7 +22,7 @@ from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channe
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
-from zerobubble.runtime.hooks.shared_parameters import Place, Tied, read_tied
+from zerobubble.runtime.hooks.shared_parameters import ParameterName, Tied, read_tied
 from zerobubble.runtime.stage.rank_stages import Build, Stages, modules_of
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
 from zerobubble.runtime.transport.endpoint import Endpoint
@@ -61,7 +61,7 @@ class Setup:
     planner: AutoPlanner | None
     stages: Stages
     gradients: Gradients
-    tied: tuple[tuple[Place, ...], ...]
+    tied: tuple[tuple[ParameterName, ...], ...]
 
 
 @dataclass(frozen=True)

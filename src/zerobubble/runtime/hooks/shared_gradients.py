@@ -1,4 +1,4 @@
-"""Parameters that live in several places of the model: equal at the start, their gradients summed at the end of every step.
+"""Parameters that several stages or ranks hold: equal at the start, their gradients summed at the end of every step.
 
 They are those of stages with a copy on each route of a bidirectional schedule, and those that the user tied. Each rank sends its
 gradients when its last pass that adds to them is over, to the ranks that hold the same parameter and to no others.
@@ -19,7 +19,14 @@ from zerobubble.ir import Placement
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.hooks.copied_buffers import CopiedBuffers
-from zerobubble.runtime.hooks.shared_parameters import Outline, Place, SharedGroup, outline, shared_groups
+from zerobubble.runtime.hooks.shared_parameters import (
+    ParameterInfos,
+    ParameterName,
+    SharedGroup,
+    SharedParameter,
+    parameter_infos,
+    shared_groups,
+)
 from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.transport import Transport
@@ -58,81 +65,97 @@ class SharedGradients(StepHook):
         placement: Placement,
         modules: dict[int, nn.Module],
         transport: Transport,
-        tied: tuple[tuple[Place, ...], ...],
+        tied: tuple[tuple[ParameterName, ...], ...],
         gradients: Gradients = IN_GRAD,
     ) -> None:
-        homes = {stage: tuple(dict.fromkeys(route[stage] for route in placement.routes)) for stage in range(placement.num_stages)}
-        self._copied = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
+        ranks_of = {stage: tuple(dict.fromkeys(route[stage] for route in placement.routes)) for stage in range(placement.num_stages)}
+        self._copied = {stage: ranks for stage, ranks in ranks_of.items() if len(ranks) > 1}
         self._modules = modules
-        self._buffers = CopiedBuffers({stage: module for stage, module in modules.items() if stage in self._copied})
+        self._copied_modules = {stage: module for stage, module in modules.items() if stage in self._copied}
+        self._buffers = CopiedBuffers(self._copied_modules)
         self._transport = transport
         self._gradients = gradients
         self._tied = tied
-        self._known: dict[Place, nn.Parameter] = {}
-        self._sums: list[_Sum] = []
-        self._unsent: list[_Sum] = []
-        self._open: set[int] = set()
-        self._aside: dict[nn.Parameter, Tensor | None] = {}
+        # The shared parameters of this rank, each under all its names.
+        self._parameters: dict[ParameterName, nn.Parameter] = {}
+        self._sums: list[_GroupSum] = []
+        # During a step: the sums that are still to be sent, and the stages that may still add to them.
+        self._unsent: list[_GroupSum] = []
+        self._unfinished: set[int] = set()
+        # What earlier steps left in the gradients, kept out of this step's sums.
+        self._earlier: dict[nn.Parameter, Tensor | None] = {}
         self._stages: set[int] = set()
         self.counted_elsewhere: set[nn.Parameter] = set()
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything on this rank is held in several places."""
-        return bool(self.completes_at_end) or any(stage in self._copied for stage in self._modules)
+        """Whether anything on this rank is shared."""
+        return bool(self.completes_at_end or self._copied_modules)
 
     def broadcast_initial_values(self) -> None:
         """Give every copy the values of the first: of a tied parameter, that named first; of a copied stage, that of the first route.
 
         Raises `InputError` with all faults, the same on every rank.
         """
-        needed = bool(self._tied or self._copied)
+        infos = self._agree_on_parameters()
+        groups = shared_groups(self._tied, infos, self._copied)
+        self._keep_own(groups, infos[self._transport.rank])
+        pairs = {pair for group in groups for pair in permutations(group.ranks, 2)}
+        self._transport.open_channels({Channel(source, destination, Stuff.WORK) for source, destination in pairs})
+        for group in groups:
+            for shared in group.parameters:
+                self._broadcast_parameter(shared, group.ranks)
+        for stage, ranks in self._copied.items():
+            if stage in self._modules:
+                for buffer in self._modules[stage].buffers():
+                    self._broadcast(buffer if self._transport.rank == ranks[0] else None, [buffer], ranks[0], ranks)
+
+    def _agree_on_parameters(self) -> list[ParameterInfos]:
+        """What each rank tells of its parameters; raises `InputError` where ranks name others as tied, or copies of a stage differ."""
+        mine = parameter_infos(self._modules) if self._tied or self._copied else {}
         with self._transport.collective("comparing what is tied and the copies of stages"):
-            told = self._transport.gather_objects((self._tied, outline(self._modules) if needed else {}, self._buffer_shapes()))
+            told = self._transport.gather_objects((self._tied, mine, self._buffer_shapes()))
         if any(tied != self._tied for tied, _, _ in told):
             raise InputError("ranks disagree on tied: " + "; ".join(f"rank {r} has {_text(tied)}" for r, (tied, _, _) in enumerate(told)))
-        outlines = [outlined for _, outlined, _ in told]
-        self._compare_copies(outlines, [buffers for _, _, buffers in told])
-        groups = shared_groups(self._tied, outlines, self._copied)
-        self._know(groups, outlines[self._transport.rank])
-        pairs = {pair for shared_group in groups for pair in permutations(shared_group.ranks, 2)}
-        self._transport.open_channels({Channel(source, destination, Stuff.WORK) for source, destination in pairs})
-        for shared_group in groups:
-            for row in shared_group.rows:
-                held = [self._known[place].detach() for place in row.members.get(self._transport.rank, ())]
-                first = self._known[row.source.place].detach() if row.source.rank == self._transport.rank else None
-                self._spread(first, held, row.source.rank, shared_group.ranks)
-        for stage, ranks in self._copied.items():
-            for buffer in self._modules[stage].buffers() if stage in self._modules else ():
-                self._spread(buffer if self._transport.rank == ranks[0] else None, [buffer], ranks[0], ranks)
-
-    def _know(self, groups: list[SharedGroup], mine: Outline) -> None:
-        """Keep what concerns this rank."""
-        rank = self._transport.rank
-        groups = [shared_group for shared_group in groups if rank in shared_group.ranks]
-        by_name = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in self._modules.items()}
-        bound = {place for shared_group in groups for row in shared_group.rows for place in row.members[rank]}
-        self._known = {place: by_name[place.stage][place.name] for place, held in mine.items() if held.first in bound}
-        self._sums = [_Sum(shared_group, self._known, self._transport, self._gradients) for shared_group in groups]
-        self._stages = {stage for one in self._sums for stage in one.stages}
-        counted = {self._known.get(row.counted) for shared_group in groups for row in shared_group.rows}
-        self.counted_elsewhere = set(self._known.values()) - counted
-        self.completes_at_end = frozenset(self._known.values())
+        infos = [theirs for _, theirs, _ in told]
+        self._compare_copies(infos, [buffers for _, _, buffers in told])
+        return infos
 
     def _buffer_shapes(self) -> dict[int, list[tuple[str, tuple[int, ...], str]]]:
-        copied = {stage: module for stage, module in self._modules.items() if stage in self._copied}
-        return {stage: [(name, tuple(b.shape), str(b.dtype)) for name, b in module.named_buffers()] for stage, module in copied.items()}
+        return {
+            stage: [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in module.named_buffers()]
+            for stage, module in self._copied_modules.items()
+        }
 
-    def _compare_copies(self, outlines: list[Outline], buffers: list[dict[int, Any]]) -> None:
+    def _compare_copies(self, infos: list[ParameterInfos], buffers: list[dict[int, Any]]) -> None:
         for stage, ranks in sorted(self._copied.items()):
             first, *others = sorted(ranks)
-            told = {rank: (_without_training(outlines[rank], stage), buffers[rank][stage]) for rank in (first, *others)}
+            told = {rank: (_comparable(infos[rank], stage), buffers[rank][stage]) for rank in (first, *others)}
             for rank in others:
                 if told[rank] != told[first]:
                     differ = "differ in their parameters or buffers, or in which they share"
                     raise InputError(f"the copies of stage {stage} on ranks {first} and {rank} {differ}")
 
-    def _spread(self, first: Tensor | None, held: Sequence[Tensor], source: int, ranks: tuple[int, ...]) -> None:
+    def _keep_own(self, groups: list[SharedGroup], infos: ParameterInfos) -> None:
+        """Keep what concerns this rank, which told `infos`."""
+        rank = self._transport.rank
+        own = [group for group in groups if rank in group.ranks]
+        by_name = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in self._modules.items()}
+        shared_names = {name for group in own for shared in group.parameters for name in shared.names[rank]}
+        self._parameters = {name: by_name[name.stage][name.name] for name, info in infos.items() if info.first_name in shared_names}
+        self._sums = [_GroupSum(group, self._parameters, self._transport, self._gradients) for group in own]
+        self._stages = {stage for group_sum in self._sums for stage in group_sum.stages}
+        counted_here = {self._parameters.get(shared.counted_name) for group in own for shared in group.parameters}
+        self.counted_elsewhere = set(self._parameters.values()) - counted_here
+        self.completes_at_end = frozenset(self._parameters.values())
+
+    def _broadcast_parameter(self, shared: SharedParameter, ranks: tuple[int, ...]) -> None:
+        source, rank = shared.source, self._transport.rank
+        held = [self._parameters[name].detach() for name in shared.names.get(rank, ())]
+        first = self._parameters[source.name].detach() if source.rank == rank else None
+        self._broadcast(first, held, source.rank, ranks)
+
+    def _broadcast(self, first: Tensor | None, held: Sequence[Tensor], source: int, ranks: tuple[int, ...]) -> None:
         """Give `held` the values of `first`, which the rank `source` has, None elsewhere."""
         if not held:
             return
@@ -147,99 +170,104 @@ class SharedGradients(StepHook):
 
     def on_step_begin(self, step: TrainingStep) -> None:
         """Take the gradients of earlier steps out of `.grad`."""
-        self._refuse_new()
+        self._refuse_other_parameters()
         self._buffers.look()
-        for parameter in dict.fromkeys(self._known.values()):
-            self._aside[parameter] = self._gradients.of(parameter)
+        for parameter in dict.fromkeys(self._parameters.values()):
+            self._earlier[parameter] = self._gradients.of(parameter)
             self._gradients.put(parameter, None)
-        self._open = set(self._stages)
+        self._unfinished = set(self._stages)
         self._unsent = list(self._sums)
 
-    def _refuse_new(self) -> None:
-        """The rows were made with the pipeline: raises `InputError` where a stage has other parameters now."""
+    def _refuse_other_parameters(self) -> None:
+        """Groups were made with the pipeline: raises `InputError` where a stage has other parameters now."""
         for stage in self._stages:
             now = dict(self._modules[stage].named_parameters(remove_duplicate=False))
-            known = {place.name: parameter for place, parameter in self._known.items() if place.stage == stage}
-            names = {*known, *(now if stage in self._copied else ())}
-            other = [name for name in sorted(names) if now.get(name) is not known.get(name)]
+            then = {name.name: parameter for name, parameter in self._parameters.items() if name.stage == stage}
+            names = {*then, *(now if stage in self._copied else ())}
+            other = [name for name in sorted(names) if now.get(name) is not then.get(name)]
             if other:
                 raise InputError(
                     f"stage {stage} has not the parameters it had when the pipeline was made: {', '.join(other)} came, went or changed, "
-                    "and other places share them; make a new Pipeline"
+                    "and other stages or ranks share them; make a new Pipeline"
                 )
 
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Send what is whole now, in the order that all ranks keep."""
-        self._open.discard(stage)
-        while self._unsent and not self._unsent[0].stages & self._open:
+        """Send what is complete now, in the order that all ranks keep."""
+        self._unfinished.discard(stage)
+        while self._unsent and not self._unsent[0].stages & self._unfinished:
             self._unsent.pop(0).send()
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Give every copy the sum of this step's gradients, added to what was set aside.
+        """Give every copy the sum of this step's gradients, added to those of earlier steps.
 
         Raises `InputError` where the step changed a buffer of a copied stage.
         """
         self._buffers.refuse_changed()
-        for one in self._sums:
-            one.finish()
-        for parameter, before in self._aside.items():
+        for group_sum in self._sums:
+            group_sum.finish()
+        for parameter, before in self._earlier.items():
             if before is not None:
                 more = self._gradients.of(parameter)
                 self._gradients.put(parameter, before if more is None else before.add_(more))
-        self._aside.clear()
+        self._earlier.clear()
 
     def on_close(self) -> None:
         """Let go of everything in flight."""
-        for one in self._sums:
-            one.clear()
+        for group_sum in self._sums:
+            group_sum.clear()
 
 
-class _Sum:
+class _GroupSum:
     """This rank's part in the sum over one shared group.
 
     It adds up its own gradients first, from the last stage to the first, and then the ranks', that of the last stage first: the order of
     autograd where stages lie on ranks in order. All ranks add in this order, so all get the same bits.
     """
 
-    def __init__(self, shared_group: SharedGroup, known: dict[Place, nn.Parameter], transport: Transport, gradients: Gradients) -> None:
+    def __init__(
+        self, group: SharedGroup, parameters: dict[ParameterName, nn.Parameter], transport: Transport, gradients: Gradients
+    ) -> None:
         self._transport = transport
         self._gradients = gradients
-        self._ranks = shared_group.ranks
-        self._others = [rank for rank in shared_group.ranks if rank != transport.rank]
-        self._rows = [[known[place] for place in row.members[transport.rank]] for row in shared_group.rows]
+        self._ranks = group.ranks
+        self._others = [rank for rank in group.ranks if rank != transport.rank]
+        # For each shared parameter, those of this rank that are it.
+        self._held = [[parameters[name] for name in shared.names[transport.rank]] for shared in group.parameters]
         self._own: list[Tensor | None] = []
-        self.stages = shared_group.stages[transport.rank]
+        self.stages = group.stages[transport.rank]
         self._sending: list[tuple[Any, int]] = []
         self._telling: list[Sending] = []
 
     def send(self) -> None:
         """Start sending which gradients there are, then these, to every other rank."""
-        self._own = [self._ready(_added([self._gradients.of(parameter) for parameter in row])) for row in self._rows]
+        self._own = [self._as_added(_total([self._gradients.of(parameter) for parameter in held])) for held in self._held]
         present = GradientFlags(tuple(gradient is not None for gradient in self._own))
         for other in self._others:
             self._telling.append(self._transport.tell(present, other))
             self._sending += [(_send(self._transport, gradient, other), other) for gradient in self._own if gradient is not None]
 
-    def _ready(self, gradient: Tensor | None) -> Tensor | None:
+    def _as_added(self, gradient: Tensor | None) -> Tensor | None:
         """A gradient as every rank adds it: a sparse one is made dense where it goes to others."""
         return gradient.to_dense() if gradient is not None and gradient.is_sparse and self._others else gradient
 
     def finish(self) -> None:
         """Wait for the others' gradients and leave the sum in `.grad`, a tensor for each parameter."""
-        parts = {self._transport.rank: self._own}
+        found = {self._transport.rank: self._own}
         for other in self._others:
-            flags = self._transport.listen(GradientFlags, len(self._rows), other).wait(_DOING)
-            told = zip(self._rows, flags.present, strict=True)
-            parts[other] = [_receive(self._transport, row[0], other, self._gradients.dtype) if flag else None for row, flag in told]
-        for row, *gradients in zip(self._rows, *(parts[rank] for rank in self._ranks), strict=True):
-            total = _added(gradients)
-            for parameter in row:
-                self._gradients.put(parameter, total if parameter is row[0] or total is None else total.clone())
+            flags = self._transport.listen(GradientFlags, len(self._held), other).wait(_DOING)
+            found[other] = [self._receive(held[0], other) if there else None for held, there in zip(self._held, flags.present, strict=True)]
+        for held, *gradients in zip(self._held, *(found[rank] for rank in self._ranks), strict=True):
+            total = _total(gradients)
+            for parameter in held:
+                self._gradients.put(parameter, total if parameter is held[0] or total is None else total.clone())
         for work, other in self._sending:
             self._transport.wait(work, other, _DOING)
         for sending in self._telling:
             sending.wait(_DOING)
         self.clear()
+
+    def _receive(self, like: Tensor, peer: int) -> Tensor:
+        return _receive(self._transport, like, peer, self._gradients.dtype)
 
     def clear(self) -> None:
         """Let go of everything in flight."""
@@ -248,7 +276,7 @@ class _Sum:
         self._telling.clear()
 
 
-def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
+def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of those that are there, in order."""
     found = [gradient for gradient in gradients if gradient is not None]
     return sum(found[1:], found[0]) if found else None
@@ -264,9 +292,10 @@ def _receive(transport: Transport, like: Tensor, peer: int, dtype: torch.dtype |
     return room
 
 
-def _without_training(outlined: Outline, stage: int) -> list[Any]:
-    return [(place.name, held[:-1]) for place, held in outlined.items() if place.stage == stage]
+def _comparable(infos: ParameterInfos, stage: int) -> list[Any]:
+    """What the copies of a stage must have in common of their parameters: all but whether they train."""
+    return [(name.name, info._replace(requires_grad=True)) for name, info in infos.items() if name.stage == stage]
 
 
-def _text(tied: tuple[tuple[Place, ...], ...]) -> str:
+def _text(tied: tuple[tuple[ParameterName, ...], ...]) -> str:
     return ", ".join("[" + ", ".join(map(str, group)) + "]" for group in tied) or "none"

@@ -1,6 +1,6 @@
 """Which parameters are one: named by the user in several stages, or held by the copies of a stage on several routes.
 
-Everything here is worked out from what all ranks told, so every rank gets the same groups or the same faults.
+Everything here is worked out from what all ranks told of their parameters, so every rank gets the same groups or the same faults.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Tied = Sequence[Sequence[tuple[int, str]]]
 """Groups of (stage, name of a parameter or module in it, "" for the whole stage)."""
 
 
-class Place(NamedTuple):
-    """A parameter's or module's name in a stage."""
+class ParameterName(NamedTuple):
+    """The name of a parameter, or of a module with parameters, in a stage."""
 
     stage: int
     name: str
@@ -27,63 +27,70 @@ class Place(NamedTuple):
         return f"({self.stage}, {self.name!r})"
 
 
-class Member(NamedTuple):
-    """A tensor on a rank, by the first place it has there."""
+class RankParameter(NamedTuple):
+    """A parameter on a rank. One with several names in the rank's stages goes by the first of them."""
 
     rank: int
-    place: Place
+    name: ParameterName
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank}"
 
 
-class Held(NamedTuple):
-    """What a rank tells of a tensor in one of its stages; `first` is the first place of the rank that holds the same tensor.
+class ParameterInfo(NamedTuple):
+    """What a rank tells of a parameter in one of its stages.
 
-    `special` is the class of a parameter that is more than its numbers, such as a DTensor, and else empty.
+    `first_name` is the first name under which the rank holds the same tensor. `special_type` is the class of a parameter that is more than
+    its numbers, such as a DTensor, and else empty.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    first: Place
-    special: str
-    trains: bool
+    first_name: ParameterName
+    special_type: str
+    requires_grad: bool
 
 
-Outline = dict[Place, Held]
-"""The parameters of a rank's stages, in their modules' order."""
+ParameterInfos = dict[ParameterName, ParameterInfo]
+"""What a rank tells of the parameters of its stages, in their modules' order."""
 
 
-class Row(NamedTuple):
-    """Parameters that are one: the members of each rank that has any, from the last stage to the first, and the one all begin as.
+class SharedParameter(NamedTuple):
+    """Parameters of several stages or ranks that are one.
 
-    `counted` is the first place in the model, where a norm counts it.
+    `names[rank]` are those of each rank that holds any, from the last stage to the first. All begin with the values of `source`.
+    `counted_name` is the name in the first stage that has one: under it a norm counts the parameter.
     """
 
-    members: dict[int, tuple[Place, ...]]
-    source: Member
-    counted: Place
+    names: dict[int, tuple[ParameterName, ...]]
+    source: RankParameter
+    counted_name: ParameterName
 
 
 class SharedGroup(NamedTuple):
-    """Rows with the same ranks and stages. `ranks` are those that hold any, in the order of the sum: the rank of the last stage first.
+    """Shared parameters with the same ranks and stages, whose gradients are summed together.
 
-    `stages[rank]` are those whose passes must be over before the rank's gradients are whole.
+    `ranks` are in the order of the sum, the rank with the last stage first. The gradients of a rank are complete when the passes of
+    `stages[rank]` are over.
     """
 
     ranks: tuple[int, ...]
     stages: dict[int, frozenset[int]]
-    rows: list[Row]
+    parameters: list[SharedParameter]
 
 
-def read_tied(tied: Tied, num_stages: int) -> tuple[tuple[Place, ...], ...]:
-    """The groups of `tied`; raises `InputError` with all faults of their form."""
+def read_tied(tied: Tied, num_stages: int) -> tuple[tuple[ParameterName, ...], ...]:
+    """The groups of the user's `tied`; raises `InputError` with all faults of their form."""
     faults: list[str] = []
     groups = []
     for group in tied:
-        places = [Place(*pair) for pair in group if _is_pair(pair)] if isinstance(group, (list, tuple)) else []
-        if len(places) < 2 or len(places) < len(group):
+        names = [ParameterName(*pair) for pair in group if _is_pair(pair)] if isinstance(group, (list, tuple)) else []
+        if len(names) < 2 or len(names) < len(group):
             faults.append(f"tied takes groups of at least two (stage, name) pairs, got {group!r}")
-        faults += [f"tied names stage {p.stage}, but stages are 0 to {num_stages - 1}" for p in places if not 0 <= p.stage < num_stages]
-        faults += [f"tied names {place} twice in a group" for place in dict.fromkeys(places) if places.count(place) > 1]
-        groups.append(tuple(places))
+        beyond = [name.stage for name in names if not 0 <= name.stage < num_stages]
+        faults += [f"tied names stage {stage}, but stages are 0 to {num_stages - 1}" for stage in beyond]
+        faults += [f"tied names {name} twice in a group" for name in dict.fromkeys(names) if names.count(name) > 1]
+        groups.append(tuple(names))
     if faults:
         raise InputError("; ".join(faults))
     return tuple(groups)
@@ -93,117 +100,135 @@ def _is_pair(pair: Any) -> bool:
     return isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) is int and isinstance(pair[1], str)
 
 
-def outline(modules: Mapping[int, nn.Module]) -> Outline:
-    """What a rank tells of its parameters."""
-    first: dict[Tensor, Place] = {}
-    held: Outline = {}
+def parameter_infos(modules: Mapping[int, nn.Module]) -> ParameterInfos:
+    """What a rank tells of the parameters of its `modules`, which are by stage."""
+    first_names: dict[Tensor, ParameterName] = {}
+    infos: ParameterInfos = {}
     for stage, module in sorted(modules.items()):
-        for name, p in module.named_parameters(remove_duplicate=False):
-            place = Place(stage, name)
-            held[place] = Held(tuple(p.shape), str(p.dtype), first.setdefault(p, place), _special(p), p.requires_grad)
-    return held
+        for text, parameter in module.named_parameters(remove_duplicate=False):
+            name = ParameterName(stage, text)
+            first = first_names.setdefault(parameter, name)
+            special = "" if nn.Parameter in type(parameter).__mro__ else type(parameter).__name__
+            infos[name] = ParameterInfo(tuple(parameter.shape), str(parameter.dtype), first, special, parameter.requires_grad)
+    return infos
 
 
-def _special(parameter: nn.Parameter) -> str:
-    return "" if nn.Parameter in type(parameter).__mro__ else type(parameter).__name__
+def shared_groups(
+    tied: Iterable[tuple[ParameterName, ...]], told: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...]]
+) -> list[SharedGroup]:
+    """The groups that `tied` and the stages `copied` make of the parameters that each rank `told` of.
 
+    `copied` has the ranks of each stage that several hold, the rank whose values count first. Groups are in the order in which their
+    gradients become complete in a backward pass: those whose first stage is the latest come first.
 
-def shared_groups(groups: Iterable[tuple[Place, ...]], told: Sequence[Outline], copied: Mapping[int, tuple[int, ...]]) -> list[SharedGroup]:
-    """The shared groups that the `groups` and the `copied` stages make of what each rank `told`,
-    in the order in which gradients become whole.
-
-    `copied` has the ranks of stages that several hold, the one whose values count first.
-
-    Raises `InputError` with all faults: names that no stage has, tied modules that differ, shapes, dtypes, or some that do not train.
+    Raises `InputError` with all faults: names that no stage has, tied modules that differ, other shapes or dtypes, some that do not train,
+    and special types of parameters.
     """
     faults: list[str] = []
-    homes: dict[Place, list[Member]] = defaultdict(list)
-    for rank, held in enumerate(told):
-        for place, entry in held.items():
-            homes[place].append(Member(rank, entry.first))
-    for place, members in homes.items():
-        if place.stage in copied:
-            of_rank = {member.rank: member for member in members}
-            members[:] = [of_rank[rank] for rank in copied[place.stage]]
-    sets: dict[Member, list[Member]] = {}
-    for row in [*(row for group in groups for row in _rows(group, homes, faults)), *([place] for place in homes if place.stage in copied)]:
-        _join(sets, [member for place in row for member in homes[place]])
-    apart = {id(members): members for members in sets.values() if len(members) > 1}.values()
-    for members in apart:
+    holders = _holders(told, copied)
+    one_parameter = [names for group in tied for names in _names_of_one(group, holders, faults)]
+    one_parameter += [[name] for name in holders if name.stage in copied]
+    sets = _merged([[holder for name in names for holder in holders[name]] for names in one_parameter])
+    for members in sets:
         faults += _differences(members, told)
     if faults:
         raise InputError("; ".join(faults))
-    places: dict[Member, list[Place]] = defaultdict(list)
-    for place, members in homes.items():
-        for member in members:
-            places[member].append(place)
-    found: dict[Any, SharedGroup] = {}
-    for members in apart:
-        stages, shared = _row(members, places)
-        found.setdefault(tuple(stages.items()), SharedGroup(tuple(stages), stages, [])).rows.append(shared)
-    return sorted(found.values(), key=lambda shared_group: -min(min(stages) for stages in shared_group.stages.values()))
+    groups = _grouped(sets, holders)
+    return sorted(groups, key=lambda group: -min(min(stages) for stages in group.stages.values()))
 
 
-def _rows(group: tuple[Place, ...], homes: Mapping[Place, Any], faults: list[str]) -> list[list[Place]]:
-    """The places that a group makes one, parameter by parameter where it names modules."""
-    inner: list[dict[str, Place]] = []
-    for stage, name in group:
-        prefix = f"{name}." if name else ""
-        own = [place for place in homes if place.stage == stage]
-        found = {"": Place(stage, name)} if Place(stage, name) in homes else {}
-        found = found or {place.name.removeprefix(prefix): place for place in own if place.name.startswith(prefix)}
+def _holders(told: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...]]) -> dict[ParameterName, list[RankParameter]]:
+    """For each name, the parameters that go by it: one, or in a copied stage one of each rank, in the order of `copied`."""
+    holders: dict[ParameterName, list[RankParameter]] = defaultdict(list)
+    for rank, infos in enumerate(told):
+        for name, info in infos.items():
+            holders[name].append(RankParameter(rank, info.first_name))
+    for name, members in holders.items():
+        if name.stage in copied:
+            of_rank = {member.rank: member for member in members}
+            members[:] = [of_rank[rank] for rank in copied[name.stage]]
+    return holders
+
+
+def _names_of_one(group: tuple[ParameterName, ...], holders: Mapping[ParameterName, Any], faults: list[str]) -> list[list[ParameterName]]:
+    """The names that a tied group makes one parameter: a list for each parameter where the group names modules."""
+    found_in: list[dict[str, ParameterName]] = []
+    for name in group:
+        found = _parameters_under(name, holders)
         if not found:
-            hint = near(name, [place.name for place in own]).rstrip()
-            faults.append(
-                f"tied names {Place(stage, name)}, but that stage has no such parameter or module; {hint or 'see named_parameters()'}"
-            )
-        inner.append(found)
-    if not all(inner):
+            hint = near(name.name, [known.name for known in holders if known.stage == name.stage]).rstrip()
+            faults.append(f"tied names {name}, but that stage has no such parameter or module; {hint or 'see named_parameters()'}")
+        found_in.append(found)
+    if not all(found_in):
         return []
-    for place, found in zip(group[1:], inner[1:], strict=True):
-        apart = sorted(found.keys() ^ inner[0].keys())
-        if apart:
-            faults.append(
-                f"tied {group[0]} and {place} must hold the same parameters, but only one of them has {', '.join(map(repr, apart))}"
-            )
-    return [[found[name] for found in inner if name in found] for name in inner[0]]
+    first, *others = found_in
+    for name, found in zip(group[1:], others, strict=True):
+        unmatched = sorted(found.keys() ^ first.keys())
+        if unmatched:
+            only = ", ".join(map(repr, unmatched))
+            faults.append(f"tied {group[0]} and {name} must hold the same parameters, but only one of them has {only}")
+    return [[found[inner] for found in found_in if inner in found] for inner in first]
 
 
-def _join(sets: dict[Member, list[Member]], members: list[Member]) -> None:
-    """Make one set of all sets that hold any of `members`, the first one's first."""
-    together = list(dict.fromkeys(other for member in members for other in sets.get(member, [member])))
-    sets.update(dict.fromkeys(together, together))
+def _parameters_under(name: ParameterName, holders: Mapping[ParameterName, Any]) -> dict[str, ParameterName]:
+    """The parameters that `name` stands for, by their names within it: itself, or those of a module."""
+    if name in holders:
+        return {"": name}
+    prefix = f"{name.name}." if name.name else ""
+    inside = (known for known in holders if known.stage == name.stage and known.name.startswith(prefix))
+    return {known.name.removeprefix(prefix): known for known in inside}
 
 
-def _differences(members: list[Member], told: Sequence[Outline]) -> list[str]:
-    """What keeps members from being one parameter with the first of them."""
-    faults = [_refusal(member, held.special) for member in members if (held := told[member.rank][member.place]).special]
-    if faults:
-        return faults
-    (first, one), *others = [(f"{member.place} on rank {member.rank}", told[member.rank][member.place]) for member in members]
-    for place, other in others:
-        if (other.shape, other.dtype) != (one.shape, one.dtype):
-            was, got = (f"{entry.shape} {entry.dtype.removeprefix('torch.')}" for entry in (one, other))
-            faults.append(f"tied {first} is {was}, but {place} is {got}; give them one shape and dtype, or leave them apart")
-        elif other.trains != one.trains:
-            faults.append(f"of the tied {first} and {place} only {first if one.trains else place} trains; freeze both or neither")
+def _merged(lists: Iterable[list[RankParameter]]) -> list[list[RankParameter]]:
+    """The sets of parameters that are one: lists with a common member become one. Each keeps its order; sets of one are left out."""
+    set_of: dict[RankParameter, list[RankParameter]] = {}
+    for members in lists:
+        together = list(dict.fromkeys(other for member in members for other in set_of.get(member, [member])))
+        set_of.update(dict.fromkeys(together, together))
+    distinct = {id(members): members for members in set_of.values()}
+    return [members for members in distinct.values() if len(members) > 1]
+
+
+def _differences(members: list[RankParameter], told: Sequence[ParameterInfos]) -> list[str]:
+    """What keeps `members` from being one parameter with the first of them."""
+    infos = [told[member.rank][member.name] for member in members]
+    special = [_refusal(member, info.special_type) for member, info in zip(members, infos, strict=True) if info.special_type]
+    if special:
+        return special
+    faults = []
+    first, info = members[0], infos[0]
+    for member, other in zip(members[1:], infos[1:], strict=True):
+        if (other.shape, other.dtype) != (info.shape, info.dtype):
+            was, got = (f"{one.shape} {one.dtype.removeprefix('torch.')}" for one in (info, other))
+            faults.append(f"tied {first} is {was}, but {member} is {got}; give them one shape and dtype, or leave them apart")
+        elif other.requires_grad != info.requires_grad:
+            trained = first if info.requires_grad else member
+            faults.append(f"of the tied {first} and {member} only {trained} trains; freeze both or neither")
     return faults
 
 
-def _refusal(member: Member, special: str) -> str:
+def _refusal(member: RankParameter, special_type: str) -> str:
     return (
-        f"{member.place} on rank {member.rank} is a {special}, of which a rank holds no plain numbers, and several places share it; leave "
-        "it out of tied, give it as a plain parameter, or where a bidirectional schedule copies its stage, choose one with one route"
+        f"{member} is a {special_type}, of which a rank holds no plain numbers, and several stages or ranks share it; leave it out of "
+        "tied, give it as a plain parameter, or where a bidirectional schedule copies its stage, choose one with one route"
     )
 
 
-def _row(members: list[Member], places: Mapping[Member, list[Place]]) -> tuple[dict[int, frozenset[int]], Row]:
-    """The row of these members, and by rank, in the order of the sum, the stages that hold them."""
-    ordered = sorted(members, key=lambda member: (-max(place.stage for place in places[member]), member.rank))
-    held: dict[int, tuple[Place, ...]] = {}
-    stages: dict[int, frozenset[int]] = {}
-    for rank, place in ordered:
-        held[rank] = (*held.get(rank, ()), place)
-        stages[rank] = stages.get(rank, frozenset()).union(other.stage for other in places[Member(rank, place)])
-    counted = min((place for member in members for place in places[member]), key=lambda place: place.stage)
-    return stages, Row(held, members[0], counted)
+def _grouped(sets: Iterable[list[RankParameter]], holders: Mapping[ParameterName, list[RankParameter]]) -> list[SharedGroup]:
+    """A shared parameter for each set, those with the same ranks and stages in one group."""
+    names_of: dict[RankParameter, list[ParameterName]] = defaultdict(list)
+    for name, members in holders.items():
+        for member in members:
+            names_of[member].append(name)
+    groups: dict[Any, SharedGroup] = {}
+    for members in sets:
+        ordered = sorted(members, key=lambda member: (-max(name.stage for name in names_of[member]), member.rank))
+        names: dict[int, tuple[ParameterName, ...]] = {}
+        stages: dict[int, frozenset[int]] = {}
+        for member in ordered:
+            names[member.rank] = (*names.get(member.rank, ()), member.name)
+            stages[member.rank] = stages.get(member.rank, frozenset()).union(name.stage for name in names_of[member])
+        counted = min((name for member in members for name in names_of[member]), key=lambda name: name.stage)
+        group = groups.setdefault(tuple(stages.items()), SharedGroup(tuple(stages), stages, []))
+        group.parameters.append(SharedParameter(names, members[0], counted))
+    return list(groups.values())
