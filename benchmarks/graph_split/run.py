@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "split"))
 from run import KEEP, Block
 
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.stage.stage import Stage, make_stage
 
 SHAPES = [(512, 2, 256)]
 BLOCKS = 2
@@ -65,12 +65,12 @@ def measure(width: int, sequences: int, length: int, turns: int, eager: bool) ->
     x, dy = torch.randn(sequences, length, width), torch.randn(sequences, length, width)
     ways: dict[str, Callable[[Tensor], tuple[float, ...]]] = {
         "eager": lambda leaf: fused(module, leaf, dy),
-        "graph": split(GraphStage(module, 1), dy),
+        "graph": split(make_stage("graph", module, 1), dy),
         "pytorch": lambda leaf: pytorch(module, leaf, dy),
     }
     if not eager:
         compiled = torch.compile(module)
-        ways |= {"compile": lambda leaf: fused(compiled, leaf, dy), "compiled": split(GraphStage(module, 1, compiled=True), dy)}
+        ways |= {"compile": lambda leaf: fused(compiled, leaf, dy), "compiled": split(make_stage("compiled", module, 1), dy)}
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
     gradients: dict[str, list[Tensor]] = {}
     for turn in range(turns + 2):
@@ -110,7 +110,7 @@ def fused(module: Callable[..., Any], x: Tensor, dy: Tensor) -> tuple[float, ...
     return forward, timed(lambda: y.backward(dy))[0]
 
 
-def split(stage: GraphStage, dy: Tensor) -> Callable[[Tensor], tuple[float, ...]]:
+def split(stage: Stage, dy: Tensor) -> Callable[[Tensor], tuple[float, ...]]:
     def way(x: Tensor) -> tuple[float, ...]:
         forward, _ = timed(lambda: stage.forward(0, (x,)))
         backward, _ = timed(lambda: stage.backward(0, (dy,)))
@@ -126,8 +126,9 @@ def pytorch(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[float, ...]:
 
 
 def kept_between(module: nn.Module, x: Tensor, dy: Tensor) -> float:
-    stage = GraphStage(module, 1)
-    stage.meter = Meter(module.parameters())
+    stage = make_stage("graph", module, 1)
+    stage.begin(Meter(module.parameters()))
+    assert stage.meter is not None
     stage.forward(0, (x.clone().requires_grad_(),))
     stage.backward(0, (dy,))
     features = sum(part.in_features + part.out_features for part in module.modules() if isinstance(part, nn.Linear))

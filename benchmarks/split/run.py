@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.stage.stage import make_stage
 
 SHAPES = [(512, 2, 256), (512, 4, 256), (128, 1, 64)]
 
@@ -108,8 +107,8 @@ def fused(module: nn.Module, x: Tensor, dy: Tensor) -> dict[str, float]:
 
 
 def ours(module: nn.Module, x: Tensor, dy: Tensor) -> dict[str, float]:
-    stage = Stage(module, 1, split=True)
-    with shadowing(module):
+    stage = make_stage("deferred", module, 1)
+    with stage.stepping():
         stage.forward(0, (x,))
         backward, _ = timed(lambda: stage.backward(0, (dy,)))
         weight, _ = timed(lambda: stage.weight(0))
@@ -127,9 +126,8 @@ def held_between(module: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Any]:
     """Bytes held between B and W over the bytes held between F and B, each counted as distinct storages."""
     module.zero_grad()
     meter = Meter(module.parameters())
-    stage = Stage(module, 1, split=True)
-    stage.begin(meter)
-    with shadowing(module):
+    stage = make_stage("deferred", module, 1)
+    with stage.stepping(meter):
         stage.forward(0, (x.clone().requires_grad_(),))
         after_f = meter.bytes
         stage.backward(0, (dy,))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
-from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.stage.stage import make_stage
 
 ORDER = "F0 F1 F2 B0 B1 W0 F3 B2 W1 B3 W2 W3"
 """Other microbatches stand between the F, the B and the W of each."""
@@ -52,7 +51,7 @@ class Plain:
 
 class Ours:
     def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
-        self.stage = Stage(module, 1, split=True)
+        self.stage = make_stage("deferred", module, 1)
         self.inputs = inputs
         self.outputs: dict[int, Tensors] = {}
 
@@ -108,8 +107,7 @@ def train(build: Callable[[], nn.Module], takes: str, way: type[Plain] | type[Ou
         passes = {"F": trained.forward, "B": trained.backward, "W": trained.weight}
         before: set[str] = set()
         waited: set[str] = set()
-        with ExitStack() as stack:
-            stack.enter_context(shadowing(module) if way is Ours else nullcontext())
+        with trained.stage.stepping() if isinstance(trained, Ours) else nullcontext():
             for step in ORDER.split():
                 if step == "W0":
                     before = without_gradient(module)

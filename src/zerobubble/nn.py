@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from zerobubble.runtime.split.custom_layers import check_split, deferral
+from zerobubble.runtime.split.custom_layers import deferral
 from zerobubble.runtime.split.report import SplitReport
-from zerobubble.runtime.stage.skips import pop, stash
+from zerobubble.runtime.stage.check_split import check_split
+from zerobubble.runtime.values.skips import pop, stash
 
 __all__ = ["SplitReport", "check_split", "deferral", "pop", "stash"]

@@ -18,9 +18,8 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_graph_split import REFUSED, ROUNDED
 from zerobubble.runtime.split import capture
-from zerobubble.runtime.split.choice import make_stage
-from zerobubble.runtime.split.graph import GraphStage
 from zerobubble.runtime.stage import rank_stages
+from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.gradients import IN_GRAD
 
 replays = 0
@@ -80,7 +79,7 @@ def static_memory(warm_up: int) -> Iterator[None]:
 class Replayed(Ours):
     def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
         super().__init__(module, inputs)
-        self.stage = GraphStage(module, 1, cuda_graphs=True)
+        self.stage = make_stage("graph", module, 1, cuda_graphs=True)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:RNN module weights")

@@ -12,8 +12,7 @@ import zerobubble as zb
 from benchmarks.split_matrix.kinds import Way, parameter
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.stage.stage import make_stage
 
 
 def describe(group: Any, name: str) -> tuple[list[zb.nn.SplitReport], str, bool]:
@@ -44,25 +43,25 @@ def test_the_share_is_that_of_flops() -> None:
         return y
 
     module = Way(forward, deferred=nn.Linear(6, 6), matrix=parameter(18, 6))
-    stage = Stage(module, 0, split=True)
-    stage.count()
-    with shadowing(module):
+    stage = make_stage("deferred", module, 0)
+    stage.splitter.count()
+    with stage.stepping():
         stage.forward(0, (torch.randn(5, 6, requires_grad=True),))
         stage.backward(0, (torch.ones(5, 18),))
         stage.weight(0)
-    report = stage.report()
+    report = stage.splitter.report()
     assert report.share == 0.25
     assert [line.split(":")[0] for line in report.at_once] == ["matrix", "deferred.bias"]
 
 
 def report_of(module: nn.Module, x: Tensor) -> zb.SplitReport:
-    stage = Stage(module, 0, split=True)
-    stage.count()
-    with shadowing(module):
+    stage = make_stage("deferred", module, 0)
+    stage.splitter.count()
+    with stage.stepping():
         (y,) = stage.forward(0, (x,))
         stage.backward(0, (torch.ones_like(y),))
         stage.weight(0)
-    return stage.report()
+    return stage.splitter.report()
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")

@@ -17,8 +17,7 @@ from benchmarks.split.run import Block
 from benchmarks.split_matrix.kinds import Way, checkpointed, selective
 from tests.procs.test_graph_split import products
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.graph import GraphStage
-from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.stage.stage import Stage, make_stage
 
 WIDTH = 64
 STATE = torch.get_rng_state().nbytes
@@ -61,8 +60,8 @@ def held(stage: Stage, x: Tensor) -> tuple[int, int]:
 )
 def test_a_graph_holds_what_eager_checkpoints_hold(build: Callable[[], nn.Module], states: int) -> None:
     module, x = build(), torch.randn(2, 8, WIDTH, requires_grad=True)
-    eager, _ = held(Stage(module, 1, split=False), x)
-    graph, between = held(GraphStage(module, 1), x)
+    eager, _ = held(make_stage("whole", module, 1), x)
+    graph, between = held(make_stage("graph", module, 1), x)
     assert graph == eager + states * STATE  # which eager mode keeps, too, where the meter does not see it
     linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
     assert between <= x[..., 0].numel() * 4 * sum(linear.in_features + linear.out_features for linear in linears)
@@ -70,25 +69,25 @@ def test_a_graph_holds_what_eager_checkpoints_hold(build: Callable[[], nn.Module
 
 def test_a_selective_checkpoint_keeps_what_its_policy_saves_and_someone_needs() -> None:
     x = torch.randn(2, 8, WIDTH, requires_grad=True)
-    stage = GraphStage(selective(Block(WIDTH)), 1)
+    stage = make_stage("graph", selective(Block(WIDTH)), 1)
     stage.forward(0, (x,))
     assert stage.in_flight() == (1, x.nbytes * (1 + 3 + 1 + 4))  # the input, and products but the last
-    whole = GraphStage(checkpointed(Block(WIDTH)), 1)
+    whole = make_stage("graph", checkpointed(Block(WIDTH)), 1)
     whole.forward(0, (x,))
     assert whole.in_flight() == (1, x.nbytes)
 
 
 def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> None:
-    stage = GraphStage(two(checkpointed)(), 1)
+    stage = make_stage("graph", two(checkpointed)(), 1)
     held(stage, torch.randn(2, 8, WIDTH, requires_grad=True))
-    assert stage._trace is not None
-    assert stage._trace.split is not None
-    assert (products(stage._trace.split.b), products(stage._trace.split.w)) == (8 + 2 * 3, 8)
-    assert stage.report().share == 1.0
+    assert stage.splitter.trace is not None
+    assert stage.splitter.trace.split is not None
+    assert (products(stage.splitter.trace.split.b), products(stage.splitter.trace.split.w)) == (8 + 2 * 3, 8)
+    assert stage.splitter.report().share == 1.0
 
 
 def test_a_checkpoint_that_changes_a_buffer_is_refused() -> None:
-    stage = GraphStage(checkpointed(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), 1)
+    stage = make_stage("graph", checkpointed(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), 1)
     with pytest.raises(zb.InputError, match="a checkpoint in it changes a buffer or an input"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
@@ -99,14 +98,14 @@ def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
             y: Tensor = checkpoint(m.linear, x, use_reentrant=False)
         return y
 
-    stage = GraphStage(Way(offloaded, linear=nn.Linear(4, 4)), 1)
+    stage = make_stage("graph", Way(offloaded, linear=nn.Linear(4, 4)), 1)
     with pytest.raises(zb.InputError, match="its hooks on saved tensors, as offloading sets them, have no effect in a graph"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
 
 def test_a_torch_that_cannot_tell_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerobubble.runtime.split.recompute.CAN_SEE_HOOKS", False)
-    stage = GraphStage(checkpointed(nn.Linear(4, 4)), 1)
+    stage = make_stage("graph", checkpointed(nn.Linear(4, 4)), 1)
     with pytest.raises(zb.InputError, match=r"checkpoints have from torch 2\.8 on"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
@@ -119,7 +118,7 @@ def branching(m: Way, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("wrap", [lambda module: module, checkpointed])
 def test_a_branch_is_traced_as_an_operation(wrap: Callable[[nn.Module], nn.Module]) -> None:
     module, x = Way(branching, linear=nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
-    stage = GraphStage(wrap(module), 1)
+    stage = make_stage("graph", wrap(module), 1)
     (y,) = stage.forward(0, (x,))
     (mine,) = stage.backward(0, (torch.ones_like(y),))
     (theirs,) = torch.autograd.grad(module.linear(x).cos().sum(), x)

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.stage.stage import Stage, make_stage
 
 WIDTH = 4
 TEMPERATURE = 1.0
@@ -212,7 +212,7 @@ def in_double() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-def step(stage: GraphStage, oracle: nn.Module, seed: int) -> None:
+def step(stage: Stage, oracle: nn.Module, seed: int) -> None:
     """A step of two microbatches, whose gradients and outputs are those of autograd."""
     stage.begin(None)
     stage.module.zero_grad()
@@ -242,20 +242,20 @@ def test_what_changes_between_steps_is_seen(name: str) -> None:
     torch.manual_seed(0)
     module = build()
     oracle = deepcopy(module)
-    stage = GraphStage(module, 1)
+    stage = make_stage("graph", module, 1)
     step(stage, oracle, 0)
     change(module)
     if name not in SHARED_BY_MODULES:
         change(oracle)
     step(stage, oracle, 1)
     step(stage, oracle, 2)
-    assert len(stage._traces) <= 2
+    assert len(stage.splitter.traces) <= 2
 
 
 def test_a_change_between_microbatches_is_seen() -> None:
     torch.manual_seed(0)
     module = Way(scaled, scale=1.0)
-    stage = GraphStage(module, 1)
+    stage = make_stage("graph", module, 1)
     stage.begin(None)
     x = torch.ones(2, WIDTH, requires_grad=True)
     (first,) = stage.forward(0, (x,))
@@ -269,25 +269,25 @@ def test_a_change_between_microbatches_is_seen() -> None:
 def test_the_backends_of_attention_are_seen() -> None:
     torch.manual_seed(0)
     module = Attending()
-    oracle, stage = deepcopy(module), GraphStage(module, 1)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(backend):
             step(stage, oracle, 0)
-    assert len(stage._traces) == 2
+    assert len(stage.splitter.traces) == 2
 
 
 def test_going_to_and_fro_traces_each_state_once() -> None:
     module = Way(scaled, scale=1.0)
-    oracle, stage = deepcopy(module), GraphStage(module, 1)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for seed in range(4):
         module.scale = oracle.scale = (1.0, 0.25)[seed % 2]
         step(stage, oracle, seed)
-    assert len(stage._traces) == 2
+    assert len(stage.splitter.traces) == 2
 
 
 def test_a_number_that_always_changes_is_warned_of_and_holds_few_traces() -> None:
     module = Way(scaled, scale=1.0)
-    oracle, stage = deepcopy(module), GraphStage(module, 1)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(11):
@@ -296,7 +296,7 @@ def test_a_number_that_always_changes_is_warned_of_and_holds_few_traces() -> Non
     told = [str(warning.message) for warning in caught if "is traced for" in str(warning.message)]
     assert len(told) == 1
     assert told[0].startswith("stage 1 is traced for the 9th time, now since scale changed, and tracing takes long; keep in a buffer")
-    assert len(stage._traces) == 8
+    assert len(stage.splitter.traces) == 8
 
 
 def counting_in_dict(module: Any, y: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ def test_a_forward_that_changes_python_state_is_refused_and_leaves_it(name: str)
     module = build()
     x = torch.ones(2, WIDTH, requires_grad=True)
     with pytest.raises(zb.InputError) as caught:
-        GraphStage(module, 1).forward(0, (x,))
+        make_stage("graph", module, 1).forward(0, (x,))
     assert sentence in str(caught.value)
     assert 'give split={1: "deferred"}' in str(caught.value)
     if name == "a counter in a dict":
@@ -406,7 +406,7 @@ def test_what_has_two_names_is_one_and_stays_what_it_was(build: Callable[[], nn.
     torch.manual_seed(0)
     module = build()
     before = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    oracle, stage = deepcopy(module), GraphStage(module, 1)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for seed in range(3):
         step(stage, oracle, seed)
     after = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.stage.stage import make_stage
 
 
 class Forked(nn.Module):
@@ -26,7 +26,7 @@ def compare(given: str, *, compiled: bool) -> None:
     """Two microbatches, both with gradients for the outputs marked in `given`, against autograd on the whole."""
     torch.manual_seed(0)
     module = Forked().double()
-    stage = GraphStage(module, 1, compiled=compiled)
+    stage = make_stage("compiled" if compiled else "graph", module, 1)
     inputs = [tuple(torch.randn(2, 4, dtype=torch.double, requires_grad=True) for _ in range(2)) for _ in range(2)]
     mine = []
     for j, pair in enumerate(inputs):
@@ -66,7 +66,7 @@ def test_what_no_gradient_reaches_has_none_when_compiled() -> None:
 
 def test_an_output_that_the_loss_ignores_trains_nothing() -> None:
     module = Forked()
-    stage = GraphStage(module, 1)
+    stage = make_stage("graph", module, 1)
     stage.forward(0, (torch.randn(2, 4, requires_grad=True),) * 2, finish=lambda outputs: outputs[1].sum())
     stage.backward(0, (torch.tensor(1.0),))
     stage.weight(0)
@@ -80,7 +80,7 @@ def test_an_output_that_the_loss_ignores_trains_nothing() -> None:
 
 def test_the_next_microbatch_may_have_what_this_one_lacks() -> None:
     module = Forked()
-    stage = GraphStage(module, 1)
+    stage = make_stage("graph", module, 1)
     x = torch.randn(2, 4, requires_grad=True)
     for j, given in enumerate((".x...", "xxxxx", ".x...")):
         outputs = stage.forward(j, (x, x))

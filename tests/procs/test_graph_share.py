@@ -10,17 +10,17 @@ from torch import nn
 
 import zerobubble as zb
 from benchmarks.split_matrix.kinds import D, Recurrent, checkpointed, forcing, half_frozen, lin
-from zerobubble.runtime.split.graph import GraphStage
 from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.stage.stage import make_stage
 
 weight_norm = nn.utils.parametrizations.weight_norm
 
 
 def report(module: nn.Module, *, first: bool = False) -> SplitReport:
-    stage = GraphStage(module, 1)
+    stage = make_stage("graph", module, 1)
     (y,) = stage.forward(0, (torch.randn(4, 5, D, requires_grad=not first),))
     stage.backward(0, (torch.ones_like(y),))
-    return stage.report()
+    return stage.splitter.report()
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -47,6 +47,6 @@ def test_a_product_whose_weight_is_normed_waits_with_its_parameters() -> None:
 
 
 def test_a_recurrent_layer_of_one_dnn_is_refused() -> None:
-    stage = GraphStage(Recurrent(nn.LSTM), 1)
+    stage = make_stage("graph", Recurrent(nn.LSTM), 1)
     with pytest.raises(zb.InputError, match="its recurrent layer runs in oneDNN, which keeps nothing to go back from in a graph"):
         stage.forward(0, (torch.randn(4, 5, D),))

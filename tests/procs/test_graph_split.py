@@ -22,8 +22,7 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.fx_nodes import flops
-from zerobubble.runtime.split.graph import GraphStage
-from zerobubble.runtime.split.whole import WholeStage
+from zerobubble.runtime.stage.stage import Stage, make_stage
 
 ROOT = Path(__file__).parents[2]
 REFUSED = {
@@ -55,13 +54,13 @@ NO_WEIGHT_WORK = {"layer norm", "all frozen", "output is the input", *OF_EMBEDDI
 class Graph(Ours):
     def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
         super().__init__(module, inputs)
-        self.stage = GraphStage(module, 1)
+        self.stage = make_stage("graph", module, 1)
 
 
 class Compiled(Ours):
     def __init__(self, module: nn.Module, inputs: list[Tensors]) -> None:
         super().__init__(module, inputs)
-        self.stage = GraphStage(module, 1, compiled=True)
+        self.stage = make_stage("compiled", module, 1)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:RNN module weights")
@@ -100,7 +99,7 @@ def test_compiled_parts_leave_what_autograd_leaves(name: str) -> None:
         torch.testing.assert_close(mine[what], tensor, rtol=1e-11, atol=1e-12, msg=what)
 
 
-def passed(stage: GraphStage, x: Tensor) -> GraphStage:
+def passed(stage: Stage, x: Tensor) -> Stage:
     """The stage after one F, B and W."""
     (y,) = stage.forward(0, (x,))
     stage.backward(0, (torch.ones_like(y),))
@@ -113,28 +112,29 @@ def products(graph: fx.GraphModule) -> int:
 
 
 def test_half_of_a_transformers_products_wait() -> None:
-    stage = passed(GraphStage(nn.Sequential(Block(64), Block(64)), 1), torch.randn(2, 8, 64, requires_grad=True))
-    assert stage._trace is not None
-    assert stage._trace.split is not None
-    assert (products(stage._trace.split.b), products(stage._trace.split.w)) == (8, 8)
-    report = stage.report()
+    stage = passed(make_stage("graph", nn.Sequential(Block(64), Block(64)), 1), torch.randn(2, 8, 64, requires_grad=True))
+    assert stage.splitter.trace is not None
+    assert stage.splitter.trace.split is not None
+    assert (products(stage.splitter.trace.split.b), products(stage.splitter.trace.split.w)) == (8, 8)
+    report = stage.splitter.report()
     assert (report.stage, report.way, report.share) == (1, "graph", 1.0)
     assert report.at_once[0].startswith("0.norms.0.weight: comes with the gradient of the input")
     assert len(report.at_once) == 8
 
 
 def test_a_first_stage_does_the_chain_in_b_all_the_same() -> None:
-    stage = passed(GraphStage(nn.Sequential(nn.Embedding(9, 64), Block(64), Block(64)), 0), torch.randint(0, 9, (2, 8)))
-    assert stage._trace is not None
-    assert stage._trace.split is not None
-    assert (products(stage._trace.split.b), products(stage._trace.split.w)) == (8, 8)
+    stage = passed(make_stage("graph", nn.Sequential(nn.Embedding(9, 64), Block(64), Block(64)), 0), torch.randint(0, 9, (2, 8)))
+    assert stage.splitter.trace is not None
+    assert stage.splitter.trace.split is not None
+    assert (products(stage.splitter.trace.split.b), products(stage.splitter.trace.split.w)) == (8, 8)
 
 
 def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None:
     module = nn.Sequential(Block(64), Block(64))
     x = torch.randn(2, 8, 64, requires_grad=True)
-    stage = GraphStage(module, 1)
-    stage.meter = Meter(module.parameters())
+    stage = make_stage("graph", module, 1)
+    stage.begin(Meter(module.parameters()))
+    assert stage.meter is not None
     (y,) = stage.forward(0, (x,))
     stage.backward(0, (torch.ones_like(y),))
     linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
@@ -145,7 +145,7 @@ def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None
 
 def test_every_kind_of_input_has_its_trace() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    stage = GraphStage(module, 1)
+    stage = make_stage("graph", module, 1)
     for rows, training in ((2, True), (3, True), (3, False), (2, True)):
         module.train(training)
         stage.begin(None)
@@ -158,7 +158,7 @@ def test_every_kind_of_input_has_its_trace() -> None:
         torch.manual_seed(rows)
         module(x).sum().backward()
         assert all(torch.equal(a, p.grad) for a, p in zip(mine, module.parameters(), strict=True) if a is not None and p.grad is not None)
-    assert len(stage._traces) == 3
+    assert len(stage.splitter.traces) == 3
 
 
 class Counting(nn.Module):
@@ -206,7 +206,7 @@ class Remembering(nn.Module):
 
 def test_w_reads_a_buffer_as_its_own_forward_left_it() -> None:
     module = Remembering()
-    stage = GraphStage(module, 1)
+    stage = make_stage("graph", module, 1)
     stage.forward(0, (torch.full((1, 3), 2.0, requires_grad=True),))
     stage.backward(0, (torch.ones(1, 3),))
     stage.forward(1, (torch.full((1, 3), 5.0, requires_grad=True),))
@@ -225,7 +225,7 @@ def test_w_reads_a_buffer_as_its_own_forward_left_it() -> None:
 )
 def test_what_a_graph_cannot_repeat_is_refused(module: nn.Module, reason: str) -> None:
     with pytest.raises(zb.InputError, match=reason):
-        passed(GraphStage(module, 1), torch.ones(1, 3, requires_grad=True))
+        passed(make_stage("graph", module, 1), torch.ones(1, 3, requires_grad=True))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_what_a_graph_cannot_repeat_is_refused(module: nn.Module, reason: str) -
 )
 def test_a_hook_set_between_steps_is_refused(hook: Callable[[nn.Linear], Any], reason: str) -> None:
     module = nn.Linear(3, 3)
-    stage = passed(GraphStage(module, 1), torch.ones(1, 3, requires_grad=True))
+    stage = passed(make_stage("graph", module, 1), torch.ones(1, 3, requires_grad=True))
     handle = hook(module)
     stage.begin(None)
     with pytest.raises(zb.InputError, match=reason):
@@ -257,19 +257,19 @@ def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
     with pytest.raises(zb.InputError, match="stage 1 cannot be compiled: there is no C\\+\\+ compiler; install g\\+\\+"):
-        GraphStage(nn.Linear(3, 3), 1, compiled=True)
+        make_stage("compiled", nn.Linear(3, 3), 1)
 
 
 def test_whole_leaves_nothing_for_w() -> None:
     module = nn.Linear(3, 3)
-    stage = WholeStage(module, 2)
+    stage = make_stage("whole", module, 2)
     stage.forward(0, (torch.ones(1, 3, requires_grad=True),))
     stage.backward(0, (torch.ones(1, 3),))
     assert module.weight.grad is not None
     before = module.weight.grad.clone()
     stage.weight(0)
     assert torch.equal(module.weight.grad, before)
-    assert stage.report().share == 0
+    assert stage.splitter.report().share == 0
 
 
 def trained(group: Any, name: str, splits: list[str | Mapping[int, str]]) -> tuple[float, bool]:

@@ -12,7 +12,7 @@ from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zerobubble as zb
-from zerobubble.runtime.split.graph import GraphStage
+from zerobubble.runtime.stage.stage import Stage, make_stage
 
 
 class Marked(Tensor):
@@ -96,7 +96,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def passes(stage: GraphStage, oracle: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def passes(stage: Stage, oracle: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """F, B and W leave what autograd leaves, which goes first."""
     expected = oracle(*inputs)
     dy = torch.randn(expected.shape, dtype=expected.dtype)
@@ -125,7 +125,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 def test_special_tensors_give_the_numbers_of_autograd(name: str, has_gradient: bool) -> None:
     inputs = EQUAL[name]()
     module = Matrix(inputs[0].dtype)
-    oracle, stage = deepcopy(module), GraphStage(module, 1)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for _ in range(2):
         inputs = EQUAL[name]()
         for x in inputs:
@@ -136,14 +136,14 @@ def test_special_tensors_give_the_numbers_of_autograd(name: str, has_gradient: b
 
 def test_kinds_of_one_shape_follow_one_another() -> None:
     module = Matrix(torch.complex128)
-    oracle, stage = deepcopy(module), GraphStage(module, 1)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for x in (complex_(3, 4), complex_(3, 4).conj(), complex_(3, 4).as_subclass(Marked), complex_(3, 4)):
         passes(stage, oracle, (x,))
 
 
 def test_inputs_that_come_to_share_memory_are_not_taken_for_others() -> None:
     module = Changing().double()
-    stage = GraphStage(module, 0)
+    stage = make_stage("graph", module, 0)
     x, y, z = real(3, 4), real(3, 4), real(3, 4)
     stage.forward(0, (x, y.clone(), z))
     expected = module.linear(x) * (y + 1)
@@ -160,7 +160,7 @@ def test_tensors_that_no_graph_takes_are_refused(name: str, has_gradient: bool) 
     if has_gradient and x.is_floating_point():
         x.requires_grad_()
     with pytest.raises(zb.InputError) as caught:
-        GraphStage(Matrix(torch.float64), 1).forward(0, (x,))
+        make_stage("graph", Matrix(torch.float64), 1).forward(0, (x,))
     assert f"stage 1 cannot be split by its graph: one of its inputs is {kind}" in str(caught.value)
     assert 'a graph takes plain tensors; give split={1: "deferred"}' in str(caught.value)
 
@@ -169,4 +169,4 @@ def test_a_parameter_of_tensors_is_refused() -> None:
     module = Matrix(torch.float64)
     module.w = nn.Parameter(TwoTensor(real(4, 4), real(4, 4)))  # type: ignore[no-untyped-call]
     with pytest.raises(zb.InputError, match="parameter or buffer of it is a TwoTensor of type"):
-        GraphStage(module, 1).forward(0, (real(3, 4),))
+        make_stage("graph", module, 1).forward(0, (real(3, 4),))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.split.choice import make_stage
-from zerobubble.runtime.split.deferred import shadowing
+from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.gradients import IN_GRAD
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory" / "run.py"
@@ -72,9 +70,8 @@ def test_what_waits_for_w_keeps_no_gradient_of_the_input(layer: str, way: str) -
     build, size = LAYERS[layer]
     module = build()
     stage = make_stage(way, module, 0, True, IN_GRAD)
-    stage.begin(None)
     x = torch.ones(size, requires_grad=True)
-    with shadowing(module) if way == "deferred" else nullcontext():
+    with stage.stepping():
         gradients = [torch.ones_like(y) for y in stage.forward(0, (x,))]
     (dx,) = stage.backward(0, tuple(gradients))
     assert stage.in_flight()[0] == 1

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.stage.skips import carry
 from zerobubble.runtime.values.payload import Stashed
 from zerobubble.runtime.values.shapes import read_note, shapes_of, write_note
+from zerobubble.runtime.values.skips import carry
 
 SCHEDULES = [("gpipe", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("interleaved-zb", 4), ("chimera", 4), ("dualpipe", 8)]
 

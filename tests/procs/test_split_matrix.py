@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from zerobubble import InputError
-from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.split.layers import shadowing
+from zerobubble.runtime.stage.stage import make_stage
 
 ROUNDED = {
     "weight used outside its linear",
@@ -58,8 +58,8 @@ class ChangesLater(nn.Module):
 
 def test_what_waits_may_not_change_before_w() -> None:
     module = ChangesLater()
-    stage = Stage(module, 0, split=True)
-    with shadowing(module):
+    stage = make_stage("deferred", module, 0)
+    with stage.stepping():
         stage.forward(0, (torch.ones(3, requires_grad=True),))
         stage.backward(0, (torch.ones(3),))
         stage.forward(1, (torch.ones(3, requires_grad=True),))
@@ -81,7 +81,7 @@ def test_a_compiled_block_is_compiled_once_to_train_and_once_to_evaluate() -> No
 
 def test_the_gradient_of_an_input_stays_when_a_parameter_reshaped_like_it_gets_more() -> None:
     kind = KINDS["parameter and input reshaped alike"]
-    stage = Stage(kind.build(), 0, split=False)
+    stage = make_stage("whole", kind.build(), 0)
     stage.forward(0, (torch.randn(SHAPE, requires_grad=True),))
     (sent,) = stage.backward(0, (torch.ones(SHAPE),))
     before = sent.clone()

@@ -75,6 +75,6 @@ def _weight(task: Task) -> None:
 @runs("backward with weight")
 def _backward_with_weight(task: Task) -> Any:
     gradients = task.stage.backward(task.microbatch, task.taken)
-    if task.stage.split:
+    if task.stage.splitter.splits:
         task.stage.weight(task.microbatch)
     return gradients

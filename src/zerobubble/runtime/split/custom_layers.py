@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.split.gate import is_watched
-from zerobubble.runtime.split.work import WeightWork, pass_in_progress
+from zerobubble.runtime.split.eligibility import is_watched
+from zerobubble.runtime.split.weight_work import WeightWork, pass_in_progress
 
 
 class Deferral:
@@ -64,44 +62,3 @@ def deferral(weight: Tensor) -> Deferral:
     work = None if compiling else pass_in_progress()
     trains = work is not None and weight in work.context.can_wait and weight.requires_grad
     return Deferral(weight, work if trains and not is_watched(weight) else None)
-
-
-def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> tuple[str, ...]:
-    """Run a copy of `module` whole and another split on `inputs`; the names of the parameters whose gradients waited for W.
-
-    Both start from the same random state and go back from the same gradient of the output. Raises `InputError` naming every parameter
-    and input whose gradient differs by more than `tolerance` of its norm. Changes neither `module` nor torch's random state.
-    """
-    from zerobubble.runtime.stage.stage import Stage
-
-    state = torch.get_rng_state()
-    waited: tuple[str, ...] = ()
-    found: list[dict[str, Tensor | None]] = []
-    for split in (False, True):
-        torch.set_rng_state(state)
-        mine = copy.deepcopy(module)
-        leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
-        stage = Stage(mine, 0, split=split)
-        try:
-            with torch.enable_grad(), shadowing(mine):
-                outputs = stage.forward(0, leaves)
-                differentiable = [y for y in outputs if y.requires_grad]
-                gradients = iter(stage.backward(0, tuple(torch.linspace(-1, 1, y.numel()).view_as(y).to(y) for y in differentiable)))
-                before = {name for name, p in mine.named_parameters() if p.grad is None}
-                if split:
-                    stage.weight(0)
-        finally:
-            torch.set_rng_state(state)
-        waited = tuple(name for name, p in mine.named_parameters() if name in before and p.grad is not None)
-        of_inputs: dict[str, Tensor | None] = {f"input {i}": next(gradients) for i, x in enumerate(leaves) if x.requires_grad}
-        found.append({name: p.grad for name, p in mine.named_parameters()} | of_inputs)
-    wrong = [name for name in found[0] if not _close(found[1][name], found[0][name], tolerance)]
-    if wrong:
-        raise InputError(f"the split changes the gradient of {', '.join(wrong)}; look at what their layers leave to zerobubble.nn.deferral")
-    return waited
-
-
-def _close(mine: Tensor | None, whole: Tensor | None, tolerance: float) -> bool:
-    if mine is None or whole is None:
-        return mine is whole
-    return bool((mine - whole).norm() <= tolerance * whole.norm())

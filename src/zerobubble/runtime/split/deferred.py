@@ -1,62 +1,105 @@
-"""The backward pass in two: B computes input gradients and queues weight work, W does it later.
-
-For the length of a step the `forward` of every layer in the table is shadowed on the instance: same kernels, same output, but its
-backward leaves the weight's gradient for later. So are modules that own matrices, whose products are caught. Everything else in the stage
-is untouched and gets its gradients in B, and so do layers that are compiled, watched by hooks, or whose weight is computed.
-"""
+"""The split that works in eager mode: B computes input gradients and queues weight work, layer by layer, and W does it later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from zerobubble.runtime.split import conv, embedding, linear
-from zerobubble.runtime.split.gate import can_train, is_torchs
-from zerobubble.runtime.split.matrix_products import Catching, owns_matrices
-
-WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
-    nn.Linear.forward: linear.forward,
-    nn.Conv1d.forward: conv.forward,
-    nn.Conv2d.forward: conv.forward,
-    nn.Conv3d.forward: conv.forward,
-    nn.Embedding.forward: embedding.forward,
-}
-"""What stands in for the `forward` of a layer, which its type may have inherited."""
+from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.split.autocast import AutocastCopies
+from zerobubble.runtime.split.count import WeightFlops, flops_of, is_compiled
+from zerobubble.runtime.split.eligibility import reasons_not_to_wait
+from zerobubble.runtime.split.layers import shadowing
+from zerobubble.runtime.split.report import SplitReport, at_once
+from zerobubble.runtime.split.splitter import arguments_of, go_back
+from zerobubble.runtime.split.weight_work import StepContext, WeightWork, in_pass
+from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.payload import Cotangents, Tensors
 
 
-@contextmanager
-def shadowing(module: nn.Module) -> Iterator[None]:
-    """Shadow every layer of `module` that has a way; each call then decides whether its weight gradient can wait."""
-    shadowed = {part: way for part in module.modules() if (way := way_of(part)) is not None}
-    for part, way in shadowed.items():
-        part.__dict__["forward"] = MethodType(way, part)
-    try:
-        yield
-    finally:
-        for part in shadowed:
-            part.__dict__.pop("forward", None)
+class DeferredSplitter:
+    """Lets the layers of `module` that are known leave their weight gradients to W; W adds them to `gradients`."""
 
+    splits = True
 
-def way_of(part: nn.Module) -> Callable[..., Any] | None:
-    """What stands in for the `forward` of `part`, None where autograd does all."""
-    own = type(part).forward
-    if "forward" in part.__dict__:
-        return None
-    if own in WAYS:  # `part.weight` may be computed, and computing it may change buffers
-        return WAYS[own] if can_train(part._parameters.get("weight")) and _convolves_plainly(part) else None
-    # torch's others give their parameters to one kernel, in which nothing can be caught
-    return None if is_torchs(part) or not owns_matrices(part) else _catching
+    def __init__(self, module: nn.Module, index: int, gradients: Gradients) -> None:
+        self._module = module
+        self._index = index
+        self._gradients = gradients
+        self._copies = AutocastCopies()
+        self._works: dict[int, WeightWork] = {}
+        self._counts = False
+        self._sample: int | None = None
+        self._flops = 0
+        self._share: float | None = None
+        self._at_once: tuple[str, ...] = ()
+        self.begin(None)
 
+    def begin(self, meter: Meter | None) -> None:
+        self._parameters = tuple(self._module.parameters())
+        self._reasons = reasons_not_to_wait(self._module)
+        can_wait = frozenset(parameter for parameter in self._parameters if parameter not in self._reasons)
+        self._context = StepContext(can_wait, meter, self._gradients, self._copies)
 
-def _convolves_plainly(part: nn.Module) -> bool:
-    own = getattr(type(part), "_conv_forward", None)
-    return own in (None, nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        try:
+            with shadowing(self._module):
+                yield
+        finally:
+            self._copies.clear()
 
+    def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
+        work = self._works[microbatch] = WeightWork(self._context)
+        positional, named = arguments_of(inputs)
+        run: Callable[..., Any] = self._module
+        if self._counts:
+            self._counts = False
+            self._sample = microbatch
+            if not is_compiled(self._module):
+                run = self._counted
 
-def _catching(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with Catching():
-        return type(part).forward(part, *args, **kwargs)
+        def call() -> Any:
+            with in_pass(work):
+                return run(*positional, **named)
+
+        return call
+
+    def _counted(self, *positional: Any, **named: Any) -> Any:
+        """Run the module, and count the FLOPs that its weight gradients will take."""
+        with WeightFlops(parameter for parameter in self._parameters if parameter.requires_grad) as counted:
+            output = self._module(*positional, **named)
+        self._flops = counted.total if counted.is_complete else 0
+        return output
+
+    def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
+        work = self._works[microbatch]
+        with in_pass(work, backward=True):
+            go_back(edges, gradients)
+        if microbatch == self._sample:
+            trained = (parameter for parameter in self._parameters if parameter.grad is not None)
+            self._at_once = at_once(self._module, work.weights(), trained, self._reasons)
+
+    def weight(self, microbatch: int) -> None:
+        work = self._works.pop(microbatch)
+        if microbatch == self._sample and self._flops:
+            self._share = min(1.0, flops_of(work.run) / self._flops)
+            self._flops = 0
+        else:
+            work.run()
+
+    def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
+        works = self._works.values() if microbatch is None else (self._works[microbatch],)
+        return [tensor for work in works for tensor in work.held]
+
+    def clear(self) -> None:
+        self._works.clear()
+
+    def count(self) -> None:
+        self._counts = True
+
+    def report(self) -> SplitReport:
+        return SplitReport(self._index, "deferred", self._share, self._at_once)

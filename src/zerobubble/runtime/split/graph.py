@@ -7,7 +7,8 @@ that are views, random numbers. Its backward is ours: it runs B, and leaves W.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,25 +21,23 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.split.autocast import Autocast, autocast_of, outside_of_autocast, within
 from zerobubble.runtime.split.backward_graph import BackwardSplit, split_backward
 from zerobubble.runtime.split.capture import Captured, Part, Slots
+from zerobubble.runtime.split.eligibility import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
-from zerobubble.runtime.split.gate import accumulator_is_kept, is_watched
 from zerobubble.runtime.split.guard import Guard, global_state
 from zerobubble.runtime.split.joint_graph import ForwardNodes, forward_and_backward
 from zerobubble.runtime.split.missing_cotangents import without_cotangents
 from zerobubble.runtime.split.python_state import State, random_state, read_state
 from zerobubble.runtime.split.recompute import recording_checkpoints
 from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.split.splitter import arguments_of, go_back
 from zerobubble.runtime.split.traceable import described, is_traceable, kind_of, shared_memory
-from zerobubble.runtime.split.work import in_pass
-from zerobubble.runtime.stage.skips import refusing
-from zerobubble.runtime.stage.stage import Stage, _set_apart
-from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.values.payload import Cotangents, Layout, Payload, Tensors, opaque_in, put_together, take_apart
+from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.payload import Cotangents, Layout, Tensors, opaque_in, put_together, take_apart
+from zerobubble.runtime.values.skips import refusing
 
 
 class _TracedError(Exception):
@@ -81,31 +80,33 @@ def _taken(parameter: nn.Parameter, gradient: Tensor, shared: set[int]) -> Tenso
     return gradient if is_own else torch.empty_like(parameter).copy_(gradient)
 
 
-class GraphStage(Stage):
-    """Runs the passes of one stage by its traced graph; with `compiled`, each part is compiled by inductor.
+class GraphSplitter:
+    """Runs the passes of stage `index` by its traced graph; with `compiled`, each part is compiled by inductor.
 
-    The interface is that of `Stage`. The first forward of inputs of new shapes, strides or types traces the module, and so does
-    one in another mode, under another autocast, or with other parameters frozen. `infer` runs the module itself. On a stage whose
-    inputs have no gradient B still does the chain back to the first parameters, so that B and W weigh as on the other stages.
+    The first forward of inputs of new shapes, strides or types traces the module, and so does one in another mode, under another
+    autocast, or with other parameters frozen. On a stage whose inputs have no gradient B still does the chain back to the first
+    parameters, so that B and W weigh as on the other stages. `trace` is that of the last forward, `traces` are all that are kept.
 
     Raises `InputError` for what a graph cannot honour: hooks, compiled parts, modules that cannot be traced or that change
     themselves in a forward, and no compiler where one is needed. The message names the stage and the remedy.
     """
 
-    def __init__(
-        self, module: nn.Module, index: int, *, compiled: bool = False, cuda_graphs: bool = False, gradients: Gradients = IN_GRAD
-    ) -> None:
-        super().__init__(module, index, split=False, gradients=gradients)
-        self.split = True
+    splits = True
+
+    def __init__(self, module: nn.Module, index: int, gradients: Gradients, *, compiled: bool = False, cuda_graphs: bool = False) -> None:
+        self.module = module
+        self.index = index
+        self.parameters = tuple(module.parameters())
+        self.meter: Meter | None = None
         self.slots = Slots() if cuda_graphs else None
         self.way = "compiled" if compiled else "graph"
         self.owned: tuple[Tensor, ...] = ()
+        self.trace: _Trace | None = None
+        self.traces: dict[Any, _Trace] = {}
+        self._gradients = gradients
         self._state: Any = None
-        self._traces: dict[Any, _Trace] = {}
         self._left: _Work | None = None
         self._works: dict[int, _Work] = {}
-        self._trace: _Trace | None = None
-        self._tensors: list[Tensor] = []
         self._guard = Guard(module, self._forget_traces, name=f"stage {index}")
         self._hooked: list[str] = []
         self._find_hooks()
@@ -114,33 +115,34 @@ class GraphStage(Stage):
             self._require_compiler()
 
     def begin(self, meter: Meter | None) -> None:
-        super().begin(meter)
+        self.parameters = tuple(self.module.parameters())
+        self.meter = meter
         self._state = None
         self._guard.begin()
         self._find_hooks()  # now, for the forwards of other stages may hold the accumulators of parameters that stages share
 
-    def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
+    def stepping(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
         if self._state is None:
             self._look()
         self._enter(microbatch)
-        return super().forward(microbatch, inputs, finish)
+        trace, tensors = self._find_trace(inputs)
+        return partial(trace.run, tensors)
 
-    def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
+    def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
         self._enter(microbatch)
-        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
-        outputs = super().backward(microbatch, gradients)
+        go_back(edges, gradients)
         work, self._left = self._left, None
         if work is not None:
-            _set_apart(fresh, work.kept)
             self._works[microbatch] = work
-        return outputs
 
     def weight(self, microbatch: int) -> None:
-        del self._work[microbatch]  # which stays empty: a graph leaves its own
         self._enter(microbatch)
         work = self._works.pop(microbatch, None)
         if work is not None:
-            with torch.no_grad(), outside_of_autocast():
+            with torch.no_grad():
                 work.run(self._gradients)
         if self.slots is not None:
             self.slots.leave(microbatch)
@@ -149,21 +151,22 @@ class GraphStage(Stage):
         if self.slots is not None:
             self.slots.enter(microbatch)
 
-    def in_flight(self) -> tuple[int, int]:
-        count, size = super().in_flight()
-        kept = [tensor for work in self._works.values() for tensor in work.kept]
-        return count, size + held_bytes(kept, (), self.owned)
+    def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
+        works = [work for number, work in self._works.items() if microbatch in (None, number)]
+        return [tensor for work in works for tensor in work.kept]
 
     def clear(self) -> None:
-        super().clear()
         self._works.clear()
         self._left = None
         if self.slots is not None:
             self.slots.clear()
 
+    def count(self) -> None:
+        """The graph says how much W does; there is nothing to count."""
+
     def report(self) -> SplitReport:
         """The split of the last trace; the share is None before the first forward, and where no product gives a weight gradient."""
-        split = None if self._trace is None else self._trace.split
+        split = None if self.trace is None else self.trace.split
         if split is None:
             return SplitReport(self.index, self.way, None, ())
         share = split.flops_in_w / split.weight_flops if split.weight_flops else None
@@ -175,23 +178,10 @@ class GraphStage(Stage):
         """Called by the backward of a trace: what this B leaves."""
         self._left = work
 
-    def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        if torch.is_grad_enabled():
-            self._find_trace(inputs)  # here, for nothing of what counts tensors may see the tracing
-        return super()._run(inputs, finish)
-
-    _run_counting = _run
-
-    def _call(self, inputs: Tensors) -> Any:
-        if not torch.is_grad_enabled():
-            return super()._call(inputs)
-        assert self._trace is not None
-        tensors, self._tensors = self._tensors, []
-        return self._trace.run(tensors)
-
-    def _find_trace(self, inputs: Tensors) -> None:
+    def _find_trace(self, inputs: Tensors) -> tuple[_Trace, list[Tensor]]:
+        """The trace for these inputs, and the tensors that it takes."""
         tensors: list[Tensor] = []
-        nest = take_apart(inputs.arguments() if isinstance(inputs, Payload) else (inputs, {}), tensors, opaque=True)
+        nest = take_apart(arguments_of(inputs), tensors, opaque=True)
         autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
         try:
             number = self._guard.number()
@@ -199,15 +189,15 @@ class GraphStage(Stage):
             raise self.refuse(str(error)) from error
         kinds = tuple([kind_of(tensor) for tensor in tensors])
         key = (number, nest, kinds, shared_memory(tensors), autocast, global_state(), self._state)
-        trace = self._traces.get(key)
+        trace = self.traces.get(key)
         if trace is None:
-            with in_pass(None):
-                trace = self._traces[key] = _Trace(self, nest, tensors, autocast)
-        self._trace, self._tensors = trace, tensors
+            trace = self.traces[key] = _Trace(self, nest, tensors, autocast)
+        self.trace = trace
+        return trace, tensors
 
     def _forget_traces(self, number: int) -> None:
         """Drop the traces made in a state of Python."""
-        self._traces = {key: trace for key, trace in self._traces.items() if key[0] != number}
+        self.traces = {key: trace for key, trace in self.traces.items() if key[0] != number}
 
     def _look(self) -> None:
         """At the first forward of a step: what the module is now, which the passes of a step leave as it is."""
@@ -267,7 +257,7 @@ class _Trace:
     the graph of the forward holds its casts, and what it does in full precision must stay so.
     """
 
-    def __init__(self, stage: GraphStage, nest: Layout, inputs: Sequence[Tensor], autocast: Autocast | None) -> None:
+    def __init__(self, stage: GraphSplitter, nest: Layout, inputs: Sequence[Tensor], autocast: Autocast | None) -> None:
         self._stage = stage
         self._nest = nest
         self._autocast = autocast

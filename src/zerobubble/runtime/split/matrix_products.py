@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zerobubble.runtime.split import product
-from zerobubble.runtime.split.gate import CAN_SEE_HOOKS
+from zerobubble.runtime.split import matmul
+from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.linear import linear
 
 _CAUGHT: dict[Any, Callable[..., Tensor]] = {
     nn.functional.linear: lambda _, *args, **kwargs: linear(*args, **kwargs),
-    torch.matmul: product.product,
-    Tensor.matmul: product.product,
-    Tensor.__matmul__: product.product,
-    torch.mm: product.product,
-    Tensor.mm: product.product,
-    torch.bmm: product.product,
-    Tensor.bmm: product.product,
-    torch.baddbmm: product.sum_and_product,
-    Tensor.baddbmm: product.sum_and_product,
-    torch.einsum: product.einsum,
+    torch.matmul: matmul.product,
+    Tensor.matmul: matmul.product,
+    Tensor.__matmul__: matmul.product,
+    torch.mm: matmul.product,
+    Tensor.mm: matmul.product,
+    torch.bmm: matmul.product,
+    Tensor.bmm: matmul.product,
+    torch.baddbmm: matmul.sum_and_product,
+    Tensor.baddbmm: matmul.sum_and_product,
+    torch.einsum: matmul.einsum,
 }
-_CAUGHT |= {torch._grouped_mm: product.grouped} if hasattr(torch, "_grouped_mm") else {}
+_CAUGHT |= {torch._grouped_mm: matmul.grouped} if hasattr(torch, "_grouped_mm") else {}
 _TAKEN: tuple[set[str], ...] = (set(), {"bias"}, {"offs"})
 """The options that our ways know, in the combinations they know."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.deferred import WAYS
-from zerobubble.runtime.split.gate import WATCHED, is_watched
+from zerobubble.runtime.split.eligibility import WATCHED, is_watched
+from zerobubble.runtime.split.layers import STAND_INS
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,6 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str
         return known
     if is_watched(parameter):
         return WATCHED
-    if type(owner).forward in WAYS:
+    if type(owner).forward in STAND_INS:
         return f"this {kind} is used in a way that cannot wait: compiled, sparse, hooked, cast by autocast, or not by its own forward"
     return f"no way is known to defer what {kind} does with it; write it with zerobubble.nn.deferral"

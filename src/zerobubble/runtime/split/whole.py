@@ -1,24 +1,54 @@
-"""The explicit fall-back: B computes all gradients, W has nothing to do."""
+"""No split: B computes all gradients."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
+from torch import Tensor, nn
+
+from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.report import SplitReport
-from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
+from zerobubble.runtime.split.splitter import arguments_of, go_back
+from zerobubble.runtime.values.payload import Cotangents, Tensors
 
 
-class WholeStage(Stage):
-    """A stage whose backward pass is not split, under any schedule."""
+class WholeSplitter:
+    """Leaves nothing for W. `reason` tells in the report why."""
 
-    def __init__(self, module: nn.Module, index: int, *, gradients: Gradients = IN_GRAD) -> None:
-        super().__init__(module, index, split=False, gradients=gradients)
+    splits = False
+
+    def __init__(self, module: nn.Module, index: int, reason: str) -> None:
+        self._module = module
+        self._index = index
+        self._reason = reason
+
+    def begin(self, meter: Meter | None) -> None:
+        """Nothing is asked before a step."""
+
+    def stepping(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def forward(self, microbatch: int, inputs: Tensors) -> Callable[[], Any]:
+        positional, named = arguments_of(inputs)
+        return partial(self._module, *positional, **named)
+
+    def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
+        go_back(edges, gradients)
 
     def weight(self, microbatch: int) -> None:
-        """W: B has done it."""
+        """B has done it."""
+
+    def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
+        return ()
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+    def count(self) -> None:
+        """There is nothing to count."""
 
     def report(self) -> SplitReport:
-        reason = "the stage is run whole, as split says"
-        names = tuple(f"{name}: {reason}" for name, parameter in self.module.named_parameters() if parameter.requires_grad)
-        return SplitReport(self.index, "whole", 0.0, names)
+        return SplitReport(self._index, "whole", 0.0, (f"every parameter: {self._reason}",))

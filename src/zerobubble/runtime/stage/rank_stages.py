@@ -12,9 +12,8 @@ from torch import nn
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.choice import TRACED, make_stage, ways_of
-from zerobubble.runtime.split.deferred import shadowing
-from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.split.ways import TRACED, ways_of
+from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import tensors_in
 
@@ -60,10 +59,7 @@ class Stages:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for stage in stages.values():
-                stage.begin(meter)
-                stack.callback(stage.end)
-                if stage.split and self._ways[stage.index] == "deferred":
-                    stack.enter_context(shadowing(stage.module))
+                stack.enter_context(stage.stepping(meter))
             yield
 
     @contextmanager

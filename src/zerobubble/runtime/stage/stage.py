@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zerobubble.errors import InputError
@@ -16,17 +17,14 @@ from zerobubble.rules import used_stages
 from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.storages import addresses_of
-from zerobubble.runtime.split.autocast import AutocastCopies, outside_of_autocast
-from zerobubble.runtime.split.count import WeightFlops, flops_of, is_compiled
-from zerobubble.runtime.split.gate import reasons_not_to_wait
-from zerobubble.runtime.split.report import SplitReport, at_once
-from zerobubble.runtime.split.work import StepContext, WeightWork, in_pass
-from zerobubble.runtime.stage.skips import carry
+from zerobubble.runtime.split.autocast import outside_of_autocast
+from zerobubble.runtime.split.splitter import Splitter, arguments_of
+from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, take_apart
 from zerobubble.runtime.values.shapes import shapes_of
+from zerobubble.runtime.values.skips import carry
 
-run_backward = Variable._execution_engine.run_backward
 _AVERAGING = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
     "torch.distributed._composable.replicate.DDP": "module under replicate()",
@@ -36,11 +34,11 @@ _AVERAGING = {
 
 
 class Stage:
-    """Runs the passes of one stage of the model.
+    """Runs the passes of one stage of the model: that of `module`, whose backward pass `splitter` takes apart.
 
     `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
-    `differentiable` names and gives those of the inputs that can have one. With `split`, the weight gradients wait for `weight`.
-    `gradients` says where they are summed. `begin` comes before a step, and finds the parameters that the module has now.
+    `differentiable` names and gives those of the inputs that can have one. `weight` does what the splitter left to it. `gradients` says
+    where weight gradients are summed.
 
     `forward` runs under the caller's autocast; `backward` and `weight` run outside of it, as torch asks, so that what was computed in full
     precision goes back in full precision.
@@ -48,7 +46,7 @@ class Stage:
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
 
-    def __init__(self, module: nn.Module, index: int, *, split: bool, gradients: Gradients = IN_GRAD) -> None:
+    def __init__(self, module: nn.Module, index: int, splitter: Splitter, gradients: Gradients = IN_GRAD) -> None:
         averaging = [name for part in module.modules() for name in _kinds(part) if name in _AVERAGING]
         if averaging:
             raise InputError(
@@ -57,136 +55,105 @@ class Stage:
             )
         self.module = module
         self.index = index
-        self.meter: Meter | None = None
-        self.split = split
+        self.splitter = splitter
+        self.parameters = tuple(module.parameters())
         self._gradients = gradients
-        self._copies = AutocastCopies()
-        self._find_parameters()
-        self._saved: dict[int, tuple[Tensors, list[Any], WeightWork | None]] = {}
-        self._work: dict[int, WeightWork] = {}
-        self._counts = False
-        self._sample: int | None = None
-        self._flops = 0
-        self._share: float | None = None
-        self._at_once: tuple[str, ...] = ()
+        self.meter: Meter | None = None
+        self._after_forward: dict[int, tuple[Tensors, list[Any]]] = {}
+        self._before_weight: set[int] = set()
 
-    def begin(self, meter: Meter | None) -> None:
-        """A step begins, whose bytes `meter` counts."""
+    def begin(self, meter: Meter | None = None) -> None:
+        """A step begins, whose bytes `meter` counts; its parameters are those that the module has now."""
         self.meter = meter
-        self._find_parameters()
-
-    def end(self) -> None:
-        """The step is over."""
-        self._copies.clear()
-
-    def _find_parameters(self) -> None:
         self.parameters = tuple(self.module.parameters())
-        self._reasons = reasons_not_to_wait(self.module) if self.split else {}
-        can_wait = frozenset(parameter for parameter in self.parameters if parameter not in self._reasons)
-        self._context = StepContext(can_wait, self.meter, self._gradients, self._copies)
+        self.splitter.begin(meter)
 
-    def count(self) -> None:
-        """Count what W does in the next step, by its first microbatch, for `report`."""
-        self._counts = True
+    @contextmanager
+    def stepping(self, meter: Meter | None = None) -> Iterator[None]:
+        """Around a step: inside, the module is as its passes need it."""
+        self.begin(meter)
+        with self.splitter.stepping():
+            yield
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        work = WeightWork(self._context) if self.split else None
-        run = self._run
-        if self._counts:
-            self._counts, self._sample, run = False, microbatch, self._run_counting
-        with in_pass(work):
-            outputs = carry(run, inputs, finish, self.index)
+        outputs = carry(partial(self._run, partial(self.splitter.forward, microbatch)), inputs, finish, self.index)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
-        self._saved[microbatch] = (leaves, edges, work)
+        self._after_forward[microbatch] = (leaves, edges)
         return outputs
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
-        return carry(self._run, inputs, finish, self.index)
+        return carry(partial(self._run, self._plain_call), inputs, finish, self.index)
 
-    def _run(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        if self.meter is None:
-            output = self._call(inputs)
+    def _plain_call(self, inputs: Tensors) -> Callable[[], Any]:
+        positional, named = arguments_of(inputs)
+        return partial(self.module, *positional, **named)
+
+    def _run(self, ready: Callable[[Tensors], Callable[[], Any]], inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        """What the call that `ready` gives for `inputs` puts out, or the loss that `finish` makes of it; what autograd saves is metered."""
+        call = ready(inputs)
+        with nullcontext() if self.meter is None else self.meter.counting():
+            try:
+                output = call()
+            except (RuntimeError, TypeError) as error:
+                error.add_note(_what_it_got(self.index, inputs, str(error)))
+                raise
             return (finish(output),) if finish else as_tensors(output, self.index)
-        with self.meter.counting():
-            output = self._call(inputs)
-            return (finish(output),) if finish else as_tensors(output, self.index)
-
-    def _run_counting(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        """As `_run`, and count what the weight gradients of a stage that splits take."""
-        if not self.split or is_compiled(self.module):
-            return self._run(inputs, finish)
-        with WeightFlops(p for p in self.parameters if p.requires_grad) as counted:
-            outputs = self._run(inputs, finish)
-        self._flops = counted.total if counted.is_complete else 0
-        return outputs
-
-    def _call(self, inputs: Tensors) -> Any:
-        try:
-            if type(inputs) is tuple:
-                return self.module(*inputs)
-            assert isinstance(inputs, Payload)
-            positional, named = inputs.arguments()
-            return self.module(*positional, **named)
-        except (RuntimeError, TypeError) as error:
-            error.add_note(_what_it_got(self.index, inputs, str(error)))
-            raise
 
     def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
-        """B, or BW when the stage does not split: `gradients` of the differentiable outputs give those of the inputs.
+        """B: `gradients` of the differentiable outputs give those of the inputs. Weight gradients that do not wait for W are added.
 
         As on one device, an output whose gradient is None is not gone back from, and an input that nothing came back to has None.
         """
-        leaves, edges, work = self._saved.pop(microbatch)
-        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
+        leaves, edges = self._after_forward.pop(microbatch)
+        without_gradient = [parameter for parameter in self.parameters if parameter.grad is None]
         if edges:
             edges, gradients = _with_gradient(edges, gradients)
-        if edges:
-            with outside_of_autocast(), in_pass(work, backward=True):
-                run_backward(tuple(edges), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        if work is not None:
-            self._work[microbatch] = work
-            if microbatch == self._sample:
-                trained = (p for p in self.parameters if p.grad is not None)
-                self._at_once = at_once(self.module, work.weights(), trained, self._reasons)
+        with outside_of_autocast():
+            self.splitter.backward(microbatch, edges, gradients)
+        if self.splitter.splits:
+            self._before_weight.add(microbatch)
         outputs = tuple(x.grad for x in leaves)
         if self._gradients.dtype is not None:
             self._gradients.collect(self.parameters)
-        elif fresh:
-            _set_apart(fresh, (*gradients, *outputs, *(work.held if work is not None else ())))
+        elif without_gradient:
+            _set_apart(without_gradient, (*gradients, *outputs, *self.splitter.held(microbatch)))
         return outputs
 
     def weight(self, microbatch: int) -> None:
-        """W: do the weight work that B of this microbatch left."""
-        work = self._work.pop(microbatch)
+        """W: add the weight gradients that B of this microbatch left."""
+        self._before_weight.discard(microbatch)
         with outside_of_autocast():
-            if microbatch == self._sample and self._flops:
-                self._share = min(1.0, flops_of(work.run) / self._flops)
-                self._flops = 0
-            else:
-                work.run()
-
-    def report(self) -> SplitReport:
-        """What W did of the weight gradients in the last step that was to `count`."""
-        if not self.split:
-            return SplitReport(self.index, "whole", 0.0, ("every parameter: the schedule gives this stage BW",))
-        return SplitReport(self.index, "deferred", self._share, self._at_once)
+            self.splitter.weight(microbatch)
 
     def in_flight(self) -> tuple[int, int]:
         """The microbatches that wait for a backward pass, and the bytes held for them without parameters and buffers."""
-        saved = list(self._saved.values())
-        works = [*(work for _, _, work in saved if work is not None), *self._work.values()]
-        tensors = [tensor for leaves, _, _ in saved for tensor in leaves]
-        tensors += [tensor for work in works for tensor in work.held]
-        nodes = [edge.node for _, edges, _ in saved for edge in edges]
-        return len(self._saved.keys() | self._work.keys()), held_bytes(tensors, nodes, (*self.parameters, *self.module.buffers()))
+        saved = self._after_forward.values()
+        tensors = [tensor for leaves, _ in saved for tensor in leaves]
+        nodes = [edge.node for _, edges in saved for edge in edges]
+        owned = (*self.parameters, *self.module.buffers())
+        return len(self._after_forward) + len(self._before_weight), held_bytes([*tensors, *self.splitter.held()], nodes, owned)
 
     def clear(self) -> None:
         """Forget every microbatch in flight."""
-        self._saved.clear()
-        self._work.clear()
+        self._after_forward.clear()
+        self._before_weight.clear()
+        self.splitter.clear()
+
+
+def make_stage(
+    way: str,
+    module: nn.Module,
+    index: int,
+    has_weight_passes: bool = True,
+    gradients: Gradients = IN_GRAD,
+    *,
+    cuda_graphs: bool = False,
+) -> Stage:
+    """Stage `index` split in the way named, in passes B and W or, without `has_weight_passes`, in BW; see `make_splitter`."""
+    return Stage(module, index, make_splitter(way, module, index, has_weight_passes, gradients, cuda_graphs=cuda_graphs), gradients)
 
 
 def _edge(y: Tensor) -> GradientEdge:

@@ -37,8 +37,8 @@ def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
     with runner.activity("while describing the split"):
         with runner.untouched():
             for stage in compiled.stages.values():
-                stage.count()
+                stage.splitter.count()
             runner.train_unheard(compiled, given)
-        told = runner.gather([stage.report() for stage in compiled.stages.values()], "describing the split")
+        told = runner.gather([stage.splitter.report() for stage in compiled.stages.values()], "describing the split")
     found = {report.stage: report for reports in reversed(told) for report in reports}
     return SplitReports(found[stage] for stage in sorted(found))

@@ -1,4 +1,4 @@
-"""Which way each stage of a rank is split."""
+"""The ways to split a stage, by name, and which of them each stage of a rank takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.split.deferred import DeferredSplitter
+from zerobubble.runtime.split.splitter import Splitter
+from zerobubble.runtime.split.whole import WholeSplitter
 from zerobubble.runtime.values.gradients import Gradients
 
 TRACED = ("graph", "compiled")
@@ -27,19 +29,19 @@ def ways_of(split: str | Mapping[int, str], stages: Collection[int]) -> dict[int
     return {**dict.fromkeys(stages, "deferred"), **given}
 
 
-def make_stage(
+def make_splitter(
     way: str, module: nn.Module, index: int, has_weight_passes: bool, gradients: Gradients, *, cuda_graphs: bool = False
-) -> Stage:
-    """A stage that is split in the way named, in passes B and W or, without `has_weight_passes`, in BW.
+) -> Splitter:
+    """What splits stage `index` in the way named; where the schedule gives it no passes W, "deferred" leaves it whole.
 
     With `cuda_graphs`, one that is traced replays its passes as CUDA graphs.
     """
-    if way == "deferred":
-        return Stage(module, index, split=has_weight_passes, gradients=gradients)
+    if way in TRACED:
+        from zerobubble.runtime.split.graph import GraphSplitter  # tracing loads much, and few need it
+
+        return GraphSplitter(module, index, gradients, compiled=way == "compiled", cuda_graphs=cuda_graphs)
     if way == "whole":
-        from zerobubble.runtime.split.whole import WholeStage
-
-        return WholeStage(module, index, gradients=gradients)
-    from zerobubble.runtime.split.graph import GraphStage  # tracing loads much, and few need it
-
-    return GraphStage(module, index, compiled=way == "compiled", cuda_graphs=cuda_graphs, gradients=gradients)
+        return WholeSplitter(module, index, "the stage is run whole, as split says")
+    if not has_weight_passes:
+        return WholeSplitter(module, index, "the schedule gives this stage BW")
+    return DeferredSplitter(module, index, gradients)
