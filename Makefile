@@ -4,11 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt.
+TORCHES := 2.6.0 2.15.0
 
-.PHONY: help venv demo test test-long test-all lint gallery bench clean
+.PHONY: help venv demo test test-long test-all test-versions lint gallery bench clean
 
 help: ## show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zerobubble needs Python 3.11 or newer; set PYTHON=...")'
@@ -29,6 +31,16 @@ test-long: $(READY) ## run the tests that take minutes each
 	$(RUN)/python -m pytest -m long
 
 test-all: test test-long ## run both
+
+test-versions: $(READY) ## run the process tests on the oldest and the newest torch, too (needs about 12 GB of disk, and an hour)
+	for torch in $(TORCHES); do \
+	  $(PYTHON) -m venv $(VENV)-torch-$$torch && \
+	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check torch==$$torch && \
+	  grep -v '^torch==' requirements.txt > $(VENV)-torch-$$torch/requirements.txt && \
+	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-torch-$$torch/requirements.txt && \
+	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . && \
+	  $(VENV)-torch-$$torch/bin/python -m pytest -W default tests/procs tests/pure/test_export_torch.py || exit 1; \
+	done
 
 lint: $(READY) ## check style, types and the import floors
 	$(RUN)/ruff check .
@@ -53,4 +65,4 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/planner/noise.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) demo-report build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* demo-report build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

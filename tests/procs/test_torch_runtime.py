@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import zerobubble as zb
@@ -18,6 +20,9 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.schedules import SCHEDULES
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+pytestmark = pytest.mark.skipif(VERSION < (2, 13), reason="older schedule runtimes of PyTorch fail on schedules of their own, too")
 
 CASES = [(name, p, m) for name in IN_TORCH_CSV if name in TRAINING for p, m in ((2, 3), (2, 4), (4, 8)) if SCHEDULES[name].allows(p, m)]
 
@@ -35,7 +40,6 @@ def play(group: Any, csv: str, form: str, shape: zb.Schedule, module: Callable[.
 
 def step(group: Any, csv: str, form: str, shape: zb.Schedule, modules: dict[int, nn.Module], inputs: Any, targets: Any) -> None:
     """One step of PyTorch's runtime with the stages of this rank; `shape` tells stages and microbatches, the order is that of `csv`."""
-    import torch
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -56,7 +60,7 @@ def paired(module: nn.Module, oracle: nn.Module) -> list[tuple[nn.Parameter, nn.
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
 def test_gradients_are_those_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     schedule = zb.make(name, ranks, microbatches)
-    for form, csv in (("compute_only", to_torch_csv(schedule)), ("compute_comms", to_torch_comms_csv(schedule))):
+    for form, csv in (("compute_only", to_torch_csv(schedule)), ("compute_comms", to_torch_comms_csv(schedule, torch.__version__))):
         assert max(world.run(play, csv, form, schedule, ranks=ranks)) <= 1e-12, form
 
 
@@ -80,7 +84,7 @@ def play_sharded(group: Any, csv: str, shape: zb.Schedule) -> float:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "zb-v", "dualpipe-v"])
 def test_sharded_weights_are_gathered_where_they_are_used(world: Ranks, name: str, unsharded: int) -> None:
     schedule = zb.make(name, 2, 4)
-    assert max(world.run(play_sharded, to_torch_comms_csv(schedule, unsharded), schedule, ranks=4)) <= 1e-12
+    assert max(world.run(play_sharded, to_torch_comms_csv(schedule, torch.__version__, unsharded), schedule, ranks=4)) <= 1e-12
 
 
 # What PyTorch cannot run, or runs wrongly without a word: our reader or writer refuses it where it can be seen in the CSV.
@@ -91,19 +95,22 @@ def with_a_linear_at_the_end(stage: int, num_stages: int) -> nn.Module:
     return nn.Sequential(build(stage, num_stages), *([nn.Linear(6, 6).double()] if stage < num_stages - 1 else []))
 
 
-def test_a_stage_that_gives_a_view_cannot_be_split(world: Ranks) -> None:
+def test_a_stage_that_gives_a_view_can_be_split_from_version_2_15_on(world: Ranks) -> None:
     split = zb.make("interleaved-zb", 1, 2, 3)
     ((state, told),) = world.outcomes(play, to_torch_csv(split), "compute_only", split, with_a_linear_at_the_end, ranks=1)
-    assert state == "error"
-    assert "Failed to run stage backward input" in told
-    assert "Can't detach views in-place. Use detach() instead." in told
+    if VERSION < (2, 15):
+        assert state == "error"
+        assert "Failed to run stage backward input" in told
+        assert "Can't detach views in-place. Use detach() instead." in told
+    else:
+        assert (state, told <= 1e-12) == ("ok", True)
     fused = zb.make("interleaved-1f1b", 1, 2, 3)
     assert world.run(play, to_torch_csv(fused), "compute_only", fused, with_a_linear_at_the_end, ranks=1)[0] <= 1e-12
 
 
 def test_swapped_sends_give_wrong_gradients_in_pytorch_and_are_refused_here(world: Ranks) -> None:
     schedule = zb.make("gpipe", 2, 2)
-    good = to_torch_comms_csv(schedule)
+    good = to_torch_comms_csv(schedule, torch.__version__)
     bad = good.replace("0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0")
     assert max(world.run(play, good, "compute_comms", schedule, ranks=2)) <= 1e-12
     assert max(world.run(play, bad, "compute_comms", schedule, ranks=2)) > 0.1
@@ -116,6 +123,6 @@ def test_forwards_out_of_order_on_the_last_stage_give_wrong_gradients_in_pytorch
     schedule = from_torch_csv(csv)
     assert zb.schedule_faults(schedule) == ()
     assert max(world.run(play, csv, "compute_only", schedule, ranks=2)) > 0.1
-    for write in (to_torch_csv, to_torch_comms_csv):
+    for write in (to_torch_csv, partial(to_torch_comms_csv, torch=torch.__version__)):
         with pytest.raises(InputError, match="the last stage of 'unnamed' runs 1 0; number the microbatches so"):
             write(schedule)

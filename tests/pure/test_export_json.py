@@ -33,7 +33,12 @@ def test_a_schedule_file_is_recognised_in_each_form(name: str) -> None:
 
 def test_a_csv_is_recognised() -> None:
     schedule = make("zb-v", 3, 5)
-    for text in (to_torch_csv(schedule), ",," + to_torch_csv(schedule), to_torch_comms_csv(schedule), to_torch_comms_csv(schedule, 3)):
+    for text in (
+        to_torch_csv(schedule),
+        ",," + to_torch_csv(schedule),
+        to_torch_comms_csv(schedule, "2.13"),
+        to_torch_comms_csv(schedule, "2.15", 3),
+    ):
         assert load_schedule(text, "zb-v") == schedule
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -54,9 +56,9 @@ def runs_without_a_buffer(rows: list[list[Cell]]) -> bool:
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
 def test_what_was_written_is_read_back_and_cannot_stop(name: str, ranks: int, microbatches: int) -> None:
     schedule = make(name, ranks, microbatches)
-    csv = to_torch_comms_csv(schedule)
+    csv = to_torch_comms_csv(schedule, "2.13")
     assert from_torch_csv(csv, name).steps == schedule.steps
-    assert from_torch_csv(to_torch_comms_csv(schedule, 2), name).steps == schedule.steps
+    assert from_torch_csv(to_torch_comms_csv(schedule, "2.13", 2), name).steps == schedule.steps
     assert runs_without_a_buffer(cells(csv))
     sends = sum(isinstance(action, Send) for row in lower(schedule).rows for action in row)
     assert csv.count("SEND") == csv.count("RECV") == sends
@@ -74,7 +76,7 @@ def renumbered(schedule: Schedule) -> Schedule:
 def test_random_schedules_are_read_back_and_cannot_stop(schedule: Schedule, unsharded: int) -> None:
     assume(len(schedule.placement.routes) == 1)
     schedule = renumbered(schedule)
-    csv = to_torch_comms_csv(schedule, unsharded)
+    csv = to_torch_comms_csv(schedule, "2.13", unsharded)
     back = from_torch_csv(csv, schedule.name)
     assert (back.steps, back.placement.routes) == (schedule.steps, schedule.placement.routes)
     assert runs_without_a_buffer(cells(csv))
@@ -84,7 +86,7 @@ def test_random_schedules_are_read_back_and_cannot_stop(schedule: Schedule, unsh
 @pytest.mark.parametrize("name", [name for name in IN_TORCH_CSV if name in TRAINING])
 def test_at_most_so_many_stages_are_gathered_and_reduced_after_their_last_backward(name: str, most: int) -> None:
     schedule = make(name, 2, 4)
-    for rank, row in enumerate(cells(to_torch_comms_csv(schedule, most))):
+    for rank, row in enumerate(cells(to_torch_comms_csv(schedule, "2.13", most))):
         gathered: set[int] = set()
         reduced: list[int] = []
         largest = 0
@@ -105,14 +107,39 @@ def test_at_most_so_many_stages_are_gathered_and_reduced_after_their_last_backwa
 
 
 def test_a_small_one_to_read() -> None:
-    assert to_torch_comms_csv(make("zb-h1", 2, 2), 1) == (
+    assert to_torch_comms_csv(make("zb-h1", 2, 2), "2.13", 1) == (
         "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0W0,0RECV_B1,0I1,0W1,0REDUCE_GRAD,0RESHARD\n"
         "1RECV_F0,1UNSHARD,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1I1,1SEND_B1,1W0,1W1,1REDUCE_GRAD,1RESHARD\n"
     )
 
 
-GOOD = to_torch_comms_csv(make("1f1b", 2, 2), 1)
-LOOPED = to_torch_comms_csv(make("interleaved-1f1b", 2, 2))
+def test_a_small_one_with_waits_to_read() -> None:
+    assert to_torch_comms_csv(make("zb-h1", 2, 2), "2.15.0+cpu", 1) == (
+        "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0WAIT_SEND_F0,0W0,0RECV_B1,0I1,0WAIT_SEND_F1,0W1,"
+        "0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
+        "1RECV_F0,1UNSHARD,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1I1,1SEND_B1,1W0,1W1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,"
+        "1WAIT_SEND_B0,1WAIT_SEND_B1,1RESHARD\n"
+    )
+
+
+@pytest.mark.parametrize("name", IN_TORCH_CSV)
+def test_every_send_and_every_reduction_is_waited_for_once(name: str) -> None:
+    schedule = make(name, 4, 8)
+    csv = to_torch_comms_csv(schedule, "2.15", 2)
+    assert from_torch_csv(csv, name).steps == schedule.steps
+    rows = [line.split(",") for line in csv.splitlines()]
+    older = [line.split(",") for line in to_torch_comms_csv(schedule, "2.14", 2).splitlines()]
+    assert [[cell for cell in row if "WAIT_" not in cell] for row in rows] == older
+    for row in rows:
+        for what, wait in (("SEND_F", "WAIT_SEND_F"), ("SEND_B", "WAIT_SEND_B"), ("REDUCE_GRAD", "WAIT_REDUCE_GRAD")):
+            begun = [place for place, cell in enumerate(row) if re.fullmatch(rf"[0-9]+{what}[0-9]*", cell)]
+            assert len(begun) == sum(wait in cell for cell in row)
+            assert all(row.index(row[place].replace(what, wait)) > place for place in begun)
+
+
+GOOD = to_torch_comms_csv(make("1f1b", 2, 2), "2.13", 1)
+LOOPED = to_torch_comms_csv(make("interleaved-1f1b", 2, 2), "2.13")
+WAITING = to_torch_comms_csv(make("interleaved-1f1b", 2, 2), "2.15")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +170,11 @@ LOOPED = to_torch_comms_csv(make("interleaved-1f1b", 2, 2))
             "line 1, cell 8",
             "last backward of its stage, in cell 10",
         ),
+        (WAITING, "0WAIT_SEND_F1,", "", "line 1, cell 5", "nothing waits for this send; write 0WAIT_SEND_F1 behind it"),
+        (WAITING, "0SEND_F0,", "0WAIT_SEND_F0,0SEND_F0,", "line 1, cell 2", "0WAIT_SEND_F0, but that message is not under way here"),
+        (WAITING, "2WAIT_REDUCE_GRAD,", "", "line 1, cell", "0REDUCE_GRAD begins while 2REDUCE_GRAD is not waited for"),
+        (WAITING, "2REDUCE_GRAD,2WAIT_REDUCE_GRAD,", "2WAIT_REDUCE_GRAD,2REDUCE_GRAD,", "line 1, cell", "no reduction of stage 2 is under"),
+        (WAITING, ",0WAIT_REDUCE_GRAD", "", "line 1, cell", "0REDUCE_GRAD is never waited for; end the row with 0WAIT_REDUCE_GRAD"),
         (LOOPED, "2RECV_F1,2SEND_F0", "2SEND_F0,2RECV_F1", "line 1, cell 7", "under rendezvous messages rank 0 stops"),
     ],
 )
@@ -151,7 +183,7 @@ def test_a_spoilt_csv_is_refused_with_its_place(text: str, old: str, new: str, w
     spoilt = text.replace(old, new)
     with pytest.raises(ParseError) as refusal:
         from_torch_csv(spoilt)
-    assert str(refusal.value).startswith(f"{where}: ")
+    assert str(refusal.value).startswith(where)
     assert why in str(refusal.value)
 
 
@@ -181,8 +213,10 @@ def test_passes_alone_need_no_message() -> None:
 
 def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(InputError, match="2 routes"):
-        to_torch_comms_csv(make("chimera", 2, 2))
+        to_torch_comms_csv(make("chimera", 2, 2), "2.13")
     with pytest.raises(InputError, match="must be >= 0, got -1"):
-        to_torch_comms_csv(make("1f1b", 2, 2), -1)
+        to_torch_comms_csv(make("1f1b", 2, 2), "2.13", -1)
+    with pytest.raises(InputError, match="torch is the version of PyTorch that will read the CSV"):
+        to_torch_comms_csv(make("1f1b", 2, 2), "newest")
     with pytest.raises(ScheduleError, match="lacks 0BW1"):
-        to_torch_comms_csv(from_torch_csv("0F0,0F1,0B0\n"))
+        to_torch_comms_csv(from_torch_csv("0F0,0F1,0B0\n"), "2.13")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -28,23 +28,36 @@ ORDERS: dict[str, Callable[[Schedule], str]] = {
     "json": dumps,
     "program": lambda schedule: lower(schedule).to_text(),
     "torch-csv": to_torch_csv,
-    "torch-csv-comms": to_torch_comms_csv,
-    "torch-csv-fsdp": partial(to_torch_comms_csv, unsharded=MOST_UNSHARDED),
 }
 """Forms that tell the order of passes."""
+WITH_MESSAGES = {"torch-csv-comms": 0, "torch-csv-fsdp": MOST_UNSHARDED}
+"""Forms for PyTorch that tell the messages, too, with the number of stages whose weights are gathered at a time."""
 PICTURES: dict[str, Callable[[Timeline], str]] = {"svg": timeline_svg, "perfetto": perfetto_json}
 """Forms that tell when each pass runs, which takes costs."""
+FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]
 
 
 @click.command("make")
 @click.argument("name")
 @shape_options
 @cost_options
-@click.option("--format", "form", type=click.Choice([*ORDERS, *PICTURES, LAYOUT]), help="Form of the file; text if not given.")
+@click.option(
+    "--format", "form", type=click.Choice([*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]), help="Form of the file; text if not given."
+)
 @click.option("--layers", type=int, metavar="N", help="Transformer layers of the model, for the layout.")
+@click.option("--torch", metavar="VERSION", help="The PyTorch that will read a CSV with messages, such as 2.13; the one installed here.")
 @click.option("-o", "--output", metavar="FILE", help="Write here instead of to stdout.")
 @json_option
-def make_file(name: str, shape: Shape, given: CostOptions, form: str | None, layers: int | None, output: str | None, as_json: bool) -> None:
+def make_file(
+    name: str,
+    shape: Shape,
+    given: CostOptions,
+    form: str | None,
+    layers: int | None,
+    torch: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
     """Write the schedule NAME in one of these forms:
 
     \b
@@ -65,6 +78,7 @@ def make_file(name: str, shape: Shape, given: CostOptions, form: str | None, lay
       zerobubble make zb-h1 --ranks 4 --microbatches 8
       zerobubble make zb-v --ranks 8 --microbatches 24 --format torch-csv -o zbv.csv
       zerobubble make plan.json --format torch-csv -o plan.csv
+      zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv-comms --torch 2.15
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 10 --set group=4
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
     """
@@ -73,9 +87,12 @@ def make_file(name: str, shape: Shape, given: CostOptions, form: str | None, lay
     form = "json" if as_json else form or "text"
     if layers is not None and form != LAYOUT:
         raise click.UsageError(f"--layers belongs to --format {LAYOUT}: leave it out")
+    if torch is not None and form not in WITH_MESSAGES:
+        raise click.UsageError(f"--torch belongs to --format {' and '.join(WITH_MESSAGES)}: leave it out")
     if form not in PICTURES and (flags := given_flags("costs_file", *EQUAL_COSTS)):
         raise click.UsageError(f"{flags[0]} belongs to --format {' and '.join(PICTURES)}, the form {form} holds no times: leave it out")
-    text = _text(find_schedule(name, shape), form, given, layers)
+    found = find_schedule(name, shape)
+    text = _with_messages(found, form, torch) if form in WITH_MESSAGES else _text(found, form, given, layers)
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -90,6 +107,15 @@ def _text(found: Given, form: str, given: CostOptions, layers: int | None) -> st
         return _layout(found, layers)
     (costed,) = with_costs([found], given)
     return PICTURES[form](simulate(costed.schedule, costed.costs))
+
+
+def _with_messages(found: Given, form: str, torch: str | None) -> str:
+    """PyTorch's CSV with messages for a version of it, or for the one that is installed."""
+    try:
+        return to_torch_comms_csv(found.schedule, torch or version("torch"), WITH_MESSAGES[form])
+    except PackageNotFoundError:
+        remedy = "give --torch VERSION, that of the PyTorch that will read the file"
+        raise InputError(f"--format {form} depends on the version of PyTorch, and none is installed here: {remedy}") from None
 
 
 def _layout(found: Given, layers: int | None) -> str:

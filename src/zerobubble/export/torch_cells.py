@@ -1,4 +1,4 @@
-"""The cells of PyTorch's schedule CSV: steps, the two ends of a message, and the care for a stage's weights.
+"""The cells of PyTorch's schedule CSV: steps, the two ends of a message, the wait for a send, and the care for a stage's weights.
 
 PyTorch writes `<stage><letter><microbatch>` with I for our B and B for our BW; F and W are the same: the table of kinds
 has these letters. The grammar is exact, where PyTorch's own reader drops what follows a cell (`2F0junk` is 2F0 to it).
@@ -30,12 +30,24 @@ class End(NamedTuple):
         return f"{self.stage}{'SEND' if self.is_send else 'RECV'}_{_DIRECTION[self.stuff]}{self.microbatch}"
 
 
+class SendWait(NamedTuple):
+    """The wait until a message that `stage` sent for `microbatch` has left, after which it is let go. PyTorch has it from version 2.15."""
+
+    stuff: Stuff
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}WAIT_SEND_{_DIRECTION[self.stuff]}{self.microbatch}"
+
+
 class Care(StrEnum):
-    """What happens to the weights of a stage: gathered, given up again, their gradients divided and reduced."""
+    """What happens to the weights of a stage: gathered, given up again, their gradients divided and reduced, the reduction waited for."""
 
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
 
 class Weights(NamedTuple):
@@ -48,11 +60,12 @@ class Weights(NamedTuple):
         return f"{self.stage}{self.care}"
 
 
-Cell = Step | End | Weights
+Cell = Step | End | SendWait | Weights
 
 _PASS = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _END = re.compile(r"([0-9]{1,9})(SEND|RECV)_([FB])([0-9]{1,9})")
+_SEND_WAIT = re.compile(r"([0-9]{1,9})WAIT_SEND_([FB])([0-9]{1,9})")
 _WEIGHTS = re.compile(rf"([0-9]{{1,9}})({'|'.join(Care)})")
 
 
@@ -72,13 +85,15 @@ def _letter(kind: Kind) -> str:
 
 def cell_text(cell: Cell) -> str:
     """The cell as it stands in the CSV; `parse_cell` reads it back."""
-    return str(cell) if isinstance(cell, (End, Weights)) else step_cell(cell)
+    return str(cell) if isinstance(cell, (End, SendWait, Weights)) else step_cell(cell)
 
 
 def parse_cell(text: str) -> Cell:
     """Read one cell; raises `ParseError` for anything else."""
     if match := _END.fullmatch(text):
         return End(match[2] == "SEND", _STUFF[match[3]], int(match[1]), int(match[4]))
+    if match := _SEND_WAIT.fullmatch(text):
+        return SendWait(_STUFF[match[2]], int(match[1]), int(match[3]))
     if match := _WEIGHTS.fullmatch(text):
         return Weights(Care(match[2]), int(match[1]))
     if match := _OVERLAP.fullmatch(text):

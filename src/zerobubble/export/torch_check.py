@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from zerobubble.errors import Fault, ParseError
-from zerobubble.export.torch_cells import Care, Cell, End, Weights, cell_text
+from zerobubble.export.torch_cells import Care, Cell, End, SendWait, Weights, cell_text
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
@@ -20,7 +20,7 @@ Cells = dict[int, Cell]
 
 def steps_of(cells: Cells) -> list[Step]:
     """The steps alone."""
-    return [cell for cell in cells.values() if not isinstance(cell, (End, Weights))]
+    return [cell for cell in cells.values() if not isinstance(cell, (End, SendWait, Weights))]
 
 
 def check_comms(schedule: Schedule, rows: Sequence[Cells]) -> None:
@@ -32,7 +32,7 @@ def check_comms(schedule: Schedule, rows: Sequence[Cells]) -> None:
         return
     reduces = any(isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD for row in rows for cell in row.values())
     for line, row in enumerate(rows, 1):
-        for place, wrong in (*_gather_faults(row), *(_reduce_faults(row) if reduces else ())):
+        for place, wrong in (*_gather_faults(row), *(_reduce_faults(row) if reduces else ()), *_reduction_wait_faults(row)):
             raise _error(line, place, wrong)
     _check_messages(schedule, rows)
 
@@ -44,7 +44,7 @@ def _error(line: int, place: int, message: str) -> ParseError:
 def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
     """What is wrong with UNSHARD and RESHARD in a row, by place; a row without them has its weights at hand."""
     held = {op.stage for step in steps_of(row) for op in step}
-    gathers = any(isinstance(cell, Weights) and cell.care is not Care.REDUCE_GRAD for cell in row.values())
+    gathers = any(isinstance(cell, Weights) and cell.care in (Care.UNSHARD, Care.RESHARD) for cell in row.values())
     gathered: dict[int, int] = {}
     for place, cell in row.items():
         match cell:
@@ -55,7 +55,7 @@ def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
             case Weights(Care.RESHARD, stage):
                 if gathered.pop(stage, None) is None:
                     yield place, f"{cell}, but these weights are not gathered; remove it"
-            case Weights() | End():
+            case Weights() | End() | SendWait():
                 pass
             case step if gathers and (absent := {op.stage for op in step} - gathered.keys()):
                 yield place, f"the weights of stage {min(absent)} are not gathered here; write {min(absent)}UNSHARD before"
@@ -65,7 +65,7 @@ def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
 
 def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
     """What is wrong with REDUCE_GRAD in a row, by place: each stage needs one where any has one, because it also divides the gradients."""
-    passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (End, Weights)))
+    passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (End, SendWait, Weights)))
     last = {op.stage: place for place, step in passes for op in step if traits_of(op.kind).adds_gradients}
     reduced: set[int] = set()
     for place, cell in row.items():
@@ -79,19 +79,54 @@ def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
         yield last[stage], f"the gradients of stage {stage} stay undivided while others are divided; write {stage}REDUCE_GRAD after it"
 
 
+def _reduction_wait_faults(row: Cells) -> Iterator[tuple[int, str]]:
+    """What is wrong with WAIT_REDUCE_GRAD in a row, by place: where there is any, each reduction is waited for before the next begins."""
+    care = {place: cell for place, cell in row.items() if isinstance(cell, Weights)}
+    if all(cell.care is not Care.WAIT_REDUCE_GRAD for cell in care.values()):
+        return
+    pending: Weights | None = None
+    for place, cell in care.items():
+        if cell.care is Care.REDUCE_GRAD:
+            if pending is not None:
+                yield place, f"{cell} begins while {pending} is not waited for; write {pending.stage}WAIT_REDUCE_GRAD before it"
+            pending = cell
+        elif cell.care is Care.WAIT_REDUCE_GRAD:
+            if pending is None or pending.stage != cell.stage:
+                yield place, f"{cell}, but no reduction of stage {cell.stage} is under way here; move it behind {cell.stage}REDUCE_GRAD"
+            pending = None
+    if pending is not None:
+        yield max(care), f"{pending} is never waited for; end the row with {pending.stage}WAIT_REDUCE_GRAD"
+
+
 Placed = list[tuple[int, Action]]
 """The actions of a rank, each with the place of its cell."""
 
 
 def _check_messages(schedule: Schedule, rows: Sequence[Cells]) -> None:
     ends = _ends(schedule)
-    actions = [_actions(schedule, rank, row, ends) for rank, row in enumerate(rows)]
+    waits = any(isinstance(cell, SendWait) for row in rows for cell in row.values())
+    actions = [_actions(schedule, rank, row, ends, waits=waits) for rank, row in enumerate(rows)]
     _check_order(rows, actions)
     program = Program(*schedule.head[:3], tuple(tuple(action for _, action in row) for row in actions))
+    _check_send_waits(actions)
     faults = [fault for fault in program_faults(program) if fault.code != "leak"]
     if faults:
         rank, place = _where(faults[0], actions)
         raise _error(rank + 1, place, f"{cell_text(rows[rank][place])}: {_reason(faults[0])}")
+
+
+def _check_send_waits(actions: Sequence[Placed]) -> None:
+    """Raise `ParseError` for a send that nobody waits for, where the CSV has waits, and for a wait before its send."""
+    for rank, row in enumerate(actions):
+        sent: dict[Value, int] = {}
+        for place, action in row:
+            if isinstance(action, Send):
+                sent[action.value] = place
+            elif isinstance(action, Free) and sent.pop(action.value, None) is None:
+                wait = SendWait(*action.value)
+                raise _error(rank + 1, place, f"{wait}, but that message is not under way here; write one {wait}, behind its send")
+        for value, place in sent.items():
+            raise _error(rank + 1, place, f"nothing waits for this send; write {SendWait(*value)} behind it, once it must have arrived")
 
 
 def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
@@ -106,15 +141,19 @@ def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
     return ends
 
 
-def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Value, int]]) -> Placed:
-    """The row as a program has it: what is sent ends once it is sent."""
+def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Value, int]], *, waits: bool) -> Placed:
+    """The row as a program has it. A message is freed where the CSV waits for its send, or without any `waits`, once it is sent."""
     placed: Placed = []
     for place, cell in row.items():
         if isinstance(cell, End):
             if cell not in ends:
                 raise _error(rank + 1, place, f"{cell} is no message of these passes, none goes this way between two ranks; remove it")
             value, peer = ends[cell]
-            placed += [(place, Send(value, peer)), (place, Free(value))] if cell.is_send else [(place, Recv(value, peer))]
+            placed.append((place, Send(value, peer) if cell.is_send else Recv(value, peer)))
+            if cell.is_send and not waits:
+                placed.append((place, Free(value)))
+        elif isinstance(cell, SendWait):
+            placed.append((place, Free(Value(*cell))))
         elif not isinstance(cell, Weights):
             placed.append((place, Compute(cell)))
     return placed
