@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.planning.competition import Choice
-from zerobubble.planning.pareto import TITLES, Front, Point, cells
+from zerobubble.planning.pareto import TITLES, Front, Point, point_cells
 from zerobubble.planning.problem import Objective, Status
 from zerobubble.planning.reasons import percent
 from zerobubble.units import ticks
@@ -149,7 +149,7 @@ def front_html(front: Front, title: str) -> str:
     picture = front_svg(front, "")
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in TITLES)
-    body = "".join(_row(cells(point)) for point in front.points)
+    body = "".join(_row(point_cells(point)) for point in front.points)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'

@@ -30,13 +30,13 @@ class Front:
     points: tuple[Point, ...]
 
     def __str__(self) -> str:
-        return "\n".join(aligned([TITLES, *map(cells, self.points)], left=(1, 7)))
+        return "\n".join(aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)))
 
 
 TITLES = ("memory", "placement", "span bubble", "makespan bubble", "bound", "peak", "messages", "schedule")
 
 
-def cells(point: Point) -> tuple[str, ...]:
+def point_cells(point: Point) -> tuple[str, ...]:
     """The figures of one point, under `TITLES`."""
     solved, memory = point.plan.best, f"{point.memory:g}"
     bound = percent(point.plan.lower_bound)

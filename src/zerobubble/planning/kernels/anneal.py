@@ -1,125 +1,146 @@
 """Order annealing: move passes along their rows where that shortens the schedule, now and then where it does not.
 
-Every move is played exactly, but only from the time it can matter and only until it is known to be refused.
+Simulated annealing over the orders of all rows. Every move is played exactly, but only from the time from which it can matter, and only
+until it is known to be refused. The times are those measured, or many noisy samples, whose mean cost counts: see `samples`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, initial_play_state, play_rows, update_held
+from zerobubble.planning.kernels.samples import Times, aim, copy_times, draw_sample, duration_of, in_sample, time_of_rank
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 MAX_SHIFT = 24
 """A move takes a pass past at most so many others."""
 
+INTO_GAP = 0.4
+"""The share of moves that pull a pass into idle time."""
+
+ANY_PASS = 0.15
+"""The share of moves that shift any pass; those left shift a pass of the critical path."""
+
+SHIFT_BACK = 0.3
+"""The share of moves after which the last pass that was passed goes the other way: the two change places."""
+
 
 @compiled
 def seed_random(seed: int) -> None:
-    """Seed the dice of the kernels."""
+    """Seed the random numbers of the kernels, which are apart from those of numpy."""
     np.random.seed(seed)
 
 
 class MoveScratch(NamedTuple):
-    """Room for moves: the times of the rows as they were, where each rank is played from, and a critical path."""
+    """Room for moves: the times of the rows before the move, from where each rank is played again, and a critical path."""
 
-    end: Ints
-    idle: Ints
+    end: Times
+    idle: Times
     resume: Ints
     path: Ints
-    play_state: PlayState
+    play: PlayState
 
 
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
-    """Room to move passes of `rows`, played before."""
-    return MoveScratch(
-        rows.end.copy(), rows.idle.copy(), np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code), initial_play_state(tables)
-    )
+    """Room to move passes of `rows`, which have been played."""
+    resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
+    return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, initial_play_state(tables, rows))
 
 
+# The loop over moves is one function, since what it keeps from move to move (cost, critical path) must stay in registers.
 @compiled
 def anneal(
-    tables: Tables, rows: Rows, scratch: MoveScratch, best: Ints, goal: int, target: int, share: float, hot: float, cold: float, moves: int
-) -> tuple[int, int]:
-    """Try `moves` moves on `rows`, played before, while the temperature (ns) falls from `hot` to `cold`.
+    tables: Tables,
+    rows: Rows,
+    scratch: MoveScratch,
+    best: Ints,
+    goal: Any,
+    target: Any,
+    cost: float,
+    share: float,
+    most: float,
+    hot: float,
+    cold: float,
+    moves: int,
+) -> tuple[Any, float, int]:
+    """Try `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
 
-    `scratch` holds the times of `rows`. `goal` is the longest time of the word `best`; both are replaced by what is better, and reaching
-    `target` ends the search. Gives the goal and the number of moves tried. Cost is longest + share * sum, see `play_rows`.
+    `scratch` holds the times of `rows`. `goal` is how good the order `best` is, in ns: its longest time, or its cost if there are samples.
+    Both are replaced by what is better, and reaching `target` ends the search. Gives the goal, the cost of `rows` and the number of moves
+    tried. See `play_rows` for the cost, its `share`, and `most`.
     """
-    ranks = len(tables.ranks)
-    end, idle, resume, path, path_length = scratch.end, scratch.idle, scratch.resume, scratch.path, 0
-    head = scratch.play_state.head
-    longest, total = lengths(tables, rows)
-    cost = longest + share * total
+    path_length = 0
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)
-        dice = np.random.random()
-        if dice < 0.4:
+        kind = np.random.random()
+        if kind < INTO_GAP:
             start, stop = draw_move_into_gap(tables, rows)
-        elif dice < 0.85:
+        elif kind < 1 - ANY_PASS:
             if path_length == 0:
-                path_length = critical_path(tables, rows, path)
-            start = path[np.random.randint(path_length)]
+                path_length = critical_path(tables, rows, scratch.path)
+            start = scratch.path[np.random.randint(path_length)]
             stop = start + np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1)
         else:
             start = np.random.randint(len(rows.code))
             stop = start + np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1)
-        r = tables.codes[rows.code[start]].rank
-        stop = move_pass(tables, rows, r, start, stop)
+        rank = tables.codes[rows.code[start]].rank
+        stop = move_pass(tables, rows, rank, start, stop)
         if stop == start:
             continue
         back_from, back_to = start, start
-        if np.random.random() < 0.3:
+        if np.random.random() < SHIFT_BACK:
             back_from = stop - 1 if stop > start else stop + 1
-            back_to = move_pass(tables, rows, r, back_from, start)
+            back_to = move_pass(tables, rows, rank, back_from, start)
         low, high = min(start, stop, back_from, back_to), max(start, stop, back_from, back_to) + 1
-        accepted = update_held(tables, rows, r, low, high)
+        accepted = update_held(tables, rows, rank, low, high)
         if accepted:
-            free = rows.end[low - 1] if low > tables.ranks[r].first else 0
-            for q in range(ranks):
-                resume[q] = low if q == r else first_start_from(tables, rows, q, free)
-                head[q] = resume[q]
             cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
-            longest, total = play_rows(tables, rows, scratch.play_state, share, cutoff)
+            longest, new_cost = play_from(tables, rows, scratch, rank, low, share, most, cutoff)
             accepted = longest >= 0
-            for q in range(ranks):
-                for at in range(resume[q], head[q]):
-                    if accepted:
-                        end[at], idle[at] = rows.end[at], rows.idle[at]
-                    else:
-                        rows.end[at], rows.idle[at] = end[at], idle[at]
         if not accepted:
             if back_to != back_from:
-                move_pass(tables, rows, r, back_to, back_from)
-            move_pass(tables, rows, r, stop, start)
-            update_held(tables, rows, r, low, high)
+                move_pass(tables, rows, rank, back_to, back_from)
+            move_pass(tables, rows, rank, stop, start)
+            update_held(tables, rows, rank, low, high)
             continue
-        path_length, cost = 0, longest + share * total
-        if longest < goal:
-            goal = longest
+        path_length, cost = 0, new_cost
+        reached = aim(rows.end, longest, cost)
+        if reached < goal:
+            goal = reached
             copy_into(best, rows.code)
             if goal <= target:
-                return goal, tried + 1
-    return goal, moves
+                return goal, cost, tried + 1
+    return goal, cost, moves
 
 
 @inlined
-def lengths(tables: Tables, rows: Rows) -> tuple[int, int]:
-    """The longest time of a rank and the sum over ranks, of rows played to the end."""
-    longest, total = 0, 0
+def play_from(
+    tables: Tables, rows: Rows, scratch: MoveScratch, rank: int, low: int, share: float, most: float, cutoff: float
+) -> tuple[Any, float]:
+    """Play the rows anew from position `low` of `rank` on, on other ranks from the time at which the pass before it ends.
+
+    Gives what `play_rows` does. `rows` and `scratch` agree afterwards: on the new times, or on the old ones where the play is refused.
+    """
+    resume, head = scratch.resume, scratch.play.head
+    free = in_sample(rows.end, low - 1, 0) if low > tables.ranks[rank].first else 0
     for r in range(len(tables.ranks)):
-        length = tables.ranks[r].work + rows.idle[tables.ranks[r].stop - 1]
-        longest = max(longest, length)
-        total += length
-    return longest, total
+        resume[r] = low if r == rank else first_start_from(tables, rows, r, free)
+        head[r] = resume[r]
+    longest, cost = play_rows(tables, rows, scratch.play, share, most, cutoff)
+    for r in range(len(tables.ranks)):
+        if longest >= 0:
+            copy_times(scratch.end, scratch.idle, rows.end, rows.idle, resume[r], head[r])
+        else:
+            copy_times(rows.end, rows.idle, scratch.end, scratch.idle, resume[r], head[r])
+    return longest, cost
 
 
 @inlined
 def move_pass(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> int:
-    """Move the pass at position `start` towards `stop`, up to a pass it must not change places with; where it comes to stand."""
+    """Move the pass at position `start` towards `stop`, up to a pass that it must not change places with; its new position."""
     stop = max(tables.ranks[rank].first, min(stop, tables.ranks[rank].stop - 1))
     step = 1 if stop > start else -1
     at = start
@@ -143,20 +164,23 @@ def must_follow(tables: Tables, rows: Rows, before: int, following: int) -> bool
 @inlined
 def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
     """Let two passes change places."""
-    order, microbatch, where = rows.code, rows.microbatch, rows.where
-    order[one], order[other] = order[other], order[one]
+    code, microbatch, where = rows.code, rows.microbatch, rows.where
+    code[one], code[other] = code[other], code[one]
     microbatch[one], microbatch[other] = microbatch[other], microbatch[one]
-    where[order[one] * tables.microbatches + microbatch[one]] = one
-    where[order[other] * tables.microbatches + microbatch[other]] = other
+    where[code[one] * tables.microbatches + microbatch[one]] = one
+    where[code[other] * tables.microbatches + microbatch[other]] = other
 
 
 @inlined
-def first_start_from(tables: Tables, rows: Rows, rank: int, time: int) -> int:
-    """The first position of `rank` whose pass starts at `time` or later."""
+def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
+    """The first position of `rank` whose pass starts at `time` or later, by the measured times.
+
+    No pass before it waits for one that starts then, in whatever sample.
+    """
     low, high = tables.ranks[rank].first, tables.ranks[rank].stop
     while low < high:
         middle = (low + high) // 2
-        if rows.end[middle] - tables.codes[rows.code[middle]].time < time:
+        if in_sample(rows.end, middle, 0) - tables.codes[rows.code[middle]].time < time:
             low = middle + 1
         else:
             high = middle
@@ -165,10 +189,11 @@ def first_start_from(tables: Tables, rows: Rows, rank: int, time: int) -> int:
 
 @inlined
 def draw_move_into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
-    """A pass to pull into the first gap after a random position, and that gap's position."""
+    """A pass to pull into the first gap after a random position, and that gap's position; with samples, a gap of one of them."""
+    sample = draw_sample(rows.idle)
     gap = np.random.randint(len(rows.code))
     last = tables.ranks[tables.codes[rows.code[gap]].rank].stop - 1
-    while gap < last and (gap == 0 or rows.idle[gap] == rows.idle[gap - 1]):
+    while gap < last and (gap == 0 or in_sample(rows.idle, gap, sample) == in_sample(rows.idle, gap - 1, sample)):
         gap += 1
     wish = rows.code[min(gap + 1 + np.random.randint(MAX_SHIFT), last)]
     start = gap
@@ -178,26 +203,38 @@ def draw_move_into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
 
 
 @inlined
-def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
-    """Fill `path` with the positions that hold up the end of the longest rank, last first; their number."""
-    worst, longest = 0, -1
+def last_of_longest(tables: Tables, rows: Rows, sample: int) -> int:
+    """The position of the last pass of the rank that takes longest in a sample."""
+    worst, longest = 0, -1.0
     for r in range(len(tables.ranks)):
-        length = tables.ranks[r].work + rows.idle[tables.ranks[r].stop - 1]
+        length = time_of_rank(tables, rows.idle, rows.sampled, r, sample)
         if length > longest:
             worst, longest = r, length
-    at, path_length = tables.ranks[worst].stop - 1, 0
+    return tables.ranks[worst].stop - 1
+
+
+@inlined
+def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
+    """Fill `path` with the positions that hold up the end of the longest rank, last first; their number.
+
+    With samples, it is the critical path of one of them. Where both the pass before in the row and a message hold up a pass, either may
+    be on the path.
+    """
+    sample = draw_sample(rows.end)
+    at, length = last_of_longest(tables, rows, sample), 0
     while True:
-        path[path_length] = at
-        path_length += 1
+        path[length] = at
+        length += 1
         code = rows.code[at]
-        r, need = tables.codes[code].rank, tables.codes[code].maker
-        start = rows.end[at] - tables.codes[code].time
-        in_row = at > tables.ranks[r].first and rows.end[at - 1] == start
+        rank, need = tables.codes[code].rank, tables.codes[code].maker
+        start = in_sample(rows.end, at, sample) - duration_of(tables, rows.end, rows.sampled, code, rows.microbatch[at], sample)
+        in_row = at > tables.ranks[rank].first and in_sample(rows.end, at - 1, sample) == start
         if need >= 0:
             source = rows.where[need * tables.microbatches + rows.microbatch[at]]
-            if rows.end[source] + tables.codes[code].lag == start and not (in_row and np.random.random() < 0.5):
+            by_message = in_sample(rows.end, source, sample) + tables.codes[code].lag == start
+            if by_message and not (in_row and np.random.random() < 0.5):
                 at = source
                 continue
         if not in_row:
-            return path_length
+            return length
         at -= 1

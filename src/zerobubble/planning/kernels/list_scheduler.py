@@ -1,6 +1,10 @@
-"""The list scheduler: time after time the rank that can start first runs the pass whose due date comes first.
+"""The list scheduler: again and again, the rank that can start first runs the pass whose due date comes first.
 
-Every rank keeps room for the microbatch that came furthest to reach its last stage there, so it never runs into a dead end.
+It is a dispatching rule: every F and B has a due date, and a rank takes the most urgent of the passes that are ready, or waits a little for
+a more urgent one. W has no due date of its own; it goes where a gap is worth it, memory asks for it, or too many W are pending.
+
+No order it makes runs into a dead end of memory: each rank keeps room for the microbatch that has come furthest on it to reach its
+last stage there and to run its B, which gives memory back.
 """
 
 from __future__ import annotations
@@ -13,38 +17,58 @@ from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 
 FAR = 1 << 62
+"""A time that is not known yet, later than all others."""
 
 DISPATCH = np.dtype([(name, "f8") for name in ("period", "patience", "strict", "patch", "allowance", "backlog", "delay")])
-"""How a rank behaves, in ns unless said otherwise. `period`: from a microbatch's due date to the next one's. `patience`: how much longer
-than for the first pass that can run it waits for one that is due before it. `strict`: how much later than its most urgent pass, ready or
-not, a pass may be due to be run. `patch`: W fills a gap of at least this share of its own time. `allowance`: the idle time after which W
-fills any gap. `backlog`: the number of pending W at which one is run. `delay`: how long after its B a W is due."""
+"""The parameters of the dispatching rule, one set for each rank, in ns unless said otherwise.
+
+- `period`: from a microbatch's due date to that of the next one.
+- `patience`: how much longer than for the first pass that is ready a rank waits for one that is due before it.
+- `strict`: by how much a pass may be due later than the rank's most urgent one, ready or not, and still be run.
+- `patch`: W fills a gap that is at least this share of its own time.
+- `allowance`: the idle time of the rank, all in all, beyond which W fills any gap.
+- `backlog`: the number of pending W at which one is run.
+- `delay`: how long after its B a W is due.
+"""
 
 _NEXT = np.dtype([("runs", "i8"), ("arrival", "i8"), ("due", "f8")])
+"""Of a code: how often it has run, when the message of its next pass is there (`FAR` while nobody has made it), when that pass is due."""
+
 _RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "alive", "room", "pending", "choice", "start")])
+"""Of a rank.
+
+- `filled`: the number of passes it has run.
+- `free`: when it is free, and `idle` how long it has idled, in ns.
+- `held`: the bytes it holds, and `alive` those of them that wait for a B.
+- `room`: the bytes that may wait for a B, its limit less what a B may add.
+- `pending`: the number of W whose B has run.
+- `choice`: the code that it runs next.
+- `start`: when its most urgent F or B could start, in ns.
+"""
+
 _READY = np.dtype([("code", "i8"), ("start", "i8"), ("due", "f8")])
+"""A pass that is ready on a rank: when it can start and when it is due."""
 
 
 class ListScratch(NamedTuple):
-    """Room for the list scheduler to write on: made once, used again and again."""
+    """Room for the list scheduler to write on: made once for a problem and used again for every schedule."""
 
     order: Ints
-    """The rows, rank after rank."""
+    """The codes of the schedule, rank after rank."""
     end: Ints
     """When code c ended for microbatch j, at `c * microbatches + j`."""
     next: Records
-    """For every code how often it has run, when its next message is there (`FAR` while nobody has made it), and when it is due."""
+    """A `_NEXT` for each code."""
     ranks: Records
-    """For every rank the passes it has run, when it is free, the ns it has idled, the bytes it holds and those that wait for a B, the room
-    for these, the number of pending W, what it runs next, and when the most urgent F or B could start."""
+    """A `_RANK` for each rank."""
     next_start: Ints
-    """When every rank starts what it runs next, `FAR` if it has to wait for news."""
+    """When each rank starts what it runs next; `FAR` if it has to wait for a message or for memory."""
     ready: Records
-    """The passes a rank can choose from."""
+    """The passes that one rank can choose from, a `_READY` each."""
 
 
 def list_scratch(tables: Tables) -> ListScratch:
-    """A sheet for `tables`."""
+    """Room to schedule the problem of `tables`."""
     size, codes, ranks = tables.size, len(tables.codes), len(tables.ranks)
     return ListScratch(
         np.zeros(size, np.int64),
@@ -58,53 +82,62 @@ def list_scratch(tables: Tables) -> ListScratch:
 
 @compiled
 def list_schedule(tables: Tables, due: Floats, dispatch: Records, scratch: ListScratch) -> tuple[int, int]:
-    """Fill the sheet with the rows that due dates (ns, of microbatch 0) and `DISPATCH` per rank lead to.
+    """Write into `scratch.order` the schedule that due dates (ns, of microbatch 0) and a `DISPATCH` per rank lead to.
 
-    Gives the longest time of a rank and the sum over ranks as `play` does; (-1, 0) where a pass is held up by memory that nothing can free.
+    Gives the time of the longest rank and the sum over ranks, in ns; (-1, 0) where a pass is held up by memory that nothing can free.
     """
     reset(tables, due, scratch)
-    for r in range(len(tables.ranks)):
-        choose_next_pass(tables, dispatch, scratch, r, True)
+    for rank in range(len(tables.ranks)):
+        choose_next_pass(tables, dispatch, scratch, rank, True)
     for _ in range(len(scratch.order)):
-        r = first_rank_to_start(scratch)
-        if scratch.next_start[r] == FAR:
-            for q in range(len(tables.ranks)):
-                choose_next_pass(tables, dispatch, scratch, q, False)
-            r = first_rank_to_start(scratch)
-            if scratch.next_start[r] == FAR:
+        rank = first_rank_to_start(scratch)
+        if scratch.next_start[rank] == FAR:
+            # `strict` may keep every rank waiting for a pass that waits itself: choose among all that is ready.
+            for other in range(len(tables.ranks)):
+                choose_next_pass(tables, dispatch, scratch, other, False)
+            rank = first_rank_to_start(scratch)
+            if scratch.next_start[rank] == FAR:
                 return -1, 0
-        user = run_chosen_pass(tables, dispatch[r].period, scratch, r)
-        choose_next_pass(tables, dispatch, scratch, r, True)
-        if user >= 0 and tables.codes[user].rank != r:
-            q = tables.codes[user].rank
-            if scratch.next[user].arrival <= scratch.ranks[q].start + dispatch[q].patience:
-                choose_next_pass(tables, dispatch, scratch, q, True)
+        user = run_chosen_pass(tables, dispatch[rank].period, scratch, rank)
+        choose_next_pass(tables, dispatch, scratch, rank, True)
+        if user >= 0 and tables.codes[user].rank != rank:
+            # A message changes what its reader runs next only if it comes before what the reader has chosen, within its patience.
+            reader = tables.codes[user].rank
+            if scratch.next[user].arrival <= scratch.ranks[reader].start + dispatch[reader].patience:
+                choose_next_pass(tables, dispatch, scratch, reader, True)
     longest, total = 0, 0
-    for r in range(len(tables.ranks)):
-        length = tables.ranks[r].work + scratch.ranks[r].idle
-        longest = max(longest, length)
-        total += length
+    for rank in range(len(tables.ranks)):
+        time = tables.ranks[rank].work + scratch.ranks[rank].idle
+        longest = max(longest, time)
+        total += time
     return longest, total
 
 
 @compiled
 def reset(tables: Tables, due: Floats, scratch: ListScratch) -> None:
-    """Nothing has run yet."""
+    """Put the scratch into the state in which nothing has run."""
     for code in range(len(tables.codes)):
         one = scratch.next[code]
-        one.runs, one.due = 0, due[code]
+        one.runs = 0
+        one.due = due[code]
         one.arrival = 0 if tables.codes[code].maker < 0 else FAR
-    for r in range(len(tables.ranks)):
-        state, growth = scratch.ranks[r], 0
-        state.filled, state.free, state.idle, state.held, state.alive, state.pending = 0, 0, 0, 0, 0, 0
-        for at in range(tables.ranks[r].forward, tables.ranks[r].forward_stop):
+    for rank in range(len(tables.ranks)):
+        state = scratch.ranks[rank]
+        state.filled = 0
+        state.free = 0
+        state.idle = 0
+        state.held = 0
+        state.alive = 0
+        state.pending = 0
+        growth = 0
+        for at in range(tables.ranks[rank].forward, tables.ranks[rank].forward_stop):
             growth = max(growth, tables.codes[tables.codes[tables.forwards[at]].successor].held)
-        state.room = tables.ranks[r].limit - growth
+        state.room = tables.ranks[rank].limit - growth
 
 
 @inlined
 def first_rank_to_start(scratch: ListScratch) -> int:
-    """The rank that can start first."""
+    """The rank that can start first; of several the lowest."""
     first, rank = FAR, 0
     for start in scratch.next_start:
         first = min(first, start)
@@ -125,12 +158,12 @@ def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: i
     state.held += of.held
     scratch.order[tables.ranks[rank].first + state.filled] = code
     state.filled += 1
-    if of.predecessor < 0:
+    if of.predecessor < 0:  # F
         state.alive += of.held
-    elif of.successor >= 0:
+    elif of.successor >= 0:  # B
         state.alive -= tables.codes[of.predecessor].held
         state.pending += 1
-    else:
+    else:  # W
         state.pending -= 1
     scratch.end[code * m + one.runs] = state.free
     if of.user >= 0 and scratch.next[of.user].runs == one.runs:
@@ -144,7 +177,7 @@ def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: i
 
 @inlined
 def choose_next_pass(tables: Tables, dispatch: Records, scratch: ListScratch, rank: int, strictly: bool) -> None:
-    """Write down what `rank` runs next and when, `FAR` if it has to wait for news."""
+    """Write down what `rank` runs next and when, `FAR` if it has to wait: the most urgent F or B, or a W instead of it or before it."""
     state, rule = scratch.ranks[rank], dispatch[rank]
     code, due, start = most_urgent(tables, dispatch, scratch, rank, strictly)
     state.start = start
@@ -159,7 +192,8 @@ def choose_next_pass(tables: Tables, dispatch: Records, scratch: ListScratch, ra
             or (gap > 0 and (gap >= rule.patch * tables.codes[weight].time or state.idle + gap > rule.allowance))
         ):
             code, start = weight, state.free
-    state.choice, scratch.next_start[rank] = code, start
+    state.choice = code
+    scratch.next_start[rank] = start
 
 
 @inlined
@@ -177,26 +211,11 @@ def oldest_weight(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int,
 
 @inlined
 def most_urgent(tables: Tables, dispatch: Records, scratch: ListScratch, rank: int, strictly: bool) -> tuple[int, float, int]:
-    """The F or B to run next by due date, when it is due and when it can start; (-1, inf, FAR) if none is ready."""
-    state, stages = scratch.ranks[rank], len(tables.forwards)
-    ready, urgent, ahead = 0, np.inf, 0
-    for at in range(tables.ranks[rank].forward_stop - 1, tables.ranks[rank].forward - 1, -1):
-        forth = tables.forwards[at]
-        come, gone = scratch.next[forth], scratch.next[forth + stages]
-        if gone.runs < come.runs:
-            urgent = min(urgent, gone.due)
-            if gone.arrival < FAR:
-                one = scratch.ready[ready]
-                one.code, one.start, one.due = forth + stages, max(state.free, gone.arrival), gone.due
-                ready += 1
-        if come.runs < tables.microbatches:
-            urgent = min(urgent, come.due)
-            if come.arrival < FAR and state.alive + tables.codes[forth].held + ahead <= state.room:
-                one = scratch.ready[ready]
-                one.code, one.start, one.due = forth, max(state.free, come.arrival), come.due
-                ready += 1
-        if gone.runs == come.runs:
-            ahead += tables.codes[forth].held
+    """The F or B to run next by due date, when it is due and when it can start; (-1, inf, FAR) if none is ready.
+
+    With `strictly`, one that is due too long after the most urgent pass is left out, even if that one is not ready.
+    """
+    ready, urgent = list_ready(tables, scratch, rank)
     latest = urgent + dispatch[rank].strict if strictly else np.inf
     first = FAR
     for k in range(ready):
@@ -208,3 +227,32 @@ def most_urgent(tables: Tables, dispatch: Records, scratch: ListScratch, rank: i
         if one.start <= first + dispatch[rank].patience and one.due <= latest and one.due < best_due:
             best, best_due, best_start = one.code, one.due, one.start
     return best, best_due, best_start
+
+
+@inlined
+def list_ready(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int, float]:
+    """Write into `scratch.ready` the F and B that `rank` could run; their number, and the first due date of all, ready or not.
+
+    From the last stage to the first, since an F must leave room for the microbatches between it and the rank's last stage: `ahead` are
+    the bytes that the one which has come furthest will still take.
+    """
+    state, stages = scratch.ranks[rank], len(tables.forwards)
+    ready, urgent, ahead = 0, np.inf, 0
+    for at in range(tables.ranks[rank].forward_stop - 1, tables.ranks[rank].forward - 1, -1):
+        code = tables.forwards[at]
+        forward, backward = scratch.next[code], scratch.next[code + stages]
+        if backward.runs < forward.runs:
+            urgent = min(urgent, backward.due)
+            if backward.arrival < FAR:
+                one = scratch.ready[ready]
+                one.code, one.start, one.due = code + stages, max(state.free, backward.arrival), backward.due
+                ready += 1
+        if forward.runs < tables.microbatches:
+            urgent = min(urgent, forward.due)
+            if forward.arrival < FAR and state.alive + tables.codes[code].held + ahead <= state.room:
+                one = scratch.ready[ready]
+                one.code, one.start, one.due = code, max(state.free, forward.arrival), forward.due
+                ready += 1
+        if backward.runs == forward.runs:
+            ahead += tables.codes[code].held
+    return ready, urgent

@@ -1,4 +1,7 @@
-"""The compiled simulator: exact, each pass as soon as its rank is free and its message is there; it can take up a play half way."""
+"""The compiled player: exact, each pass as soon as its rank is free and its message is there; it can take up a play half way.
+
+It plays the times as measured, or many samples of noisy ones side by side: see `samples`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.samples import (
+    SampledTimes,
+    Times,
+    begin_visit,
+    end_visit,
+    exceeds,
+    is_refused,
+    known_times,
+    new_clocks,
+    outcome,
+    run_pass,
+    wait_for,
+)
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 
 class Rows(NamedTuple):
-    """The rows of a schedule and their times, by position in the concatenation of all rows."""
+    """The rows of a schedule and their times, by position in the concatenation of all rows.
+
+    `end` and `idle` have a second axis for the samples where passes are noisy.
+    """
 
     code: Ints
     microbatch: Ints
@@ -20,9 +39,12 @@ class Rows(NamedTuple):
     """The position of code c for microbatch j, at `c * microbatches + j`."""
     held: Ints
     """Bytes the rank holds once the pass has run."""
-    end: Ints
-    idle: Ints
+    end: Times
+    """When the pass ends, in ns."""
+    idle: Times
     """The ns the rank has idled, up to the pass."""
+    sampled: Any
+    """The noisy times, `SampledTimes`; an empty tuple where the times are those of the tables."""
 
 
 class PlayState(NamedTuple):
@@ -34,18 +56,26 @@ class PlayState(NamedTuple):
     """The position of the pass whose message the next one waits for, or -1."""
     stack: Ints
     """Room for the ranks that can go on."""
+    clocks: Any
+    """Room for the `Clocks` of noisy samples; an empty tuple where the times are those of the tables."""
 
 
-def initial_play_state(tables: Tables) -> PlayState:
-    """Where every play begins."""
+def initial_play_state(tables: Tables, rows: Rows) -> PlayState:
+    """The state in which every play of `rows` begins."""
     first = tables.ranks["first"].copy()
-    return PlayState(first, np.zeros_like(first), np.zeros_like(first))
+    clocks = new_clocks(len(first), rows.end.shape[1]) if rows.end.ndim == 2 else ()
+    return PlayState(first, np.zeros_like(first), np.zeros_like(first), clocks)
 
 
-def rows_of(tables: Tables, order: Ints) -> Rows:
-    """Rows that have not been played yet."""
+def rows_of(tables: Tables, order: Ints, sampled: SampledTimes | None = None) -> Rows:
+    """The rows of `order`, which have not been played yet, with the times of the tables or with sampled ones."""
     size = len(order)
-    rows = Rows(order.copy(), *(np.zeros(size, np.int64) for _ in range(5)))
+    microbatch, where, held = (np.zeros(size, np.int64) for _ in range(3))
+    if sampled is None:
+        rows = Rows(order.copy(), microbatch, where, held, np.zeros(size, np.int64), np.zeros(size, np.int64), ())
+    else:
+        end, idle = np.zeros_like(sampled.duration), np.zeros_like(sampled.duration)
+        rows = Rows(order.copy(), microbatch, where, held, end, idle, sampled)
     number_microbatches(tables, rows, np.zeros(len(tables.codes), np.int64))
     return rows
 
@@ -59,7 +89,7 @@ def copy_into(into: NDArray[Any], values: NDArray[Any]) -> None:
 
 @compiled
 def number_microbatches(tables: Tables, rows: Rows, count: Ints) -> None:
-    """Fill in `microbatch` and `where` from the word, given a zero per code."""
+    """Fill in `microbatch` and `where` from the codes, given a zero per code."""
     for i in range(len(rows.code)):
         code = rows.code[i]
         rows.microbatch[i] = count[code]
@@ -69,7 +99,7 @@ def number_microbatches(tables: Tables, rows: Rows, count: Ints) -> None:
 
 @compiled
 def update_held(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
-    """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the limit is passed."""
+    """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the rank's limit is passed there."""
     held = rows.held[start - 1] if start > tables.ranks[rank].first else 0
     for i in range(start, stop):
         held += tables.codes[rows.code[i]].held
@@ -88,30 +118,29 @@ def all_ranks_fit(tables: Tables, rows: Rows) -> bool:
     return within
 
 
+# One loop for both kinds of times. It is long because the clocks of the measured case must stay in registers: taken apart, the state
+# would go through memory at every pass.
 @compiled
-def play_rows(tables: Tables, rows: Rows, play_state: PlayState, share: float, cutoff: float) -> tuple[int, int]:
-    """Play every row from the head of its rank on, what stands before being played already.
+def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: float, cutoff: float) -> tuple[Any, float]:
+    """Play every row from the head of its rank on, what stands before being played already, and move the heads to where it came.
 
-    Gives the longest time of a rank (span, or makespan if `from_start`) and the sum over ranks; (-1, 0) where the rows stop, or as soon
-    as longest + share * sum must pass `cutoff`. Moves the heads to where it came.
+    Gives the time of the longest rank (span, or makespan if `from_start`) in ns and the cost: that time plus `share` times the sum over
+    ranks. With samples, the time is that by the measured times, and the cost is the mean over the noisy ones. Gives (-1, inf) where the
+    rows stop, and as soon as the cost must pass `cutoff` or, with samples, the measured time `most`.
     """
     ranks, m = len(tables.ranks), tables.microbatches
-    head, blocked, stack = play_state.head, play_state.blocked, play_state.stack
-    longest, total, depth = 0, 0, ranks
+    head, blocked, stack = state.head, state.blocked, state.stack
     for r in range(ranks):
-        blocked[r], stack[ranks - 1 - r] = -1, r
-        length = tables.ranks[r].work
-        if head[r] > tables.ranks[r].first:
-            length += rows.idle[head[r] - 1]
-        total += length
-        longest = max(longest, length)
+        blocked[r] = -1
+        stack[ranks - 1 - r] = r
+    longest, total = known_times(tables, head, rows.idle, rows.sampled, state.clocks, share)
+    depth = ranks
     while depth > 0:
         depth -= 1
         r = stack[depth]
         i = head[r]
         first, last = tables.ranks[r].first, tables.ranks[r].stop
-        free = rows.end[i - 1] if i > first else 0
-        idle = rows.idle[i - 1] if i > first else 0
+        free, idle = begin_visit(rows.end, rows.idle, i, first, state.clocks)
         while i < last:
             code = rows.code[i]
             need = tables.codes[code].maker
@@ -121,18 +150,13 @@ def play_rows(tables: Tables, rows: Rows, play_state: PlayState, share: float, c
                 if at >= head[tables.codes[need].rank]:
                     blocked[r] = at
                     break
-                arrival = rows.end[at] + tables.codes[code].lag
-                if arrival > free:
-                    if i > first or tables.from_start:
-                        idle += arrival - free
-                        total += arrival - free
-                        longest = max(longest, tables.ranks[r].work + idle)
-                        if longest + share * total > cutoff:
-                            return -1, 0
-                    free = arrival
-            free += tables.codes[code].time
-            rows.end[i] = free
-            rows.idle[i] = idle
+                counts = i > first or tables.from_start
+                waited, free, idle, longest, total = wait_for(
+                    rows.end, at, tables.codes[code].lag, counts, free, idle, tables.ranks[r].work, longest, total
+                )
+                if waited and exceeds(rows.end, longest, total, share, cutoff):
+                    return -1, np.inf
+            free = run_pass(rows.end, rows.idle, rows.sampled, i, code * m + rows.microbatch[i], tables.codes[code].time, free, idle)
             if tables.codes[code].user >= 0:
                 reader = tables.codes[tables.codes[code].user].rank
                 if blocked[reader] == i:
@@ -141,12 +165,15 @@ def play_rows(tables: Tables, rows: Rows, play_state: PlayState, share: float, c
                     depth += 1
             i += 1
         head[r] = i
+        total = end_visit(rows.end, rows.sampled, r, state.clocks, share, total)
+        if is_refused(rows.end, longest, total, most, cutoff):
+            return -1, np.inf
     for r in range(ranks):
         if head[r] < tables.ranks[r].stop:
-            return -1, 0
-    return longest, total
+            return -1, np.inf
+    return outcome(rows.end, longest, total, share)
 
 
 def longest_time(tables: Tables, rows: Rows) -> int:
-    """The longest time of a rank, -1 if the rows stop."""
-    return int(play_rows(tables, rows, initial_play_state(tables), 0.0, np.inf)[0])
+    """The time of the longest rank in ns, -1 if the rows stop."""
+    return int(play_rows(tables, rows, initial_play_state(tables, rows), 0.0, np.inf, np.inf)[0])

@@ -72,7 +72,7 @@ class SearchState:
     def offer(self, order: Ints, how: str) -> int:
         """Play `order` and keep it if it is the best; its longest time, -1 if it stops or does not fit."""
         rows = self.played(order)
-        longest = -1 if rows is None else self._longest(rows)
+        longest = -1 if rows is None else int(self._times_of_ranks(rows).max())
         if longest >= 0:
             self._keep(order, longest, how)
         return longest
@@ -81,12 +81,15 @@ class SearchState:
         """The rows of `order` with their times; None if they stop or do not fit."""
         self.budget.used += 1
         rows = rows_of(self.tables, order)
-        if not all_ranks_fit(self.tables, rows) or play_rows(self.tables, rows, initial_play_state(self.tables), 0.0, np.inf)[0] < 0:
+        if not all_ranks_fit(self.tables, rows):
             return None
-        return rows
+        longest, _ = play_rows(self.tables, rows, initial_play_state(self.tables, rows), 0.0, np.inf, np.inf)
+        return rows if longest >= 0 else None
 
-    def _longest(self, rows: Rows) -> int:
-        return int((self.tables.ranks["work"] + rows.idle[self.tables.ranks["stop"] - 1]).max())
+    def _times_of_ranks(self, rows: Rows) -> Ints:
+        """How long each rank takes in rows that have been played, in ns."""
+        times: Ints = self.tables.ranks["work"] + rows.idle[self.tables.ranks["stop"] - 1]
+        return times
 
     def _keep(self, order: Ints, longest: int, how: str) -> None:
         if longest < self.time:
@@ -128,14 +131,18 @@ class SearchState:
         It is over after so many moves or a share of the budget, and cools down for whichever comes first.
         """
         rows, best = self.played(order), order.copy()
-        assert rows is not None, "only rows that have been played are polished"
-        scratch, start, over = move_scratch(self.tables, rows), self.budget.spent, 0.0
-        goal, mean, tried = self._longest(rows), mean_pass(self.tables), 0
+        assert rows is not None, "only rows that have been played are annealed"
+        scratch = move_scratch(self.tables, rows)
+        share_of_sum = 1 / len(self.tables.ranks)
+        times = self._times_of_ranks(rows)
+        goal, cost = int(times.max()), float(times.max() + share_of_sum * times.sum())
+        start, mean = self.budget.spent, mean_pass(self.tables)
+        tried, over = 0, 0.0
         while over < 1 and not self.done:
             chunk = max(1, min(moves - tried, ANNEALED_PASSES // len(order)))
             next_over = max((tried + chunk) / moves, over)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
-            goal, used = anneal(self.tables, rows, scratch, best, goal, self.bound, 1 / len(self.tables.ranks), warm, cool, chunk)
+            goal, cost, used = anneal(self.tables, rows, scratch, best, goal, self.bound, cost, share_of_sum, np.inf, warm, cool, chunk)
             self.budget.used += used
             tried += chunk
             over = max(next_over, (self.budget.spent - start) / share)

@@ -1,0 +1,220 @@
+"""The axis of noise: what a pass and a rank have once with the times as measured, and once per sample where passes are noisy.
+
+The player and the annealer are written once. What they do with a time goes through the functions of this file, which ask the array `end`
+or `idle` for its number of axes:
+
+- One axis: times as measured. Clocks are whole ns and plain numbers, which the compiler keeps in registers.
+- Two axes: samples, a column each, in floating point ns. Column 0 has the times as measured, the others noisy ones. Who waits for whom
+  is the same in every sample, only the times differ, so one pass over the rows plays them all.
+
+Numba knows the number of axes while it compiles and drops the branch that does not apply, so the measured case pays nothing for the other:
+`sampled` and `clocks` are empty tuples there. Names that both cases share are typed `Any`: a number in the one, an array in the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zerobubble.planning.kernels.compiled import inlined
+from zerobubble.planning.kernels.tables import Floats, Ints, Tables
+
+Times = NDArray[Any]
+"""ns: whole numbers along one axis, or floating point numbers with a second axis for the samples."""
+
+
+class SampledTimes(NamedTuple):
+    """Noisy times in ns, a column per sample; column 0 has the times as measured."""
+
+    duration: Floats
+    """What a pass takes: code c for microbatch j at `c * microbatches + j`."""
+    work: Floats
+    """What all passes of a rank take."""
+
+
+class Clocks(NamedTuple):
+    """Room for the clocks of a play, in ns: a value, or a column, per sample."""
+
+    free: Floats
+    """When the rank being played is free."""
+    idle: Floats
+    """How long the rank being played has idled."""
+    longest: Floats
+    """The time of the longest rank, as far as it is known."""
+    length: Floats
+    """The time of each rank, as far as it is known."""
+
+
+def new_clocks(ranks: int, samples: int) -> Clocks:
+    """Room for the clocks of so many ranks and samples."""
+    return Clocks(np.zeros(samples), np.zeros(samples), np.zeros(samples), np.zeros((ranks, samples)))
+
+
+@inlined
+def draw_sample(values: Times) -> int:
+    """A noisy sample at random; 0, and nothing is drawn, with the times as measured alone."""
+    if values.ndim == 1:
+        return 0
+    return np.random.randint(1, values.shape[1])
+
+
+@inlined
+def in_sample(values: Times, at: int, sample: int) -> Any:
+    """The value at a position in one sample; sample 0 has the times as measured."""
+    if values.ndim == 1:
+        return values[at]
+    return values[at, sample]
+
+
+@inlined
+def copy_times(into_end: Times, into_idle: Times, end: Times, idle: Times, start: int, stop: int) -> None:
+    """Copy both times of the positions from `start` up to `stop`: in one loop, since most stretches are too short for two."""
+    if end.ndim == 1:
+        for at in range(start, stop):
+            into_end[at] = end[at]
+            into_idle[at] = idle[at]
+    else:
+        for at in range(start, stop):
+            for s in range(end.shape[1]):
+                into_end[at, s] = end[at, s]
+                into_idle[at, s] = idle[at, s]
+
+
+@inlined
+def known_times(tables: Tables, head: Ints, idle: Times, sampled: Any, clocks: Any, share: float) -> Any:
+    """The time of the longest rank and the sum over ranks, as far as rows are played up to their heads: no rank can take less.
+
+    With samples, fills in the clocks and gives those of the longest rank and the sum of the costs over the noisy samples.
+    """
+    if idle.ndim == 1:
+        most, total = 0, 0
+        for r in range(len(tables.ranks)):
+            time = tables.ranks[r].work
+            if head[r] > tables.ranks[r].first:
+                time += idle[head[r] - 1]
+            total += time
+            most = max(most, time)
+        return most, total
+    longest, length, costs = clocks.longest, clocks.length, 0.0
+    for s in range(len(longest)):
+        longest[s] = 0.0
+    for r in range(len(tables.ranks)):
+        for s in range(len(longest)):
+            length[r, s] = sampled.work[r, s] + (idle[head[r] - 1, s] if head[r] > tables.ranks[r].first else 0.0)
+            longest[s] = max(longest[s], length[r, s])
+            costs += share * length[r, s] if s > 0 else 0.0
+    for s in range(1, len(longest)):
+        costs += longest[s]
+    return longest, costs
+
+
+@inlined
+def begin_visit(end: Times, idle: Times, at: int, first: int, clocks: Any) -> Any:
+    """When a rank whose row starts at `first` is free to run the pass at position `at`, and how long it has idled until then."""
+    if end.ndim == 1:
+        if at == first:
+            return 0, 0
+        return end[at - 1], idle[at - 1]
+    for s in range(len(clocks.free)):
+        clocks.free[s] = end[at - 1, s] if at > first else 0.0
+        clocks.idle[s] = idle[at - 1, s] if at > first else 0.0
+    return clocks.free, clocks.idle
+
+
+@inlined
+def wait_for(end: Times, at: int, lag: int, counts: bool, free: Any, idle: Any, work: int, longest: Any, total: Any) -> Any:
+    """Let a rank wait for the message of the pass at position `at`, which takes `lag` ns.
+
+    Gives whether the known cost grew, and `free`, `idle`, `longest` and `total` after it. The wait is idle time only if it `counts`.
+    With samples, the cost is brought up to date at the end of a visit (`end_visit`), since that takes as long as a pass.
+    """
+    if end.ndim == 1:
+        gap = end[at] + lag - free
+        if gap <= 0:
+            return False, free, idle, longest, total
+        if not counts:
+            return False, free + gap, idle, longest, total
+        return True, free + gap, idle + gap, max(longest, work + idle + gap), total + gap
+    for s in range(len(free)):
+        wait = max(0.0, end[at, s] + lag - free[s])
+        free[s] += wait
+        idle[s] += wait if counts else 0.0
+    return False, free, idle, longest, total
+
+
+@inlined
+def exceeds(end: Times, longest: Any, total: Any, share: float, cutoff: float) -> bool:
+    """Whether the cost with the times as measured is above `cutoff`; False with samples, for which `is_refused` asks."""
+    if end.ndim == 1:
+        return longest + share * total > cutoff
+    return False
+
+
+@inlined
+def run_pass(end: Times, idle: Times, sampled: Any, at: int, one: int, time: int, free: Any, idled: Any) -> Any:
+    """Run the pass at position `at`, which is number `one` among the sampled times, and note its times; when its rank is free."""
+    if end.ndim == 1:
+        end[at] = free + time
+        idle[at] = idled
+        return free + time
+    for s in range(len(free)):
+        free[s] += sampled.duration[one, s]
+        end[at, s] = free[s]
+        idle[at, s] = idled[s]
+    return free
+
+
+@inlined
+def end_visit(end: Times, sampled: Any, rank: int, clocks: Any, share: float, total: Any) -> Any:
+    """With samples, bring the clocks up to date with what `rank` has idled; the sum of the costs then. One sample has nothing to do."""
+    if end.ndim == 1:
+        return total
+    longest, length = clocks.longest, clocks.length
+    for s in range(len(longest)):
+        now = sampled.work[rank, s] + clocks.idle[s]
+        total += share * (now - length[rank, s]) + max(0.0, now - longest[s]) if s > 0 else 0.0
+        length[rank, s] = now
+        longest[s] = max(longest[s], now)
+    return total
+
+
+@inlined
+def is_refused(end: Times, longest: Any, total: Any, most: float, cutoff: float) -> bool:
+    """Whether, with samples, the measured time is above `most` or the mean cost above `cutoff`."""
+    if end.ndim == 1:
+        return False
+    return longest[0] > most or total > cutoff * (len(longest) - 1)
+
+
+@inlined
+def outcome(end: Times, longest: Any, total: Any, share: float) -> Any:
+    """The measured time of the longest rank, and the cost: that of the measured times, or the mean over the noisy samples."""
+    if end.ndim == 1:
+        return longest, longest + share * total
+    return longest[0], total / (len(longest) - 1)
+
+
+@inlined
+def aim(end: Times, longest: Any, cost: float) -> Any:
+    """What the search makes small: the time of the longest rank as measured, or the cost where there are samples."""
+    if end.ndim == 1:
+        return longest
+    return cost
+
+
+@inlined
+def duration_of(tables: Tables, end: Times, sampled: Any, code: int, microbatch: int, sample: int) -> Any:
+    """What the pass of a code and microbatch takes in a sample."""
+    if end.ndim == 1:
+        return tables.codes[code].time
+    return sampled.duration[code * tables.microbatches + microbatch, sample]
+
+
+@inlined
+def time_of_rank(tables: Tables, idle: Times, sampled: Any, rank: int, sample: int) -> Any:
+    """How long a rank takes in a sample, played to the end."""
+    if idle.ndim == 1:
+        return tables.ranks[rank].work + idle[tables.ranks[rank].stop - 1]
+    return sampled.work[rank, sample] + idle[tables.ranks[rank].stop - 1, sample]
