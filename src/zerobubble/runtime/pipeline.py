@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.planning import Solved
+from zerobubble.planning import LayersPlan, Plan, Solved
 from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache
@@ -23,7 +23,8 @@ from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.measure.profile import Progress
-from zerobubble.runtime.session import Session, SessionOptions, connect
+from zerobubble.runtime.options import TIMEOUT, PipelineOptions
+from zerobubble.runtime.session import Session, connect
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import trials
@@ -96,7 +97,7 @@ class Pipeline:
     def __init__(
         self,
         build_or_modules: Build | nn.Module | Sequence[nn.Module],
-        schedule: str | Schedule | Solved | MakeSchedule | Auto,
+        schedule: str | Schedule | Solved | Plan | LayersPlan | MakeSchedule | Auto,
         num_microbatches: int,
         loss_fn: LossFunction,
         *,
@@ -107,14 +108,29 @@ class Pipeline:
         main_grad: torch.dtype | None = None,
         overlap: Overlap | None = None,
         group: dist.ProcessGroup | None = None,
-        timeout: float = 120.0,
+        timeout: float = TIMEOUT,
         hooks: Sequence[StepHook] = (),
         on_loss: OnLoss | None = None,
         pace: Costs | None = None,
         transport: str | Endpoint = AUTO,
     ) -> None:
-        options = SessionOptions(
-            build_or_modules, schedule, num_microbatches, tied, split, cuda_graphs, main_grad, overlap, group, timeout, pace, transport
+        options = PipelineOptions(
+            build_or_modules=build_or_modules,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            loss_fn=loss_fn,
+            loss_weight=loss_weight,
+            tied=tied,
+            split=split,
+            cuda_graphs=cuda_graphs,
+            main_grad=main_grad,
+            overlap=overlap,
+            group=group,
+            timeout=timeout,
+            hooks=hooks,
+            on_loss=on_loss,
+            pace=pace,
+            transport=transport,
         )
         self._session = session = connect(options)
         self.rank = session.transport.rank

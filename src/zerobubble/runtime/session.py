@@ -9,43 +9,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from zerobubble.costs import Costs
 from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
 from zerobubble.ir import Schedule
-from zerobubble.planning import Solved
-from zerobubble.runtime.executor.executor import Overlap
+from zerobubble.planning import LayersPlan, Plan, Solved
 from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channel, proved, schedule_for
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
-from zerobubble.runtime.hooks.shared_parameters import ParameterName, Tied, read_tied
-from zerobubble.runtime.stage.rank_stages import Build, Stages, modules_of
+from zerobubble.runtime.hooks.shared_parameters import ParameterName, read_tied
+from zerobubble.runtime.options import PipelineOptions, planned_schedule, refuse_unreachable, refuse_wrong, usable_timeout
+from zerobubble.runtime.stage.rank_stages import Stages, modules_of
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
-from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """What a session is made from: the arguments of `Pipeline` of these names."""
-
-    build_or_modules: Build | nn.Module | Sequence[nn.Module]
-    schedule: str | Schedule | Solved | MakeSchedule | Auto
-    num_microbatches: int
-    tied: Tied
-    split: str | Mapping[int, str]
-    cuda_graphs: bool
-    main_grad: torch.dtype | None
-    overlap: Overlap | None
-    group: dist.ProcessGroup | None
-    timeout: float
-    pace: Costs | None
-    transport: str | Endpoint
 
 
 @dataclass(frozen=True)
@@ -81,12 +57,13 @@ class Session:
         agree(self.transport, self.guard, fault, terms)
 
 
-def connect(options: SessionOptions) -> Session:
+def connect(options: PipelineOptions) -> Session:
     """Meet the other ranks, build this rank's stages, agree on what is played, connect, and make equal what is shared.
 
     Raises `InputError` on every rank, with all that is wrong on any of them or differs between them, and `PipelineError` on every rank when
     one of them fails or does not come.
     """
+    refuse_unreachable(options)
     transport, guard = _meet(options)
     with guard.during("while building its stages"):
         setup, fault = _build(options, transport)
@@ -100,9 +77,9 @@ def connect(options: SessionOptions) -> Session:
     return Session(transport, guard, setup, shared)
 
 
-def _meet(options: SessionOptions) -> tuple[Transport, FailureGuard]:
+def _meet(options: PipelineOptions) -> tuple[Transport, FailureGuard]:
     try:
-        transport = transport_for(options.transport, options.group, options.timeout)
+        transport = transport_for(options.transport, options.group, usable_timeout(options))
     except RuntimeError as error:
         raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
     guard = FailureGuard(transport)
@@ -111,7 +88,7 @@ def _meet(options: SessionOptions) -> tuple[Transport, FailureGuard]:
     return transport, guard
 
 
-def _build(options: SessionOptions, transport: Transport) -> tuple[Setup | None, str]:
+def _build(options: PipelineOptions, transport: Transport) -> tuple[Setup | None, str]:
     """What this rank plays, or what is wrong with its options: then there is nothing, and the other ranks have to hear of it."""
     try:
         return _set_up(options, transport), ""
@@ -121,7 +98,8 @@ def _build(options: SessionOptions, transport: Transport) -> tuple[Setup | None,
         return None, f"{type(error).__name__}: {error}"
 
 
-def _set_up(options: SessionOptions, transport: Transport) -> Setup:
+def _set_up(options: PipelineOptions, transport: Transport) -> Setup:
+    refuse_wrong(options)
     if isinstance(options.transport, str):
         refuse_unknown(options.transport)
     given, planner = _what_to_play(options, transport.size)
@@ -137,7 +115,7 @@ def _set_up(options: SessionOptions, transport: Transport) -> Setup:
     return Setup(given, schedule, planner, stages, gradients, read_tied(options.tied, schedule.num_stages))
 
 
-def _what_to_play(options: SessionOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
+def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
     """What the user gave, with the schedule of a plan in the place of the plan, and the planner where it is to be planned by itself."""
     given = options.schedule
     if given == "auto":
@@ -145,18 +123,14 @@ def _what_to_play(options: SessionOptions, num_ranks: int) -> tuple[str | Schedu
     if isinstance(given, Auto):
         planner = AutoPlanner(given, num_ranks, options.num_microbatches)
         return planner.schedule, planner
-    if not isinstance(given, Solved):
-        return given, None
-    if given.schedule is None:
-        raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
-    return given.schedule, None
+    return planned_schedule(given) if isinstance(given, (Solved, Plan, LayersPlan)) else given, None
 
 
-def _terms(options: SessionOptions, setup: Setup | None) -> dict[str, str]:
+def _terms(options: PipelineOptions, setup: Setup | None) -> dict[str, str]:
     """What all ranks must have alike, in words; behind # stand the digits that tell apart what reads the same."""
     transport = options.transport
     terms = {
-        "timeout": f"{options.timeout:g} s",
+        "timeout": f"{usable_timeout(options):g} s",
         "pace": _fingerprint(options.pace),
         "overlap function": "one" if options.overlap else "none",
         "type of main_grad": str(options.main_grad),

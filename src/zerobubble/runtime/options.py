@@ -1,0 +1,118 @@
+"""The arguments of `Pipeline`: what each must be, judged before anything is made of them, and all that is wrong told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, require
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.planning import LayersPlan, Plan, Solved
+from zerobubble.runtime.executor.executor import Overlap
+from zerobubble.runtime.executor.program_cache import MakeSchedule
+from zerobubble.runtime.hooks.auto import Auto
+from zerobubble.runtime.hooks.shared_parameters import Tied
+from zerobubble.runtime.stage.rank_stages import Build
+from zerobubble.runtime.step.hook import StepHook
+from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.transport.endpoint import Endpoint
+
+TIMEOUT = 120.0
+"""Seconds that a rank waits for a message where nobody says."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The arguments of `Pipeline`, by their names."""
+
+    build_or_modules: Build | nn.Module | Sequence[nn.Module]
+    schedule: str | Schedule | Solved | Plan | LayersPlan | MakeSchedule | Auto
+    num_microbatches: int
+    loss_fn: LossFunction
+    loss_weight: LossWeight | None
+    tied: Tied
+    split: str | Mapping[int, str]
+    cuda_graphs: bool
+    main_grad: torch.dtype | None
+    overlap: Overlap | None
+    group: dist.ProcessGroup | None
+    timeout: float
+    hooks: Sequence[StepHook]
+    on_loss: OnLoss | None
+    pace: Costs | None
+    transport: str | Endpoint
+
+
+def function(call: str) -> Wanted:
+    """Something that can be called as `call` says."""
+    return Wanted(f"a function {call}", callable)
+
+
+def _are_modules(given: Any) -> bool:
+    return isinstance(given, (nn.Module, Sequence)) and not isinstance(given, str)
+
+
+WANTED: dict[str, Wanted | type] = {
+    "build_or_modules": either(function("(stage_index, num_stages) -> nn.Module"), Wanted("the modules of this rank", _are_modules)),
+    "schedule": either(
+        Wanted("a name", lambda given: isinstance(given, str)),
+        instance(Schedule, Solved, Plan, LayersPlan, Auto),
+        function("(num_ranks, num_microbatches) -> Schedule"),
+    ),
+    "num_microbatches": WHOLE,
+    "loss_fn": function("(output, target) that gives the mean loss of a microbatch"),
+    "loss_weight": optional(function("(target) that gives the weight of a microbatch")),
+    "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),
+    "split": instance(str, Mapping),
+    "cuda_graphs": bool,
+    "main_grad": optional(torch.dtype),
+    "overlap": optional(function("(first, second) that runs both passes")),
+    "timeout": Wanted("a number of seconds above 0", lambda given: NUMBER.accepts(given) and given > 0),
+    "hooks": Wanted("a list or tuple of hooks", each(object).accepts),
+    "on_loss": optional(function("(microbatch, loss)")),
+    "pace": optional(Costs),
+    "transport": instance(str, Endpoint),
+}
+"""What each argument must be. Whether names are known and values fit each other is judged where they are used."""
+
+
+def refuse_unreachable(options: PipelineOptions) -> None:
+    """Raise `InputError` where this rank cannot even talk to others: no process group, or something else in its place."""
+    require("Pipeline: group", options.group, optional(dist.ProcessGroup))
+    if not isinstance(options.transport, Endpoint) and not dist.is_initialized():
+        raise InputError("a Pipeline connects the ranks of a process group: call torch.distributed.init_process_group first")
+
+
+def refuse_wrong(options: PipelineOptions) -> None:
+    """Raise `InputError` with every argument that is not what it must be."""
+    faults = [fault for field in fields(options) if field.name in WANTED for fault in _faults(field.name, getattr(options, field.name))]
+    if faults:
+        raise InputError("; ".join(faults))
+
+
+def _faults(name: str, value: Any) -> list[str]:
+    try:
+        require(name, value, WANTED[name])
+    except InputError as error:
+        return [str(error)]
+    return []
+
+
+def usable_timeout(options: PipelineOptions) -> float:
+    """The timeout, or the usual one where it is none: ranks need one to tell each other that it is wrong."""
+    return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
+
+
+def planned_schedule(given: Solved | Plan | LayersPlan) -> Schedule:
+    """The schedule of a plan; raises `InputError` for one that found none."""
+    solved = given.solved if isinstance(given, LayersPlan) else given.best if isinstance(given, Plan) else given
+    if solved.schedule is None:
+        raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
+    return solved.schedule

@@ -1,0 +1,106 @@
+"""Wrong arguments of `Pipeline` are one `InputError` on every rank; a plan serves as the schedule that it found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from zerobubble.partition import Layer
+from zerobubble.planning import plan_layers
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss_fn": None}, "loss_fn must be a function (output, target) that gives the mean loss of a microbatch, got None"),
+    ({"num_microbatches": "4"}, "num_microbatches must be a whole number, got '4': write 4 without quotes"),
+    ({"num_microbatches": 0}, "1f1b needs at least one of microbatches, got 0"),
+    ({"num_microbatches": 4.0}, "num_microbatches must be a whole number, got 4.0"),
+    ({"schedule": 7}, "schedule must be a name or a Schedule or a Solved or a Plan"),
+    ({"schedule": "1f1"}, "there is no schedule '1f1': did you mean '1f1b'?"),
+    ({"schedule": zb.make("1f1b", 3, 4)}, "schedule '1f1b' is for 3 ranks, the process group has 2"),
+    (
+        {"build_or_modules": 7},
+        "build_or_modules must be a function (stage_index, num_stages) -> nn.Module or the modules of this rank, got 7",
+    ),
+    ({"loss_weight": 0.5}, "loss_weight must be a function (target) that gives the weight of a microbatch, or None, got 0.5"),
+    ({"on_loss": "print"}, "on_loss must be a function (microbatch, loss), or None, got 'print'"),
+    ({"timeout": "30"}, "timeout must be a number of seconds above 0, got '30': write 30 without quotes"),
+    ({"timeout": -1}, "timeout must be a number of seconds above 0, got -1"),
+    ({"pace": (1, 1, 1)}, "pace must be Costs, or None, got (1, 1, 1): Costs.uniform(num_stages, times=(F, B, W))"),
+    ({"split": True}, "split must be a str or a Mapping, got True"),
+    ({"hooks": print}, "hooks must be a list or tuple of hooks, got a builtin_function_or_method"),
+    ({"main_grad": "float32"}, "main_grad must be a dtype, or None, got 'float32'"),
+    ({"overlap": True}, "overlap must be a function (first, second) that runs both passes, or None, got True"),
+    ({"tied": 3}, "tied must be a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')], got 3"),
+    ({"cuda_graphs": "yes"}, "cuda_graphs must be a bool, got 'yes'"),
+    ({"loss_fn": None, "timeout": None}, "got None; timeout must be a number of seconds above 0, got None"),
+]
+
+
+def wrong(group: Any) -> list[str]:
+    told = []
+    for changed, _ in WRONG:
+        options = {"build_or_modules": build, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": loss_fn} | changed
+        with pytest.raises(zb.InputError) as caught:
+            zb.Pipeline(**options, group=group)
+        told.append(str(caught.value))
+    return told
+
+
+def test_each_wrong_argument_is_told_with_its_value(world: Ranks) -> None:
+    for told in world.run(wrong, ranks=2):
+        for text, (_, message) in zip(told, WRONG, strict=True):
+            assert message in text
+            assert "\n" not in text
+            assert text.startswith("rank 0: ")
+
+
+def wrong_on_one_rank(group: Any) -> str:
+    timeout = None if dist.get_rank(group) else 30
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=timeout)
+    return str(caught.value)
+
+
+def test_what_is_wrong_on_one_rank_is_told_on_all(world: Ranks) -> None:
+    for text in world.run(wrong_on_one_rank, ranks=2):
+        assert "rank 1: timeout must be a number of seconds above 0, got None" in text
+
+
+def test_without_a_process_group_the_remedy_is_told() -> None:
+    with pytest.raises(zb.InputError, match=r"call torch\.distributed\.init_process_group first"):
+        zb.Pipeline(build, "1f1b", 4, loss_fn)
+
+
+def of_a_plan(group: Any) -> list[tuple[str, float]]:
+    work = zb.Workload.uniform(2, (10, 10, 8))
+    found = zb.plan(work, 4, memory=2, placements="vee", seconds=0)
+    layers = plan_layers([Layer(3, 3, 2, 1, 1)] * 8, zb.Placement.vee(2), 4, seconds=0)
+    losses = []
+    for given in (found, found.best, layers, found.schedule):
+        torch.manual_seed(0)
+        with zb.Pipeline(build, given, 4, loss_fn, group=group) as pipe:
+            losses.append((pipe.schedule.placement.name, float(pipe.step(*batch(8)))))
+    return losses
+
+
+def test_a_plan_is_played_as_the_schedule_that_it_found(world: Ranks) -> None:
+    for losses in world.run(of_a_plan, ranks=2):
+        assert {name for name, _ in losses} == {"vee"}
+        assert len({loss for _, loss in losses}) == 1
+
+
+def of_an_empty_plan(group: Any) -> str:
+    found = zb.plan(zb.Workload.uniform(2, (10, 10, 8)), 4, memory=0.1, seconds=0)
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, found, 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+def test_a_plan_without_a_schedule_is_refused(world: Ranks) -> None:
+    for text in world.run(of_an_empty_plan, ranks=2):
+        assert "this plan has no schedule, because none fits into its limits" in text
