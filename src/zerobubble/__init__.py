@@ -1,7 +1,7 @@
 """zerobubble: every pipeline-parallel schedule, judged, planned and run on PyTorch.
 
-The names here are those that most programs need. The rest lie in the namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`,
-`zb.hooks`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds` and
+The names here are those that most programs need. The rest lie in the namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`, `zb.hooks`,
+`zb.transport`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds` and
 `zb.errors`; docs/api.md lists all of them.
 
 Importing this loads the standard library only. Names that need torch load it when first touched; where torch is not installed,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zerobubble import hooks as hooks
     from zerobubble import io as io
     from zerobubble import nn as nn
+    from zerobubble import transport as transport
     from zerobubble.runtime.hooks.auto import Auto
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
@@ -88,6 +89,7 @@ _NAMESPACES = (
     "recognition",
     "schedules",
     "simulation",
+    "transport",
 )
 _NEEDS_TORCH = {"Auto": "zerobubble.hooks", "Pipeline": "zerobubble.runtime.pipeline", "PostValidation": "zerobubble.hooks"}
 

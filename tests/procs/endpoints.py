@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from zerobubble.rules import Stuff
-from zerobubble.runtime.transport import Capabilities, Endpoint, Group, Line, PeerGoneError, StoreTiming, Work
 from zerobubble.runtime.transport.choice import over_torch
 from zerobubble.runtime.transport.gloo import GlooEndpoint
+from zerobubble.transport import Capabilities, Endpoint, Group, Line, PeerGoneError, StoreTiming, Work
 
 E = TypeVar("E", bound=GlooEndpoint)
 

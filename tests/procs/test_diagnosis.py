@@ -14,8 +14,8 @@ from tests.procs.endpoints import OverGloo
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
-from zerobubble.runtime.transport import StoreTiming
 from zerobubble.runtime.transport.transport import Transport
+from zerobubble.transport import StoreTiming
 
 GRACE_S = 0.25
 

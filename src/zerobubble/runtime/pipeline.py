@@ -74,8 +74,8 @@ class Pipeline:
     Ranks and messages:
         group: the process group whose ranks form the pipeline; all ranks by default.
         timeout: how long a rank waits for a message before all ranks raise `PipelineError`, in seconds.
-        transport: what carries tensors between ranks, "gloo", "nccl" or "shared-memory"; "auto" is the fastest there is. An `Endpoint` of
-            `zerobubble.runtime.transport`, this rank's end of a transport of your own, carries everything and needs no process group.
+        transport: what carries tensors between ranks, "gloo", "nccl" or "shared-memory"; "auto" is the fastest there is. A
+            `zb.transport.Endpoint`, this rank's end of a transport of your own, carries everything and needs no process group.
 
     What plugs in and what is told:
         hooks: `StepHook`s, called in every training step in this order: `zb.hooks.Telemetry`, your own.
@@ -87,9 +87,6 @@ class Pipeline:
 
     Set `pipe.recording = False` to leave out the times of messages from timelines, and `pipe.metering = True` to have the bytes held for
     backward in them.
-
-    `transport` names what carries tensors between ranks: "gloo", "nccl" or "shared-memory"; "auto" is the fastest there is. An `Endpoint`
-    of `zerobubble.runtime.transport`, this rank's end of a transport of your own, carries everything, and needs no process group.
 
     Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
     """

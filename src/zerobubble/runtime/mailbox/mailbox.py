@@ -20,12 +20,13 @@ from zerobubble.program import Channel, Program, Recv, Send, channel_of
 from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsIn, MissingGradientsOut, expect_notices
 from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
+from zerobubble.runtime.mailbox.refusals import changed_layout, changed_shapes, describe, lacking_gradient, unfrozen
 from zerobubble.runtime.mailbox.whole_messages import WholeMessages
 from zerobubble.runtime.transport.contact import Exchange
 from zerobubble.runtime.transport.endpoint import Line, Work
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.memory import as_memory, is_plain, why_not_sent
-from zerobubble.runtime.values.payload import Cotangents, Layout, Payload, Tensors, changes, layout_of
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, layout_of
 from zerobubble.runtime.values.shapes import Known, Shapes, are_same_but_for_gradients, look_like, read_note, shapes_of, write_note
 
 
@@ -43,11 +44,11 @@ class Mailbox:
         self._receive: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
         for action in program.rows[transport.rank]:
             if isinstance(action, Send):
-                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"sending {_describe(action.value)}")
+                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"sending {describe(action.value)}")
                 self._send[action.peer, action.value.stuff] = transport.sender(action.value.stuff, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
-                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"waiting for {_describe(action.value)}")
+                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"waiting for {describe(action.value)}")
                 self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
         can = transport.capabilities
         self._whole_messages = WholeMessages(program, transport) if can.carries_whole_messages else None
@@ -115,7 +116,7 @@ class Mailbox:
         if self._whole is not None:
             return self._taken_whole(value, tensors)
         for work in works:
-            self._wait(work, self._peer[value], f"waiting for {_describe(value)}")
+            self._wait(work, self._peer[value], f"waiting for {describe(value)}")
         if value.stuff is Stuff.ACTIVATION:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
@@ -156,7 +157,7 @@ class Mailbox:
         if value in self._leaving:
             _, works, peer = self._leaving.pop(value)
             for work in works:
-                self._wait(work, peer, f"sending {_describe(value)}")
+                self._wait(work, peer, f"sending {describe(value)}")
 
     def drain(self, coming: Iterable[Value]) -> None:
         """Receive the values posted and still `coming`, and drop them; wait until all that was sent has left."""
@@ -172,6 +173,7 @@ class Mailbox:
         self._leaving.clear()
 
     def _read_up_to(self, value: Value) -> None:
+        """Receive what was asked for on the channel of `value`, in order, up to it."""
         peer = self._peer[value]
         unread = self._unread[peer, value.stuff]
         while value not in self._arriving:
@@ -185,7 +187,9 @@ class Mailbox:
             self._start(following, peer)
 
     def _read_note(self, value: Value, peer: int) -> None:
-        receive, what = self._receive[peer, value.stuff], f"waiting for {_describe(value)}"
+        """Learn from the note before an activation what it looks like; its length comes first."""
+        receive = self._receive[peer, value.stuff]
+        what = f"waiting for {describe(value)}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         self._wait(receive(length), peer, what)
         note = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
@@ -195,6 +199,7 @@ class Mailbox:
             self._known.layouts[value] = layout
 
     def _start(self, value: Value, peer: int) -> None:
+        """Post the receive of a value whose shapes are known, behind a tensor that tells which gradients are there, where some may lack."""
         receive = self._receive[peer, value.stuff]
         forms: list[Form] = [(size, dtype) for size, dtype, _ in self._shapes(value)]
         coming, tensors = unpacked(forms, self._device)
@@ -205,7 +210,8 @@ class Mailbox:
 
     def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
         """See that an activation is what it was, or learn what it is."""
-        known, layout = self._known, None if type(tensors) is tuple else layout_of(tensors)
+        known = self._known
+        layout = None if type(tensors) is tuple else layout_of(tensors)
         if is_announced or not all(map(is_plain, tensors)):
             self._refuse_what_cannot_be_sent(value, tensors)
         if is_announced:
@@ -213,13 +219,13 @@ class Mailbox:
             if layout is not None:
                 known.layouts[value] = layout
         elif (known.layouts or layout is not None) and known.layouts.get(value) != layout:
-            raise InputError(_changed_layout(value, known.layouts.get(value), layout))
+            raise InputError(changed_layout(value, known.layouts.get(value), layout))
         elif not look_like(tensors, known[value]):
             self._change(value, tensors)
 
     def _refuse_what_cannot_be_sent(self, value: Value, tensors: Tensors) -> None:
         reasons = [(place, why_not_sent(tensor, self._device)) for place, tensor in enumerate(tensors)]
-        faults = [f"tensor {place} of {_describe(value)} {reason}" for place, reason in reasons if reason is not None]
+        faults = [f"tensor {place} of {describe(value)} {reason}" for place, reason in reasons if reason is not None]
         if faults:
             raise InputError("; ".join(faults))
 
@@ -232,13 +238,13 @@ class Mailbox:
         self._refuse_what_cannot_be_sent(value, tensors)
         before, now = self._known[value], shapes_of(tensors)
         if not are_same_but_for_gradients(before, now):
-            raise InputError(_changed(value, before, now))
+            raise InputError(changed_shapes(value, before, now))
         if self._whole is not None:
             self._learn(value, now)
             return
         needed = [(old.differentiable, new.differentiable) for old, new in zip(before, now, strict=True)]
         if (False, True) in needed:
-            raise InputError(_unfrozen(value))
+            raise InputError(unfrozen(value))
         if value in self._gradient_of:
             self._frozen[self._gradient_of[value]] = [is_needed for was_needed, is_needed in needed if was_needed]
 
@@ -251,6 +257,7 @@ class Mailbox:
                 self._whole.change(value, self._shapes(value))
 
     def _taken_whole(self, value: Value, tensors: Any) -> Any:
+        """What came as a whole message. Where it needs gradients for other tensors than before, stages were frozen or unfrozen."""
         if value.stuff is not Stuff.ACTIVATION:
             return tensors
         for tensor, shape in zip(tensors, self._known[value], strict=True):
@@ -260,6 +267,7 @@ class Mailbox:
         return self._laid_out(value, tensors) if self._known.layouts else tensors
 
     def _laid_out(self, value: Value, tensors: Tensors) -> Tensors:
+        """The tensors of an activation put together as the sender had them."""
         layout = self._known.layouts.get(value)
         return tensors if layout is None else Payload.of(tensors, layout)
 
@@ -278,13 +286,13 @@ class Mailbox:
                 self._known.missing_gradients.add(Channel(self._rank, peer, Stuff.GRADIENT))
             return [torch.tensor(there, dtype=torch.uint8, device=self._device), *packed(self._with_zeros(value, gradients))]
         if not all(there) and peer not in self._missing_out:
-            raise InputError(_lacking(value, there.index(False)))
+            raise InputError(lacking_gradient(value, there.index(False)))
         return packed(self._with_zeros(value, gradients))
 
     def _with_zeros(self, value: Value, gradients: Cotangents) -> list[Tensor]:
         return [
-            torch.zeros(s.size, dtype=s.dtype, device=self._device) if g is None else as_memory(g)
-            for g, s in zip(gradients, self._shapes(value), strict=True)
+            torch.zeros(shape.size, dtype=shape.dtype, device=self._device) if gradient is None else as_memory(gradient)
+            for gradient, shape in zip(gradients, self._shapes(value), strict=True)
         ]
 
     def _without_missing(self, value: Value, tensors: Tensors) -> Cotangents:
@@ -300,7 +308,7 @@ class Mailbox:
         if not self._notices:
             return tensors
         notices = self._missing_in[self._notices[peer]]
-        there = notices.told(self._place[value], len(tensors), f"waiting for {_describe(value)}")
+        there = notices.told(self._place[value], len(tensors), f"waiting for {describe(value)}")
         return tensors if there is None else _masked(tensors, there)
 
     def _without_frozen(self, value: Value, gradients: Cotangents) -> Cotangents:
@@ -328,41 +336,3 @@ class Mailbox:
 
 def _masked(gradients: Tensors, there: list[bool]) -> Cotangents:
     return tuple(gradient if flag else None for flag, gradient in zip(there, gradients, strict=True))
-
-
-def _describe(value: Value) -> str:
-    what = "activation" if value.stuff is Stuff.ACTIVATION else "gradient"
-    return f"the {what} of stage {value.stage}, microbatch {value.microbatch}"
-
-
-def _changed(value: Value, before: Shapes, now: Shapes) -> str:
-    was, got = ", ".join(map(str, before)), ", ".join(map(str, now))
-    return (
-        f"{_describe(value)} is {got}, but was {was} in an earlier step with the same input shapes; "
-        "pad it to one shape, or let it follow from the shape of the inputs"
-    )
-
-
-def _unfrozen(value: Value) -> str:
-    return (
-        f"{_describe(value)} needs a gradient now, but needed none in an earlier step with the same inputs, and the next stage is told "
-        "once; make a new Pipeline after stages are unfrozen, or unfreeze them before the first step"
-    )
-
-
-def _changed_layout(value: Value, before: Layout, now: Layout) -> str:
-    if before is None or now is None:
-        what = f"is {'a tuple of tensors' if now is None else now}, but was {'a tuple of tensors' if before is None else before}"
-    else:
-        what = f"has changed: {'; '.join(changes(before, now))}"
-    return (
-        f"{_describe(value)} {what} in an earlier step with the same inputs; what is no tensor is told to the next stage once: "
-        "pass what changes as a tensor, or let it follow from the inputs"
-    )
-
-
-def _lacking(value: Value, place: int) -> str:
-    return (
-        f"stage {value.stage} has no gradient for tensor {place} of what it is given in microbatch {value.microbatch}, but used its "
-        "inputs in every microbatch of an earlier step with the same input shapes; use it in all microbatches, as in y + 0 * x.sum()"
-    )

@@ -1,15 +1,11 @@
 """What carries messages between ranks. Below it are only values; nothing here knows stages, schedules or what is done about a failure.
 
-To bring a transport of your own, write a class with the methods of `Endpoint` and give an instance of it to each rank's
-`Pipeline(transport=...)`. `endpoint` has the protocol: an `Endpoint` carries lines of tensors, each in the order in which they were sent,
-and tells with its `Capabilities` what else it can do. Everything above asks for capabilities, and never for the class of an endpoint.
+`zerobubble.transport` has the public names. To bring a transport of your own, write a class with the methods of `Endpoint` and give an
+instance of it to each rank's `Pipeline(transport=...)`. `endpoint` has the protocol: an `Endpoint` carries lines of tensors, each in the
+order in which they were sent, and tells with its `Capabilities` what else it can do. Everything above asks for capabilities, and never for
+the class of an endpoint.
 
 `gloo`, `nccl` and `shared_memory` are the endpoints that a pipeline has by itself, and `choice` is the one place that chooses among them.
 `control` has the small host-side messages: an enumeration of their topics, each with the type of its payload. `contact` turns what goes
 wrong with a message into one exception, and remembers whom this rank waits for. `transport.Transport` is the front of all of these.
 """
-
-from zerobubble.runtime.transport.control import Topic
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, MessageLane, PeerGoneError, StoreTiming, Work
-
-__all__ = ["Capabilities", "Endpoint", "Group", "Line", "MessageLane", "PeerGoneError", "StoreTiming", "Topic", "Work"]

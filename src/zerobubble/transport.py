@@ -1,0 +1,41 @@
+"""What carries messages between the ranks of a `Pipeline`: the protocol for a transport of your own. It needs torch.
+
+A transport is a class with the methods of `Endpoint`. Each rank makes an instance, its end of the lines between the ranks, and gives it to
+its pipeline: `Pipeline(..., transport=MyEndpoint(...))`. A whole one takes some twenty lines where ranks are threads of one process:
+
+    class ThreadEndpoint(Endpoint):
+        def __init__(self, threads, rank):
+            self.group = Group(rank, threads.size, threads.store)  # such as torch.distributed.HashStore()
+            self.threads = threads
+
+        def sender(self, line):
+            queue = self.threads.queues[line]
+            return lambda tensor: Sent(queue.put(tensor.clone()))
+
+        def receiver(self, line):
+            queue = self.threads.queues[line]
+            return lambda tensor: Received(queue, tensor)  # its `wait` copies the queue's next tensor into `tensor`
+
+        def close(self):
+            self.threads.closed.add(self.group.rank)  # every `Received.wait` for this rank then raises PeerGoneError
+
+The project's tests train with it (`tests/procs/endpoints.py`). What an endpoint can do beyond its lines it says in `Capabilities`.
+"""
+
+from __future__ import annotations
+
+from zerobubble.runtime.transport.control import Topic
+from zerobubble.runtime.transport.endpoint import (
+    Capabilities,
+    Endpoint,
+    Group,
+    Line,
+    MessageLane,
+    PeerGoneError,
+    Put,
+    StoreTiming,
+    Take,
+    Work,
+)
+
+__all__ = ["Capabilities", "Endpoint", "Group", "Line", "MessageLane", "PeerGoneError", "Put", "StoreTiming", "Take", "Topic", "Work"]
