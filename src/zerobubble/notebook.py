@@ -14,7 +14,7 @@ from zerobubble.display import draws
 from zerobubble.errors import Fault
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan, Solved
-from zerobubble.planning.reasons import TITLES, cells
+from zerobubble.planning.reasons import TITLES, table_row
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
@@ -64,7 +64,7 @@ def plan_picture(solved: Solved) -> str | None:
 def plan_table(plan: Plan) -> str:
     """The placements tried as a table with the reasons, and the winner's picture below, as HTML."""
     head = "".join(f"<th>{escape(title)}</th>" for title in (*TITLES, "why"))
-    rows = "".join(_row((*cells(choice.name, choice.solved), choice.note)) for choice in plan.choices)
+    rows = "".join(_row((*table_row(choice.name, choice.solved), choice.note)) for choice in plan.choices)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{_image(plan_picture(plan.best))}"
 
 

@@ -281,10 +281,10 @@ def test_reasons_say_what_must_wait_for_what() -> None:
     )
     assert reasons(4, 8, 8, "vee")[0] == (
         "rank 3 has 432 ms of work and within the span of rank 0 must idle 37.5 ms before its first B of stage 4, because only 8 of its "
-        "forwards fit in memory, and leave no more than 7.5 ms of it until later"
+        "forwards fit in memory; at most 7.5 ms of that work can come after the span of rank 0"
     )
     assert reasons(4, 8, 2)[0] == (
-        "rank 0 needs 289 ms from its first F of stage 0 to its last, because its memory holds only 2 of these at a time until their B"
+        "rank 0 needs 289 ms from its first F of stage 0 to its last, because its memory holds what only 2 of these saved until their B"
     )
 
 

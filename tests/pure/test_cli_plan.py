@@ -66,7 +66,7 @@ def test_a_budget_of_0_gives_the_best_seed_of_each_placement() -> None:
     assert {line.split()[0] for line in lines[1:8]} == set(FAMILIES)
     assert lines[1].endswith("interleaved-zb")
     linear = next(line.split() for line in lines[1:8] if line.startswith("linear"))
-    assert linear == ["linear", "15.85", "%", "15.85", "%", "15.85", "%", "8", "336", "optimal", "zb-heuristic"]
+    assert linear == ["linear", "15.85", "%", "15.85", "%", "15.85", "%", "optimal", "8", "336", "zb-heuristic"]
 
 
 def test_the_csv_alone_is_printed_where_asked() -> None:
@@ -303,8 +303,8 @@ def test_a_front_has_a_point_for_each_limit(tmp_path: Path) -> None:
 
 def test_a_front_is_a_table_over_the_usual_limits() -> None:
     lines = printed("pareto", *FRONT).splitlines()
-    assert [float(line.split()[0]) for line in lines[1:]] == [1 + n / 2 for n in range(15)]
-    assert [line.split()[1:4] for line in (lines[7], lines[-1])] == [["vee", "0.00", "%"], ["linear", "0.00", "%"]]
+    assert [float(line.split()[0]) for line in lines[1:16]] == [1 + n / 2 for n in range(15)]
+    assert [line.split()[1:4] for line in (lines[7], lines[15])] == [["vee", "0.00", "%"], ["linear", "0.00", "%"]]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
     assert 0 < noise["gain"] == pytest.approx(1 - (1 - noise["bubble_before"]) / (1 - noise["bubble_after"]))
     assert load_schedule(steady["csv"]).rows == zb.io.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
     text = printed(*asked, "--noise", "5")
-    assert "its order was changed for that" in text
+    assert "its order was changed for that" in " ".join(text.split())
     assert "made robust" in text.splitlines()[1]
 
 

@@ -133,7 +133,7 @@ def test_the_command_line_knows_installed_schedules(install: Install, tmp_path: 
     assert "is legal" in run("check", str(file)).stdout
     assert json.loads(run("show", "drain", "--ranks", "2", "--microbatches", "3", "--json").stdout)["makespan"] == 12
     refused = run("show", "drain", "--ranks", "2", "--microbatches", "3", "--set", "depth=deep")
-    assert (refused.exit_code, refused.stderr) == (2, "zerobubble: the option depth of drain is int, got 'deep'\n")
+    assert (refused.exit_code, refused.stderr) == (2, "zerobubble: the option depth of drain must be a whole number, got 'deep'\n")
 
 
 def test_a_package_may_register_the_schedule_that_it_offers(install: Install) -> None:

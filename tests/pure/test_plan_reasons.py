@@ -15,11 +15,11 @@ def note(memory: float, evaluations: int) -> str:
 def test_where_w_apart_from_b_does_not_fit_nothing_was_searched() -> None:
     told = note(1.5, evaluations=100)
     assert told.startswith(
-        "nothing was searched, since the search runs W apart from B and one microbatch then takes the room of 2 on rank 0, "
-        "which has room for 1.5: raise its limit; this is 28.57 % above the bound: "
+        "nothing was searched, since the search runs W apart from B and one microbatch then takes the memory of 2 on rank 0, "
+        "which has room for 1.5: raise its limit; it has a span 28.57 % over its bound: "
     )
 
 
 def test_with_room_for_it_or_without_a_budget_the_note_is_another() -> None:
     assert note(2, evaluations=100).startswith("the search ended ")
-    assert note(1.5, evaluations=0).startswith("without a search this is 28.57 % above the bound: ")
+    assert note(1.5, evaluations=0).startswith("without a search it has a span 28.57 % over its bound: ")

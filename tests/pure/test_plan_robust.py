@@ -160,7 +160,7 @@ def test_the_text_shows_what_moves_the_plan_most_first_of_each_scope() -> None:
     assert lines[5].startswith("rank 1 ")
     assert {line.split("  ")[0] for line in lines[8:11]} == {"F of stage 1", "B of stage 1", "W of stage 1"}
     assert lines[13].split() == ["everything", "+10.00", "%"]
-    assert text.endswith("Memory: with activations larger by 10 % it does not do on 1 of 3 ranks; rank 1 has 0.00 % left.")
+    assert text.endswith("Memory: activations 10 % larger would not fit on 1 of 3 ranks; rank 1 has 0.00 % of its memory left.")
 
 
 VERB = ["plan", "--ranks", "3", "--microbatches", "6", "--placement", "linear", "--memory", "3", "--budget", "0", "--what-if"]

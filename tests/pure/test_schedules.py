@@ -142,8 +142,8 @@ def test_options_are_checked_by_name_and_type(monkeypatch: pytest.MonkeyPatch) -
     assert make("mine", 2, 3, late=1, tag="x").name == "gpipe"
     wrong = {
         "mine has no option 'lte': did you mean 'late'? its options are late, tag": {"lte": 1},
-        "the option late of mine is float, got 'soon'": {"late": "soon"},
-        "the option tag of mine is str, got 3": {"tag": 3},
+        "the option late of mine must be a number, got 'soon'": {"late": "soon"},
+        "the option tag of mine must be text, got 3": {"tag": 3},
     }
     for message, options in wrong.items():
         with pytest.raises(InputError) as caught:
@@ -181,13 +181,13 @@ def test_a_group_is_an_option_of_interleaved() -> None:
     [
         (("zbv", 2, 4), {}, "there is no schedule 'zbv': did you mean 'zb-v'? known are gpipe, 1f1b, "),
         (("xyz", 2, 4), {}, "there is no schedule 'xyz': known are gpipe, 1f1b, "),
-        (("1f1b", 0, 4), {}, "1f1b needs at least one of ranks, got 0"),
-        (("1f1b", 2, 0), {}, "1f1b needs at least one of microbatches, got 0"),
-        (("interleaved-1f1b", 2, 4, 0), {}, "interleaved-1f1b needs at least one of stages per rank, got 0"),
+        (("1f1b", 0, 4), {}, "1f1b needs at least 1 rank, got 0"),
+        (("1f1b", 2, 0), {}, "1f1b needs at least 1 microbatch, got 0"),
+        (("interleaved-1f1b", 2, 4, 0), {}, "interleaved-1f1b needs at least 1 stage per rank, got 0"),
         (("zb-v", 2, 4, 3), {}, "zb-v holds 2 stages per rank by construction, got 3"),
         (("1f1b", 2, 4), {"group": 2}, "1f1b has no option 'group': it has none"),
         (("interleaved-1f1b", 2, 4), {"grup": 2}, "interleaved-1f1b has no option 'grup': did you mean 'group'? its options are group"),
-        (("interleaved-1f1b", 2, 4), {"group": "2"}, "the option group of interleaved-1f1b is int | None, got '2'"),
+        (("interleaved-1f1b", 2, 4), {"group": "2"}, "the option group of interleaved-1f1b must be a whole number or null, got '2'"),
         (("interleaved-1f1b", 4, 8), {"group": 2}, "interleaved-1f1b of 4 ranks needs groups of at least 3 microbatches, got 2: "),
     ],
 )

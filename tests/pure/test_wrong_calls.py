@@ -50,7 +50,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: make("zb-v", "4", 8), "make: num_ranks must be a whole number, got '4': write 4 without quotes"),
     (lambda: make("zb-v", 4, num_microbatches="8"), "make: num_microbatches must be a whole number, got '8': write 8 without quotes"),
     (lambda: make("zb-v", 4, 8.0), "make: num_microbatches must be a whole number, got 8.0"),
-    (lambda: make("zb-v", -4, 8), "zb-v needs at least one of ranks, got -4"),
+    (lambda: make("zb-v", -4, 8), "zb-v needs at least 1 rank, got -4"),
     (lambda: make("zb-v", 4, True), "make: num_microbatches must be a whole number, got True"),
     (lambda: make(SCHEDULE, 4, 8), "make: name must be a str, got a Schedule"),
     (lambda: make("zb-w", 4, 8), "there is no schedule 'zb-w': did you mean 'zb-v'?"),

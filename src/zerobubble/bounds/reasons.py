@@ -20,27 +20,26 @@ def head_and_tail_reason(here: RankPasses, window: Window, first: int, last: int
     after = end - here.starts[last] - load.pass_times[last] - load.after[last]
     if load.work < load.before[first] + load.after[last] + load.pass_times[last]:
         out, back = here.starts[first] - window.start, end - here.starts[last]
-        return f"a microbatch takes {_ms(out)} to {_name(here, first)} and from {_name(here, last)} on {_ms(back)}"
-    parts = [_idle_before(here, first, before)] * (before != 0) + [_idle_after(here, last, after)] * (after != 0)
-    return f"{_work(here)} and{_within(here, window)} must {', and '.join(parts)}"
-
-
-def _within(here: RankPasses, window: Window) -> str:
-    if window.rank is None:
-        return " within the makespan"
-    return f" within the span of rank {window.rank}" if window.rank != here.rank else ""
+        return f"a microbatch needs {_ms(out)} until {_name(here, first)} can start, and {_ms(back)} from {_name(here, last)} on"
+    waits = [_idle_before(here, first, before)] * (before > 0) + [_idle_after(here, last, after)] * (after > 0)
+    outside = [(side, -idle) for side, idle in (("before", before), ("after", after)) if idle < 0]
+    period = "the makespan" if window.rank is None else f"the span of rank {window.rank}"
+    within = "" if window.rank == here.rank else f" within {period}"
+    must = f" and{within} must {', and '.join(waits)}" if waits else ""
+    return "; ".join([f"{_work(here)}{must}", *(f"at most {_ms(time)} of that work can come {side} {period}" for side, time in outside)])
 
 
 def memory_wait_reason(here: RankPasses, visit: int, between: int) -> str:
     """The forwards of one visit wait for room."""
     fit = here.load.limit // here.load.during(visit)
     first = f"rank {here.rank} needs {_ms(between)} from its first {_name(here, visit)} to its last"
-    return f"{first}, because its memory holds only {fit} of these at a time until their B"
+    return f"{first}, because its memory holds what only {fit} of these saved until their B"
 
 
 def energy_reason(here: RankPasses, time: int) -> str:
     """Memory is full for so long."""
-    return f"the microbatches of rank {here.rank} fill its memory for {_ms(time)}, even if each is held no longer than it would be alone"
+    alone = "even if each microbatch is held no longer than it would be if it were the only one"
+    return f"the memory of rank {here.rank} is full for {_ms(time)}, {alone}"
 
 
 def _work(here: RankPasses) -> str:
@@ -50,17 +49,12 @@ def _work(here: RankPasses) -> str:
 def _idle_before(here: RankPasses, visit: int, idle: int) -> str:
     if visit == 0:
         return f"wait {_ms(idle)} before it begins"
-    if idle < 0:
-        return f"do no more than {_ms(-idle)} of it before"
     return f"idle {_ms(idle)} before its first {_name(here, visit)}, because {_fit(here, visit)}"
 
 
 def _idle_after(here: RankPasses, visit: int, idle: int) -> str:
-    if idle < 0:
-        return f"leave no more than {_ms(-idle)} of it until later"
-    return (
-        f"idle {_ms(idle)} after its last {_name(here, visit)} begins, because only {_ms(here.load.after[visit])} of work can be left then"
-    )
+    left = f"only {_ms(here.load.after[visit])} of work can be left then"
+    return f"idle {_ms(idle)} after its last {_name(here, visit)} begins, because {left}"
 
 
 def _fit(here: RankPasses, visit: int) -> str:

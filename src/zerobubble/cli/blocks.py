@@ -15,8 +15,14 @@ from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_html, block_svg
 
+NOTE = (
+    "Lifespans: for each stage of the rank, the slots from its F to the end of its W for one microbatch. Law, steady and the steps: stage "
+    "activations held by the rank, by the memory law, in the steady phase, and at most in each step. Makespan, longest span of a rank and "
+    "bubble, its idle part, are in slots."
+)
 
-@click.command("block")
+
+@click.command("block", short_help="Make a schedule of a building block.")
 @click.argument("name")
 @ranks_option
 @microbatches_option
@@ -80,7 +86,7 @@ def _find(name: str, ranks: int | None) -> Block:
     return made
 
 
-def _figures(layout: Layout) -> dict[str, int]:
+def _step_to_dict(layout: Layout) -> dict[str, int]:
     timeline = layout.timeline
     return {
         "makespan": timeline.makespan // NS_PER_MS,
@@ -90,7 +96,7 @@ def _figures(layout: Layout) -> dict[str, int]:
     }
 
 
-def _later(steps: Steps) -> dict[str, Layout]:
+def _later_steps(steps: Steps) -> dict[str, Layout]:
     return {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
 
 
@@ -102,7 +108,7 @@ def _as_dict(made: Block, steps: Steps) -> dict[str, object]:
             {"rank": rank, "lifespans": {f"{life.stage}.{life.microbatch}": life.slots for life in lives}, "law": law, "steady": steady}
             for rank, (lives, law, steady) in enumerate(zip(lifespans(made), memory_law(made), steady_peaks(made), strict=True))
         ],
-        "steps": {name: _figures(layout) for name, layout in _later(steps).items()},
+        "steps": {name: _step_to_dict(layout) for name, layout in _later_steps(steps).items()},
         "schedule": steps.reordered.schedule.to_dict(),
     }
 
@@ -111,23 +117,24 @@ def _print(made: Block, steps: Steps) -> None:
     console = Console()
     console.print(made.to_text(), highlight=False, markup=False, soft_wrap=True)
     console.print(_memory_table(made, steps), "", _step_table(steps), sep="\n")
+    console.print(f"\n{NOTE}", style="dim", highlight=False)
 
 
 def _memory_table(made: Block, steps: Steps) -> Table:
     """Stage activations on each rank: by the memory law, between the ends of a long repetition, and in each step."""
     table = Table("rank", "lifespans", box=None, header_style="bold", pad_edge=False)
-    for title in ("law", "steady", *_later(steps)):
+    for title in ("law", "steady", *_later_steps(steps)):
         table.add_column(title, justify="right")
     for rank, (lives, law, steady) in enumerate(zip(lifespans(made), memory_law(made), steady_peaks(made), strict=True)):
-        held = (law, steady, *(layout.peaks[rank] for layout in _later(steps).values()))
+        held = (law, steady, *(layout.peaks[rank] for layout in _later_steps(steps).values()))
         table.add_row(str(rank), ", ".join(f"{life.stage}: {life.slots}" for life in lives), *map(str, held))
     return table
 
 
 def _step_table(steps: Steps) -> Table:
     table = Table("step", box=None, header_style="bold", pad_edge=False)
-    for title in ("makespan", "longest span", "bubble", "peak"):
+    for title in ("makespan", "longest span", "bubble", "peak memory"):
         table.add_column(title, justify="right")
-    for name, layout in _later(steps).items():
-        table.add_row(name, *map(str, _figures(layout).values()))
+    for name, layout in _later_steps(steps).items():
+        table.add_row(name, *map(str, _step_to_dict(layout).values()))
     return table

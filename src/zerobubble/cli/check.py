@@ -26,7 +26,7 @@ MOST_RECOGNISED = 100_000
 """Passes up to which building every known schedule for comparison takes seconds."""
 
 
-@click.command("check")
+@click.command("check", short_help="Check whether a schedule can run.")
 @click.argument("name")
 @shape_options
 @json_option

@@ -40,7 +40,7 @@ NOTE = (
 )
 
 
-@click.command("compare")
+@click.command("compare", short_help="Compare schedules in figures and pictures.")
 @click.argument("names", nargs=-1, required=True)
 @shape_options
 @cost_options

@@ -27,7 +27,7 @@ TABLE_WIDTH = 130
 NOTE = "Times in ms. A row adds up to the makespan of the run: what the rank did or waited for, and why."
 
 
-@click.command("diff")
+@click.command("diff", short_help="Explain where a run differs from its plan.")
 @click.argument("plan")
 @click.argument("run")
 @shape_options

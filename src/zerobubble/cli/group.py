@@ -68,7 +68,10 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 @click.version_option(package_name="zerobubble", message="zerobubble %(version)s")
 @click.pass_context
 def group(ctx: click.Context) -> None:
-    """Pipeline-parallel schedules: list, draw, make, check, compare and plan them, and hold runs against plans.
+    """List, draw, make, check, compare and plan pipeline-parallel schedules, and hold runs against plans.
+
+    Every command takes a schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV. A plan brings the
+    costs that it was made for.
 
     \b
     Examples:
@@ -78,10 +81,11 @@ def group(ctx: click.Context) -> None:
       zerobubble check zbv.csv
       zerobubble compare 1f1b zb-h1 zb-v --ranks 4 --microbatches 8 --comm 0.1
       zerobubble table --ranks 8 --microbatches 24
-      zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
+      zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8 -o plan.json
+      zerobubble show plan.json
       zerobubble diff plan.json run.json
 
-    Bad input gives one sentence on stderr and exit code 2.
+    Bad input gives one sentence on stderr and exit code 2. Every command has --help with examples, and --json.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -74,10 +74,11 @@ def cuts_text(found: LayersPlan, num_layers: int) -> str:
     """Where the winner is cut and what that gains, and which placements cannot be cut."""
     cut = f"The winner has stages of {_sizes(found.cuts, num_layers)} layers"
     if found.cuts == found.balanced_cuts:
-        gain = f"no plan tried on other cuts is shorter than on these balanced ones, where searching on saved {percent(found.gain)}"
+        searched_on = f"; searching on saved {percent(found.gain)}" if found.gain > 0 else ""
+        gain = f"no plan on other cuts was found to be shorter than on these balanced ones{searched_on}"
     else:
         gain = f"{percent(found.gain)} shorter than the best plan on balanced cuts, stages of {_sizes(found.balanced_cuts, num_layers)}"
-    rest = "Other placements have balanced cuts; bounds and reasons hold for the cuts of their line."
+    rest = "Other placements have balanced cuts. The bound and the reason of a placement hold for its cuts."
     return "\n".join([f"{cut}: {gain}.", rest, *(f"Left out: {reason}" for reason in found.left_out)])
 
 

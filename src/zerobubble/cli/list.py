@@ -11,7 +11,7 @@ from zerobubble.cli.options import json_option
 from zerobubble.schedules import Recipe, registry
 
 
-@click.command("list")
+@click.command("list", short_help="List the known schedules.")
 @json_option
 def list_schedules(as_json: bool) -> None:
     """List the schedules: the published ones and those that installed packages add.

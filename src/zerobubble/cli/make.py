@@ -37,7 +37,7 @@ PICTURES: dict[str, Callable[[Timeline], str]] = {"svg": timeline_svg, "perfetto
 FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]
 
 
-@click.command("make")
+@click.command("make", short_help="Write a schedule as a file of any form.")
 @click.argument("name")
 @shape_options
 @cost_options

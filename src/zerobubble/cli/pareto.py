@@ -35,7 +35,7 @@ def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) 
     return [round(low + number * step, 6) for number in range(floor((high - low) / step + 1e-9) + 1)]
 
 
-@click.command("pareto")
+@click.command("pareto", short_help="Find the smallest bubble for each memory.")
 @work_options
 @search_options
 @click.option("--memory", "memories", callback=memory_range, metavar="LO:HI:STEP", help="Limits in microbatches; P/4:2P:P/8 if not given.")

@@ -81,7 +81,7 @@ class Answer:
         return replace(self, data=self.data | data, paragraphs=(*self.paragraphs, paragraph))
 
 
-@click.command("plan")
+@click.command("plan", short_help="Find the best schedule for times and memory.")
 @work_options
 @search_options
 @plan_options

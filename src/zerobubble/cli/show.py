@@ -27,7 +27,7 @@ NOTE = (
 )
 
 
-@click.command("show")
+@click.command("show", short_help="Draw a schedule with bubble and memory.")
 @click.argument("name")
 @shape_options
 @cost_options

@@ -23,8 +23,10 @@ from zerobubble.units import ms, show_percent
 WIDEST_TABLE = 100
 
 NOTE = (
-    "Bubbles in ms: the longest span of a rank beyond its work; peaks in microbatches of a rank, what is held from B to W counted in "
-    "full. ok: the conditions of the closed form hold and the simulation agrees. p ranks, m microbatches, v stages per rank, c a message."
+    "Bubble: how much longer the longest span of a rank is than its work, from the closed form and simulated, in ms and as a share of "
+    "the span. Peak: microbatches held by a rank at most, what is held from B to W counted in full. ok: the conditions of the closed "
+    "form hold and the simulation agrees; differs: they hold and it does not. Below, p ranks, m microbatches, v stages per rank, F, B "
+    "and W of a rank and microbatch, c a message; peaks are in stage activations."
 )
 
 
@@ -54,7 +56,7 @@ class Line:
     peak: Comparison
 
 
-@click.command("table")
+@click.command("table", short_help="Print closed forms beside simulations.")
 @click.argument("names", nargs=-1)
 @shape_options
 @times_option
@@ -152,14 +154,15 @@ def _print(lines: Sequence[Line], refused: Sequence[str], console: Console) -> N
     for line in lines:
         if line.bubble.form and line.peak.form:
             bubble, peak = line.bubble.form, line.peak.form
-            click.echo(f"{line.name:<{widest}}  bubble {bubble.text}, holds: {bubble.when}; peak in stages {peak.text}")
+            when = "" if bubble.when == "always" else f" where {bubble.when}"
+            click.echo(f"{line.name:<{widest}}  bubble {bubble.text}{when}; peak {peak.text}")
     for reason in refused:
         click.echo(f"left out: {reason}")
 
 
 def _table(lines: Sequence[Line]) -> Table:
     grid = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("schedule", "bubble", "simulated", "", "rate", "peak", "simulated", ""):
+    for title in ("schedule", "bubble ms", "simulated", "", "bubble", "peak", "simulated", ""):
         grid.add_column(title, justify="right" if title not in ("schedule", "") else "left", no_wrap=True)
     for line in lines:
         grid.add_row(line.name, *_texts(line.bubble), show_percent(line.rate), *_texts(line.peak))

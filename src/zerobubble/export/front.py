@@ -13,7 +13,7 @@ from zerobubble.planning.competition import Choice
 from zerobubble.planning.pareto import TITLES, Front, Point, point_cells
 from zerobubble.planning.problem import Objective, Status
 from zerobubble.planning.reasons import percent
-from zerobubble.units import ticks
+from zerobubble.units import counted, ticks
 
 COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
 """One for each placement in the order in which they come; they tell apart for colour-blind readers on white and on black."""
@@ -130,18 +130,18 @@ def _dots(frame: _Frame, point: Point, colours: dict[str, str]) -> Iterator[str]
         if rate is None or rate > frame.top:
             continue
         place = f'cx="{frame.x(point.memory):.2f}" cy="{frame.y(rate):.2f}"'
-        told = f"<title>{escape(_told(point, choice))}</title>"
+        tooltip = f"<title>{escape(_tooltip(point, choice))}</title>"
         if choice is not point.plan.choices[0]:
-            yield f'<circle class="other" {place} r="2.6" fill="{colour}" fill-opacity=".55">{told}</circle>'
+            yield f'<circle class="other" {place} r="2.6" fill="{colour}" fill-opacity=".55">{tooltip}</circle>'
         elif choice.solved.status is Status.OPTIMAL:
-            yield f'<circle class="best" {place} r="5.5" fill="{colour}">{told}</circle>'
+            yield f'<circle class="best" {place} r="5.5" fill="{colour}">{tooltip}</circle>'
         else:
-            yield f'<circle class="best hollow" {place} r="4.4" stroke="{colour}" stroke-width="2.4">{told}</circle>'
+            yield f'<circle class="best hollow" {place} r="4.4" stroke="{colour}" stroke-width="2.4">{tooltip}</circle>'
 
 
-def _told(point: Point, choice: Choice) -> str:
+def _tooltip(point: Point, choice: Choice) -> str:
     rates = f"bubble {percent(choice.solved.bubble or 0.0)}, bound {percent(choice.solved.least_bubble)}"
-    return f"{choice.name} with room for {point.memory:g}: {rates}, {choice.solved.how}"
+    return f"{choice.name} with room for {counted(point.memory, 'microbatch')}: {rates}, {choice.solved.how}"
 
 
 def front_html(front: Front, title: str) -> str:
@@ -149,7 +149,7 @@ def front_html(front: Front, title: str) -> str:
     picture = front_svg(front, "")
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in TITLES)
-    body = "".join(_row(point_cells(point)) for point in front.points)
+    body = "".join(_html_row(point_cells(point)) for point in front.points)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
@@ -160,6 +160,6 @@ def front_html(front: Front, title: str) -> str:
     )
 
 
-def _row(texts: Sequence[str]) -> str:
+def _html_row(texts: Sequence[str]) -> str:
     first, *rest = map(escape, texts)
     return f'<tr><th scope="row">{first}</th>{"".join(f"<td>{text}</td>" for text in rest)}</tr>'

@@ -30,10 +30,16 @@ class Front:
     points: tuple[Point, ...]
 
     def __str__(self) -> str:
-        return "\n".join(aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)))
+        objective = self.points[0].plan.best.problem.objective
+        return "\n".join([*aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)), "", LEGEND.format(objective=objective)])
 
 
 TITLES = ("memory", "placement", "span bubble", "makespan bubble", "bound", "peak", "messages", "schedule")
+
+LEGEND = (
+    "Memory and peak: in microbatches of all the stages of a rank. Bubbles: the idle share of the longest span of a rank, and\n"
+    "of the makespan. Bound: with so much memory no schedule on a placement tried has a smaller bubble of the {objective}."
+)
 
 
 def point_cells(point: Point) -> tuple[str, ...]:

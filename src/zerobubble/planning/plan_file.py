@@ -36,7 +36,7 @@ def plan_text(plan: Solved | Plan | LayersPlan) -> str:
 
 @takes(file=instance(str, Path))
 def load_plan(file: str | Path) -> Solved:
-    """The plan in `file`, its schedule checked and played anew: `Pipeline(..., schedule=load_plan("plan.json").schedule)` trains with it.
+    """The plan in `file`, its schedule checked and played anew: `Pipeline(..., schedule=load_plan("plan.json"))` trains with it.
 
     Raises `InputError` naming the file when it cannot be read, is no plan, or holds a schedule that cannot run.
     """

@@ -12,11 +12,12 @@ from zerobubble.simulation import peak_memory
 NOTE_WIDTH = 118
 """Columns of the notes under a table."""
 
-TITLES = ("placement", "span bubble", "makespan bubble", "bound", "peak", "messages", "status", "schedule")
+TITLES = ("placement", "span bubble", "makespan bubble", "bound", "over bound", "peak", "messages", "schedule")
 
 LEGEND = (
-    "Bubbles: the idle share of the longest span of a rank, and of the makespan. Bound: no schedule on the\n"
-    "placement has a smaller bubble of the {objective}. Peak: microbatches held by a rank."
+    "Bubbles: the idle share of the longest span of a rank, and of the makespan. Bound: no schedule on the placement has a\n"
+    "smaller bubble of the {objective}. Over bound: how much longer the {objective} is than with that bubble. Peak: microbatches\n"
+    "held by a rank."
 )
 
 
@@ -39,7 +40,9 @@ def notes(answers: Sequence[tuple[Solved, bool]]) -> list[str]:
 def _note_against_winner(best: Solved, solved: Solved, searched: bool) -> str:
     if solved.status is not Status.FEASIBLE or can_beat(solved, best) or best.bubble is None:
         return _note(solved, searched)
-    return f"cannot have less than {percent(solved.least_bubble)}, the winner has {percent(best.bubble)}: {solved.bound.reason}"
+    if round(best.bubble, 9) == 0:
+        return "nothing can beat the winner, which has no bubble"
+    return f"cannot have a bubble below {percent(solved.least_bubble)}, the winner has {percent(best.bubble)}: {solved.bound.reason}"
 
 
 def _note(solved: Solved, searched: bool) -> str:
@@ -47,10 +50,10 @@ def _note(solved: Solved, searched: bool) -> str:
         return f"nothing can run: {solved.reason}"
     if solved.status is Status.OPTIMAL:
         return f"nothing on this placement is shorter: {solved.bound.reason}"
-    ended = "the search ended" if searched else "without a search this is"
+    how = "the search ended with" if searched else "without a search it has"
     if searched and (obstacle := split_shortage(solved.problem)):
-        ended = f"nothing was searched, since {obstacle}; this is"
-    return f"{ended} {percent(solved.gap)} above the bound: {solved.bound.reason}"
+        how = f"nothing was searched, since {obstacle}; it has"
+    return f"{how} a {solved.problem.objective} {percent(solved.gap)} over its bound: {solved.bound.reason}"
 
 
 def split_shortage(problem: Problem) -> str:
@@ -59,8 +62,8 @@ def split_shortage(problem: Problem) -> str:
     sizes = microbatch_bytes(problem.placement, problem.costs)
     for rank, (peak, limit, whole) in enumerate(zip(peaks, problem.limits.memory, sizes, strict=True)):
         if peak > limit:
-            takes = f"one microbatch then takes the room of {peak / whole:.4g} on rank {rank}"
-            return f"the search runs W apart from B and {takes}, which has room for {limit / whole:.4g}: raise its limit"
+            takes = f"then takes the memory of {peak / whole:.4g} on rank {rank}"
+            return f"the search runs W apart from B and one microbatch {takes}, which has room for {limit / whole:.4g}: raise its limit"
     return ""
 
 
@@ -69,20 +72,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def cells(name: str, solved: Solved) -> tuple[str, ...]:
+def table_row(name: str, solved: Solved) -> tuple[str, ...]:
     """The figures of one answer, under `TITLES`."""
     bound = percent(solved.least_bubble)
     if solved.timeline is None or solved.gap is None:
-        return name, "–", "–", bound, "–", "–", solved.status.value, "–"
-    status = solved.status.value if solved.status is Status.OPTIMAL else f"gap {percent(solved.gap)}"
+        return name, "–", "–", bound, "–", "–", "–", "nothing fits"
+    over_bound = "optimal" if solved.status is Status.OPTIMAL else percent(solved.gap)
     rates = percent(solved.timeline.bubble_span), percent(solved.timeline.bubble_makespan)
-    return name, *rates, bound, f"{solved.peak_microbatches:.4g}", f"{solved.problem.messages:,}", status, solved.how
+    return name, *rates, bound, over_bound, f"{solved.peak_microbatches:.4g}", f"{solved.problem.messages:,}", solved.how
 
 
 def comparison_table(choices: Iterable[tuple[str, Solved, str]]) -> str:
     """A line of figures for each (name, answer, note), then the notes."""
     listed = list(choices)
-    lines = aligned([TITLES, *(cells(name, solved) for name, solved, _ in listed)], left=(0, 6, 7))
+    lines = aligned([TITLES, *(table_row(name, solved) for name, solved, _ in listed)], left=(0, 7))
     width = max(len(name) for name, _, _ in listed)
     paragraphs = [fill(f"{name.ljust(width)}  {note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for name, _, note in listed]
     return "\n".join([*lines, "", LEGEND.format(objective=listed[0][1].problem.objective), "", *paragraphs])

@@ -63,10 +63,12 @@ def robust_order_dict(problem: Problem, robust: RobustOrder) -> dict[str, float]
 def robust_order_text(problem: Problem, robust: RobustOrder, error: float) -> str:
     """The same in a sentence."""
     before, after = (percent(problem.bubble(objective.noisy)) for objective in (robust.before, robust.after))
-    noise = f"Where every pass takes {percent(error)} more or less, the winner has a bubble of"
+    noise = f"Where every pass varies by itself, with a standard deviation of {percent(error)}, the winner has a mean bubble of"
     if robust.gain == 0:
-        return fill(f"{noise} {before}, and no order as short by the measured times was found that has less.", NOTE_WIDTH)
-    return fill(f"{noise} {after}; its order was changed for that, from {before}, and is as short by the measured times.", NOTE_WIDTH)
+        return fill(f"{noise} {before}. No order that is as short by the measured times was found to have less.", NOTE_WIDTH)
+    return fill(
+        f"{noise} {after}: its order was changed for that, before it was {before}. By the measured times it is as short.", NOTE_WIDTH
+    )
 
 
 @takes(problem=Problem, candidates=each(Schedule), error=NUMBER, seconds=NUMBER, seed=WHOLE, evaluations=optional(WHOLE))

@@ -42,8 +42,8 @@ def _change(found: Sensitivity, time: int) -> str:
 
 
 def _chances(found: Sensitivity, error: str) -> Iterator[str]:
-    yield f"Every measured time off by chance, up to {error}: {_spread(found.profile)}."
-    yield f"Every pass by its own chance, {error} as standard deviation: {_spread(found.jitter)}."
+    yield f"Every measured time wrong by a random share of up to {error}: {_spread(found.profile)}."
+    yield f"Every pass varying by itself, with a standard deviation of {error}: {_spread(found.jitter)}."
 
 
 def _spread(spread: Spread) -> str:
@@ -54,4 +54,4 @@ def _memory(found: Sensitivity, error: str) -> Iterator[str]:
     if found.spare is not None and found.ranks_over_limit:
         tightest = min(found.ranks_over_limit, key=found.spare.__getitem__)
         short, left = f"{len(found.ranks_over_limit)} of {len(found.spare)} ranks", percent(found.spare[tightest])
-        yield f"Memory: with activations larger by {error} it does not do on {short}; rank {tightest} has {left} left."
+        yield f"Memory: activations {error} larger would not fit on {short}; rank {tightest} has {left} of its memory left."

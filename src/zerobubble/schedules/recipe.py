@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
@@ -56,11 +57,12 @@ class Recipe(Displayed):
     def refusal(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> str:
         """Why there is no such schedule of this shape, as a sentence; empty where there is one."""
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
-        for what, count in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages)):
+        for what, count in (("rank", ranks), ("microbatch", microbatches), ("stage per rank", stages)):
             if count < 1:
-                return f"{self.name} needs at least one of {what}, got {count}"
+                return f"{self.name} needs at least 1 {what}, got {count}"
         if stages != self.stages_per_rank and not self.any_stages:
-            return f"{self.name} holds {self.stages_per_rank} stages per rank by construction, got {stages}"
+            own = "1 stage" if self.stages_per_rank == 1 else f"{self.stages_per_rank} stages"
+            return f"{self.name} holds {own} per rank by construction, got {stages}"
         lack = self.needs(ranks, microbatches, stages)
         return f"{self.name} {lack}" if lack else ""
 
@@ -83,7 +85,7 @@ class Recipe(Displayed):
                 raise InputError(f"{self.name} has no option {option!r}: {known}")
             hint = self._hint(option)
             if not _fits(value, hint):
-                raise InputError(f"the option {option} of {self.name} is {getattr(hint, '__name__', hint)}, got {value!r}")
+                raise InputError(f"the option {option} of {self.name} must be {_in_words(hint)}, got {value!r}")
 
     def _hint(self, option: str) -> Any:
         try:
@@ -158,6 +160,15 @@ class Recipe(Displayed):
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def _in_words(hint: Any) -> str:
+    """What a value of the type `hint` is: `a whole number or null`."""
+    parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    return " or ".join(_TYPES.get(part, getattr(part, "__name__", str(part))) for part in parts)
 
 
 def _fits(value: Any, hint: Any) -> bool:

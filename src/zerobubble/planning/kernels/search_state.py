@@ -108,7 +108,7 @@ class SearchState:
             longest, used = search_policies(self.tables, self._leg, *room, self.time, self.bound, chunk, fresh - tried)
             self.budget.used += used
             tried += chunk
-            self._keep(best, longest, "policy")
+            self._keep(best, longest, "list scheduling")
 
     def improve_due_dates(self, policy: Floats, tries: int) -> Ints:
         """The best rows that so many small changes to the due dates of `policy` lead to."""
