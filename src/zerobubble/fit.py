@@ -19,10 +19,10 @@ __all__ = ["fit_comm", "fit_costs"]
 
 T = TypeVar("T")
 
-Times = dict[tuple[tuple[str, ...], int], list[int]]
+Durations = dict[tuple[tuple[str, ...], int], list[int]]
 """Measured durations by the columns of `Costs` that they are the sum of, and the stage."""
 
-Changes = dict[tuple[Kind, int], list[int]]
+MemoryChanges = dict[tuple[Kind, int], list[int]]
 """By how many bytes passes changed what their rank held, by kind and stage."""
 
 
@@ -52,7 +52,7 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
     return replace(apart, hidden=tuple(_hidden(timeline, apart)))
 
 
-def _further(times: Times, changes: Changes, stages: range) -> dict[str, list[int]]:
+def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[str, list[int]]:
     """The columns of the kinds in the timeline that not all costs have."""
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
     found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
@@ -103,7 +103,7 @@ def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list
     return dict(delays)
 
 
-def _times(timeline: Timeline) -> Times:
+def _times(timeline: Timeline) -> Durations:
     alone = (span for row in timeline.rows for span in _alone(row))
     return _collect(((traits_of(span.op.kind).times, span.op.stage), span.duration) for span in alone)
 
@@ -123,7 +123,7 @@ def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
         yield max(0, median_low(saved.get(stage, [0])))
 
 
-def _memory_changes(timeline: Timeline) -> Changes:
+def _memory_changes(timeline: Timeline) -> MemoryChanges:
     """How many bytes each pass added to what its rank held; empty for a timeline without memory."""
     found = []
     for rank, steps in enumerate(timeline.memory):
@@ -145,7 +145,7 @@ def _collect(measurements: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
     return dict(samples)
 
 
-def _num_stages(timeline: Timeline, times: Times) -> int:
+def _num_stages(timeline: Timeline, times: Durations) -> int:
     """The number of stages, each with the passes it needs."""
     if not times:
         raise InputError("a timeline without passes tells no costs; measure a training step")
@@ -158,11 +158,11 @@ def _num_stages(timeline: Timeline, times: Times) -> int:
     return num_stages
 
 
-def _median(times: Times, columns: tuple[str, ...], stage: int) -> int:
+def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
     return median_low(times.get((columns, stage), [0]))
 
 
-def _held(changes: Changes, stuff: Stuff, stage: int, default: int) -> int:
+def _held(changes: MemoryChanges, stuff: Stuff, stage: int, default: int) -> int:
     """The bytes of `stuff`: what passes that make it add, and what they use up; `default` where none was measured."""
     for kind in kinds_making(stuff):
         if (kind, stage) in changes:

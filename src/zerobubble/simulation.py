@@ -16,7 +16,7 @@ from zerobubble.kinds import KINDS, ByKind, Stuff, kinds_making
 from zerobubble.timeline import Cause, Span, Timeline, Why
 from zerobubble.verify import checked
 
-__all__ = ["Lengths", "lengths", "memory_faults", "memory_steps", "peak_memory", "simulate"]
+__all__ = ["Metrics", "memory_faults", "memory_steps", "metrics", "peak_memory", "simulate"]
 
 
 @takes(schedule=Schedule, costs=Costs)
@@ -35,7 +35,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(schedule.name, rows, tuple(_steps(row, changes) for row in rows))
 
 
-class Lengths(NamedTuple):
+class Metrics(NamedTuple):
     """How long a schedule takes, in ns: `span` and `makespan` are those of its timeline."""
 
     span: int
@@ -44,12 +44,12 @@ class Lengths(NamedTuple):
 
 @takes(schedule=Schedule, costs=Costs)
 @garbage_collection_paused()
-def lengths(schedule: Schedule, costs: Costs) -> Lengths:
+def metrics(schedule: Schedule, costs: Costs) -> Metrics:
     """How long `schedule` takes under `costs`: `simulate` without the spans, and with the same errors."""
     graph, (begin, end, _) = _played(schedule, costs)
     rows = [(begin[first], end[stop - 1]) for first, stop in pairwise(graph.first) if first < stop]
     start = min((first for first, _ in rows), default=0)
-    return Lengths(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
+    return Metrics(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
 
 
 def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, Played]:
@@ -83,7 +83,7 @@ def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ..
     return _steps(row, _changes(costs))
 
 
-def _steps(row: Sequence[Span], changes: Changes) -> tuple[tuple[int, int], ...]:
+def _steps(row: Sequence[Span], changes: BytesByKind) -> tuple[tuple[int, int], ...]:
     held = _held([span[0] for span in row], changes)
     steps = [(row[0].start, 0)] if row else []
     before, from_start = 0, {kind for kind, traits in KINDS.items() if traits.fills_from_start}
@@ -119,15 +119,15 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     return tuple(faults)
 
 
-Changes = ByKind[list[int]]
+BytesByKind = ByKind[list[int]]
 """By how many bytes a pass of each kind and stage changes what its rank holds."""
 
 
-def _changes(costs: Costs) -> Changes:
+def _changes(costs: Costs) -> BytesByKind:
     return ByKind(lambda kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)])
 
 
-def _held(row: Sequence[Op], changes: Changes) -> list[int]:
+def _held(row: Sequence[Op], changes: BytesByKind) -> list[int]:
     """Bytes held once each pass is done; inference forwards hold nothing."""
     forwards = kinds_making(Stuff.ACTIVATION)
     if all(op[0] in forwards for op in row):

@@ -12,7 +12,7 @@ from zerobubble.rules import Value, makes, uses
 from zerobubble.verify import schedule_faults
 
 
-class Model(StrEnum):
+class MessageModel(StrEnum):
     """How a transport may behave. EAGER: a send never waits. RENDEZVOUS: a send waits until its receive is posted."""
 
     EAGER = "eager"
@@ -33,7 +33,7 @@ def program_faults(program: Program) -> tuple[Fault, ...]:
     faults = _message_faults(program)
     for rank in range(program.num_ranks):
         faults += _buffer_faults(program, rank)
-    return tuple(faults or [fault for model in Model for fault in _stop_faults(program, model)])
+    return tuple(faults or [fault for model in MessageModel for fault in _stop_faults(program, model)])
 
 
 def _message_faults(program: Program) -> list[Fault]:
@@ -102,7 +102,7 @@ def _leak(rank: int, value: Value) -> Fault:
     return Fault("leak", f"rank {rank} never frees {value}: free it after its last use", rank, None, str(value))
 
 
-def _stop_faults(program: Program, model: Model) -> list[Fault]:
+def _stop_faults(program: Program, model: MessageModel) -> list[Fault]:
     player = _Player(program, model)
     player.play()
     faults = []
@@ -119,11 +119,11 @@ def _stop_faults(program: Program, model: Model) -> list[Fault]:
 class _Player:
     """Plays a program under a message model, rank by rank, as far as it goes. `heads[r]` is rank r's next action."""
 
-    def __init__(self, program: Program, model: Model) -> None:
+    def __init__(self, program: Program, model: MessageModel) -> None:
         self.heads = [0] * program.num_ranks
         self._rows = program.rows
         self._num_stages = program.num_stages
-        self._rendezvous = model is Model.RENDEZVOUS
+        self._rendezvous = model is MessageModel.RENDEZVOUS
         self._messages = {action.value for _, _, _, action in program.channels()}
         self._posted: set[Value] = set()
         self._sent: set[Value] = set()

@@ -55,7 +55,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     values += [found.best, found.choices[0], layers.solved, steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
     values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]
     values += [SCHEDULES["zb-v"], recognise(schedule), recognise(illegal), schedule_faults(illegal)[0], *report.memory, *report.throughput]
-    return [*values, layers_of(ranks)[0], zb.simulation.lengths(schedule, costs)]
+    return [*values, layers_of(ranks)[0], zb.simulation.metrics(schedule, costs)]
 
 
 def layers_of(ranks: int) -> list[Layer]:

@@ -10,7 +10,7 @@ from hypothesis import given
 import zerobubble as zb
 from tests.pure.problems import delay, needs, problems, slow_ends, step_time
 from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
-from zerobubble.simulation import lengths, peak_memory
+from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Cause, Span, Why
 
 Problem = tuple[Schedule, Costs]
@@ -50,7 +50,7 @@ def test_every_reason_is_true(problem: Problem) -> None:
 @given(problems())
 def test_lengths_are_those_of_the_timeline(problem: Problem) -> None:
     timeline = simulate(*problem)
-    assert lengths(*problem) == (timeline.span, timeline.makespan)
+    assert metrics(*problem) == (timeline.span, timeline.makespan)
 
 
 def check_reason(schedule: Schedule, costs: Costs, spans: dict[Op, Span], before: Span | None, step: tuple[Op, ...]) -> None:

@@ -1,6 +1,6 @@
 """Where the time goes: in a schedule as simulated, and in a run held against it."""
 
-from zerobubble.explain.account import PARTS, Account, Difference, Drift, Part
+from zerobubble.explain.account import PARTS, Account, Difference, Drift, ExtraTime
 from zerobubble.explain.difference import diff
 from zerobubble.explain.gaps import Gap, WaitsFor, gaps
 from zerobubble.explain.idle import Causes, Idle, Metric, attribute, critical_path
@@ -11,10 +11,10 @@ __all__ = [
     "Causes",
     "Difference",
     "Drift",
+    "ExtraTime",
     "Gap",
     "Idle",
     "Metric",
-    "Part",
     "WaitsFor",
     "attribute",
     "critical_path",

@@ -32,7 +32,7 @@ PARTS = (
 """What an account adds up, as titles: the plan's work and its idle time by cause, then what the plan did not know."""
 
 
-class Part(NamedTuple):
+class ExtraTime(NamedTuple):
     """Time in ns that a rank spends more than planned: `busy` in its own passes, `idle` because others keep it waiting."""
 
     busy: int
@@ -55,8 +55,8 @@ class Account(Displayed):
     rank: int
     work: int
     plan: Causes
-    passes: Part
-    noise: Part
+    passes: ExtraTime
+    noise: ExtraTime
     comm: int
     host: int
 

@@ -9,7 +9,7 @@ from statistics import median_low
 
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
-from zerobubble.explain.account import Account, Difference, Drift, Part, Passes
+from zerobubble.explain.account import Account, Difference, Drift, ExtraTime, Passes
 from zerobubble.explain.idle import attribute
 from zerobubble.explain.replay import TimedOrder, measured, planned
 from zerobubble.ir import Kind, Schedule
@@ -42,8 +42,8 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     after_passes, after_noise, after_comm, after_host = (after - before for before, after in pairwise(makespans))
     accounts = []
     for rank, (causes, work, usual, single, *_) in enumerate(zip(attribute(schedule, costs).ranks, *works, strict=True)):
-        passes = Part(usual - work, after_passes - (usual - work))
-        noise = Part(single - usual, after_noise - (single - usual))
+        passes = ExtraTime(usual - work, after_passes - (usual - work))
+        noise = ExtraTime(single - usual, after_noise - (single - usual))
         accounts.append(Account(rank, work, causes, passes, noise, after_comm, after_host))
     return Difference(schedule.name, makespans[0], makespans[-1], tuple(accounts), drifts)
 

@@ -17,8 +17,6 @@ from zerobubble.simulation import pass_times
 from zerobubble.timeline import Doing, Timeline
 from zerobubble.verify import checked
 
-Times = Sequence[int]
-
 
 @dataclass(frozen=True)
 class TimedOrder:
@@ -30,9 +28,9 @@ class TimedOrder:
 
     graph: Graph
     order: Sequence[int]
-    takes: Times
-    delays: Times
-    lags: Times
+    takes: Sequence[int]
+    delays: Sequence[int]
+    lags: Sequence[int]
 
     def messages(self, step: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The messages that a step waits for, as (user, maker)."""
@@ -86,12 +84,12 @@ def measured(plan: TimedOrder, run: Timeline) -> TimedOrder:
     return replace(exact, lags=lags)
 
 
-def free(timed: TimedOrder, end: Times, step: Sequence[int]) -> int:
+def free(timed: TimedOrder, end: Sequence[int], step: Sequence[int]) -> int:
     """When the rank of `step` is done with what comes before it."""
     return 0 if step[0] in timed.graph.first else end[step[0] - 1]
 
 
-def ready(timed: TimedOrder, end: Times, step: Sequence[int]) -> int:
+def ready(timed: TimedOrder, end: Sequence[int], step: Sequence[int]) -> int:
     """When the rank of `step` is free and every message it waits for is there."""
     return max(free(timed, end, step), *(end[maker] + timed.delays[maker] for _, maker in timed.messages(step)), 0)
 
@@ -137,7 +135,7 @@ def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
     return {maker_of[mark.value]: mark.end - run.start for mark in marks if mark.value in maker_of}
 
 
-def _delays(plan: TimedOrder, begin: Times, end: Times, taken: Mapping[int, int]) -> list[int]:
+def _delays(plan: TimedOrder, begin: Sequence[int], end: Sequence[int], taken: Mapping[int, int]) -> list[int]:
     delays, ops = list(plan.delays), plan.graph.ops
     known: dict[tuple[int, int], list[int]] = defaultdict(list)
     bounded: list[tuple[int, tuple[int, int]]] = []

@@ -11,7 +11,7 @@ from zerobubble.rules import Value, makes, uses
 
 
 class RollbackPoint(NamedTuple):
-    """The position in a rank's row before which it runs only forwards that depend on no rank beyond its own rollback point.
+    """Up to `position` in its row a rank can undo a step: it has run only forwards whose inputs were also made before a rollback point.
 
     `coming` are the messages that others send before theirs and this rank does not use before its own, in an order in which all ranks
     can wait for them.

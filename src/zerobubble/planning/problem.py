@@ -16,7 +16,7 @@ from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, ScheduleError, reading, whole
 from zerobubble.ir import Placement, Schedule
-from zerobubble.simulation import Lengths, lengths, memory_faults, peak_memory, simulate
+from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_ms, show_range
 
@@ -30,7 +30,7 @@ class Objective(StrEnum):
     SPAN = "span"
     MAKESPAN = "makespan"
 
-    def of(self, played: Timeline | Lengths) -> int:
+    def of(self, played: Timeline | Metrics) -> int:
         """The time that counts of a schedule that was played, in ns."""
         return played.span if self is Objective.SPAN else played.makespan
 
@@ -156,7 +156,7 @@ class Solved(Displayed):
     @classmethod
     def of(cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str) -> Solved:
         """`schedule` as an answer to `problem`, checked and played anew; raises `ScheduleError` when it breaks the rules or the limits."""
-        time = problem.objective.of(lengths(schedule, problem.costs))
+        time = problem.objective.of(metrics(schedule, problem.costs))
         faults = memory_faults(schedule, problem.costs, problem.limits)
         if faults:
             raise ScheduleError(faults, schedule.name)

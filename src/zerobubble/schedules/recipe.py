@@ -13,7 +13,8 @@ from typing import Any, Union, get_args, get_origin
 
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
-from zerobubble.ir import Kind, Schedule
+from zerobubble.ir import Schedule
+from zerobubble.kinds import Stuff, kinds_using
 from zerobubble.units import counted
 
 MOST_RANKS = 32
@@ -145,7 +146,7 @@ class Recipe(Displayed):
     @property
     def splits(self) -> bool:
         """Whether it has separate B and W passes."""
-        return any(op.kind is Kind.W for _, _, op in self.sample.ops())
+        return any(op.kind in kinds_using(Stuff.WORK) for _, _, op in self.sample.ops())
 
     @property
     def trains(self) -> bool:

@@ -23,7 +23,7 @@ from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.runs import Task, run_of
 from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.mailbox.mailbox import Mailbox
-from zerobubble.runtime.measure.clock import Mark, clock_for
+from zerobubble.runtime.measure.clock import Instant, clock_for
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.stage.stage import Stage
@@ -105,8 +105,8 @@ class Executor:
         self.at = 0
         self.rollback = rollback
         self.meter: Meter | None = None
-        self._marks: list[tuple[Op, Mark, Mark]] = []
-        self._held: list[tuple[Mark, int]] = []
+        self._marks: list[tuple[Op, Instant, Instant]] = []
+        self._held: list[tuple[Instant, int]] = []
         self._clock = clock_for(transport.device)
         self._stages = stages
         self._num_stages = program.num_stages
@@ -121,8 +121,8 @@ class Executor:
         self._kept: dict[tuple[int, int], dict[Stuff, Any]] = {}
         self._batch: Batch | None = None
         self._stage_is_done = stage_is_done
-        self._messages: list[tuple[Doing, Value, Mark, Mark]] = []
-        self._optimizer: list[tuple[Mark, Mark]] = []
+        self._messages: list[tuple[Doing, Value, Instant, Instant]] = []
+        self._optimizer: list[tuple[Instant, Instant]] = []
         self._recording = False
         self.recording = True
 
@@ -370,7 +370,7 @@ class Executor:
         apart = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
         return tensors.holding(apart) if isinstance(tensors, Payload) else apart
 
-    def _done(self, step: Step, begin: Mark) -> None:
+    def _done(self, step: Step, begin: Instant) -> None:
         if self._pace is not None:
             self._pace.hold(step, begin)
         end = self._clock.mark()

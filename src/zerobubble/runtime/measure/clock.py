@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-Mark = Any
+Instant = Any
+"""A point in time as a clock notes it: `read` turns it into ns."""
 
 
 class HostClock:
-    """Marks are `perf_counter_ns` readings."""
+    """An instant is a reading of `perf_counter_ns`."""
 
     def start(self) -> None:
         """Begin a step."""
@@ -19,24 +20,24 @@ class HostClock:
     def settle(self) -> None:
         """Wait until the device has done what it was given."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> Instant:
         """A point in time."""
         return perf_counter_ns()
 
-    def read(self, mark: Mark) -> int:
-        """A mark in `perf_counter_ns` time."""
-        return int(mark)
+    def read(self, instant: Instant) -> int:
+        """An instant in `perf_counter_ns` time."""
+        return int(instant)
 
 
 class CudaClock:
-    """Marks are events on the stream that the device is at, so a pass is timed where it ran and the host waits for none of them.
+    """An instant is an event on the stream that the device is at, so a pass is timed where it ran and the host waits for none of them.
 
     The host's clock is read once the step is over, when somebody asks for its times.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._origin: Mark = None
+        self._origin: Instant = None
         self._time = 0
 
     def start(self) -> None:
@@ -50,17 +51,17 @@ class CudaClock:
             self._origin.synchronize()
             self._time = perf_counter_ns()
 
-    def mark(self) -> Mark:
+    def mark(self) -> Instant:
         """A point on the stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def read(self, mark: Mark) -> int:
-        """A mark in `perf_counter_ns` time; waits until the stream has passed it."""
+    def read(self, instant: Instant) -> int:
+        """An instant in `perf_counter_ns` time; waits until the stream has passed it."""
         self.settle()
-        mark.synchronize()
-        before_ms: float = mark.elapsed_time(self._origin)
+        instant.synchronize()
+        before_ms: float = instant.elapsed_time(self._origin)
         return self._time - round(before_ms * 1e6)
 
 
