@@ -76,7 +76,7 @@ def start_without_a_function(group: Any) -> str:
         lean = zb.Kind("C")
         change_kind(lean, replace(traits_of(lean), run="nothing"))
         schedule = with_recomputation(zb.make("1f1b", 2, 4))
-        with pytest.raises(zb.InputError) as caught:
+        with pytest.raises(zb.PipelineError) as caught:
             zb.Pipeline(build, schedule, 4, loss_fn, group=group)
         return str(caught.value)
 

@@ -53,7 +53,9 @@ def run_of(kind: Kind) -> Run:
     name = traits_of(kind).run
     if name not in _RUNS:
         known = ", ".join(map(repr, _RUNS))
-        raise InputError(f"passes of kind {kind} run by {name!r}, which is not registered; known are {known}: see executor.runs.runs")
+        raise InputError(
+            f"passes of kind {kind} run by {name!r}, which is not registered; known are {known}: see zerobubble.runtime.executor.runs"
+        )
     return _RUNS[name]
 
 
