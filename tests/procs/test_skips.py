@@ -17,7 +17,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.values.payload import Stashed
-from zerobubble.runtime.values.shapes import read_note, shapes_of, write_note
+from zerobubble.runtime.values.shapes import read_announcement, shapes_of, write_announcement
 from zerobubble.runtime.values.skips import carry
 
 SCHEDULES = [("gpipe", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("interleaved-zb", 4), ("chimera", 4), ("dualpipe", 8)]
@@ -270,8 +270,8 @@ def test_outside_of_a_pipeline_they_wait_in_the_thread() -> None:
 @pytest.mark.parametrize("names", [(), ("skip",), ("a name with more than seven letters", "ä", ""), ("",)])
 def test_a_note_tells_names(names: tuple[str, ...]) -> None:
     tensors = tuple(torch.zeros(k + 1) for k in range(len(names) + 1))
-    layout = Stashed(None, names) if names else None
-    assert read_note(write_note(shapes_of(tensors), layout, torch.device("cpu"))) == (shapes_of(tensors), layout)
+    structure = Stashed(None, names) if names else None
+    assert read_announcement(write_announcement(shapes_of(tensors), structure, torch.device("cpu"))) == (shapes_of(tensors), structure)
 
 
 def run_page(group: Any) -> tuple[list[float], float]:

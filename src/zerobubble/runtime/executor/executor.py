@@ -28,8 +28,8 @@ from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.transport.transport import Transport
-from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_extra
-from zerobubble.runtime.values.shapes import Known
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_keywords
+from zerobubble.runtime.values.shapes import KnownMessages
 from zerobubble.timeline import Doing
 
 Call = Callable[[], object]
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     inputs: list[Tensors]
     finish: Callable[[int, Any], Tensor]
     seed: Cotangents
-    known: Known
+    known: KnownMessages
     announced: frozenset[int]
     extras: dict[int, list[dict[str, Any]]]
 
@@ -318,7 +318,7 @@ class Executor:
             assert self._batch is not None
             inputs = self._batch.inputs[microbatch] if received is None else received()
             extras = self._batch.extras
-            return with_extra(inputs, extras[op.stage][microbatch]) if extras and op.stage in extras else inputs
+            return with_keywords(inputs, extras[op.stage][microbatch]) if extras and op.stage in extras else inputs
 
         def work(inputs: Tensors) -> None:
             assert self._batch is not None
@@ -368,7 +368,7 @@ class Executor:
         if source in self._received:
             return tensors
         apart = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
-        return tensors.holding(apart) if isinstance(tensors, Payload) else apart
+        return tensors.with_tensors(apart) if isinstance(tensors, Payload) else apart
 
     def _done(self, step: Step, begin: Instant) -> None:
         if self._pace is not None:

@@ -17,8 +17,8 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.transport import Transport
-from zerobubble.runtime.values.payload import Layout, Payload, Tensors
-from zerobubble.runtime.values.shapes import Known, Shapes, shapes_of
+from zerobubble.runtime.values.payload import Payload, Structure, Tensors
+from zerobubble.runtime.values.shapes import KnownMessages, Shapes, shapes_of
 
 MOST_KEPT = 64
 """Kinds of inputs whose messages are remembered; the one not met for longest is forgotten, and announced again when it comes back."""
@@ -64,7 +64,7 @@ _NUMBERS = len(fields(StepStart))
 class StepMessages(NamedTuple):
     """What is `known` of a step's messages, the ranks with which they are `announced` instead, and the size of the first rank's batch."""
 
-    known: Known
+    known: KnownMessages
     announced: frozenset[int]
     batch_size: int
 
@@ -84,8 +84,8 @@ class StepHandshake:
         self._trained: dict[int, tuple[bool, ...]] = {}
         digest = hashlib.sha256(schedule.to_text().encode()).digest()
         self._played = (schedule.num_microbatches, schedule.is_forward_only, int.from_bytes(digest[:6], "big"))
-        self._keys: dict[tuple[tuple[Shapes, Layout], ...], int] = {}
-        self._known: dict[int, Known] = {}
+        self._keys: dict[tuple[tuple[Shapes, Structure], ...], int] = {}
+        self._known: dict[int, KnownMessages] = {}
         self._telling: list[Sending] = []
 
     def open(self, inputs: list[Tensors], batch_size: int, trained: tuple[bool, ...] = ()) -> StepMessages:
@@ -100,7 +100,7 @@ class StepHandshake:
         self._trained[start.key] = trained
         self._telling = [self._transport.tell(start, rank) for rank in self._children]
         if start.announced_from == 0:
-            self._known[start.key] = Known()
+            self._known[start.key] = KnownMessages()
         return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size)
 
     def _announced(self, first: int) -> frozenset[int]:
@@ -115,7 +115,7 @@ class StepHandshake:
         self._telling = []
 
     def _begin(self, inputs: list[Tensors], batch_size: int) -> StepStart:
-        signature = tuple((shapes_of(part), part.layout if isinstance(part, Payload) else None) for part in inputs)
+        signature = tuple((shapes_of(part), part.structure if isinstance(part, Payload) else None) for part in inputs)
         key = self._keys.pop(signature, None)
         announced_from = 0 if key is None else self._num_ranks
         if key is None:

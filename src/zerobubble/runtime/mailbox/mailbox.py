@@ -1,8 +1,8 @@
 """The messages of one step: receives are posted early where their shapes are known, and what was sent is kept until it has left.
 
 A message travels in one of two ways, which the transport's capabilities decide. Where it carries whole messages and their shapes are known,
-`WholeMessages` has a call for each. Else a message goes tensor by tensor over a line: in the first step with new inputs behind a note that
-announces its shapes, later in one buffer whose receive is posted early.
+`WholeMessages` has a call for each. Else a message goes tensor by tensor over a line: in the first step with new inputs behind an
+announcement of its shapes, later in one buffer whose receive is posted early.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ from zerobubble.program import Channel, Program, Recv, Send, channel_of
 from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsIn, MissingGradientsOut, expect_notices
 from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
-from zerobubble.runtime.mailbox.refusals import changed_layout, changed_shapes, describe, lacking_gradient, unfrozen
+from zerobubble.runtime.mailbox.refusals import changed_shapes, changed_structure, describe, lacking_gradient, unfrozen
 from zerobubble.runtime.mailbox.whole_messages import WholeMessages
 from zerobubble.runtime.transport.contact import Exchange
 from zerobubble.runtime.transport.endpoint import Line, Work
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.memory import as_memory, is_plain, why_not_sent
-from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, layout_of
-from zerobubble.runtime.values.shapes import Known, Shapes, are_same_but_for_gradients, look_like, read_note, shapes_of, write_note
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, structure_of
+from zerobubble.runtime.values.shapes import (
+    KnownMessages,
+    Shapes,
+    are_same_but_for_gradients,
+    have_shapes,
+    read_announcement,
+    shapes_of,
+    write_announcement,
+)
 
 
 class Mailbox:
@@ -59,7 +67,7 @@ class Mailbox:
         self._place: dict[Value, int] = {}
         if can.completes_in_order and not can.carries_whole_messages:
             self._watch_missing(program, transport)
-        self._known = Known()
+        self._known = KnownMessages()
         # The ranks with which messages announce their shapes in this step.
         self._announced: frozenset[int] = frozenset()
         # What this step's messages go by, None where they go over lines.
@@ -88,7 +96,7 @@ class Mailbox:
             else:
                 self._notices[source] = expect_notices(transport, source)
 
-    def begin(self, known: Known, announced: frozenset[int]) -> None:
+    def begin(self, known: KnownMessages, announced: frozenset[int]) -> None:
         """Start a step with the shapes `known` from an earlier one, and learn into `known` those of messages with the ranks `announced`."""
         self._known = known
         self._announced = announced
@@ -120,8 +128,8 @@ class Mailbox:
         if value.stuff is Stuff.ACTIVATION:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
-            if self._known.layouts:
-                return self._laid_out(value, tensors)
+            if self._known.structures:
+                return self._as_payload(value, tensors)
             return tensors
         return self._without_frozen(value, self._without_missing(value, tensors))
 
@@ -146,8 +154,8 @@ class Mailbox:
         else:
             outgoing = packed([as_memory(t) for t in tensors])
         if peer in self._announced and value.stuff is Stuff.ACTIVATION:
-            note = write_note(self._known[value], self._known.layouts.get(value), self._device)
-            outgoing = [torch.tensor([note.numel()], device=self._device), note, *outgoing]
+            announcement = write_announcement(self._known[value], self._known.structures.get(value), self._device)
+            outgoing = [torch.tensor([announcement.numel()], device=self._device), announcement, *outgoing]
         start = self._send[peer, value.stuff]
         leaving = [*ahead, *((t, start(t)) for t in outgoing)]
         self._leaving[value] = (tuple(t for t, _ in leaving), [work for _, work in leaving], peer)
@@ -183,20 +191,20 @@ class Mailbox:
                     self._arriving[following] = self._whole.take[following](), ()
                 continue
             if value.stuff is Stuff.ACTIVATION:
-                self._read_note(following, peer)
+                self._read_announcement(following, peer)
             self._start(following, peer)
 
-    def _read_note(self, value: Value, peer: int) -> None:
-        """Learn from the note before an activation what it looks like; its length comes first."""
+    def _read_announcement(self, value: Value, peer: int) -> None:
+        """Learn from the announcement before an activation what shapes it has; its length comes first."""
         receive = self._receive[peer, value.stuff]
         what = f"waiting for {describe(value)}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         self._wait(receive(length), peer, what)
-        note = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        self._wait(receive(note), peer, what)
-        self._known[value], layout = read_note(note)
-        if layout is not None:
-            self._known.layouts[value] = layout
+        announcement = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+        self._wait(receive(announcement), peer, what)
+        self._known[value], structure = read_announcement(announcement)
+        if structure is not None:
+            self._known.structures[value] = structure
 
     def _start(self, value: Value, peer: int) -> None:
         """Post the receive of a value whose shapes are known, behind a tensor that tells which gradients are there, where some may lack."""
@@ -211,16 +219,16 @@ class Mailbox:
     def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
         """See that an activation is what it was, or learn what it is."""
         known = self._known
-        layout = None if type(tensors) is tuple else layout_of(tensors)
+        structure = None if type(tensors) is tuple else structure_of(tensors)
         if is_announced or not all(map(is_plain, tensors)):
             self._refuse_what_cannot_be_sent(value, tensors)
         if is_announced:
             known[value] = shapes_of(tensors)
-            if layout is not None:
-                known.layouts[value] = layout
-        elif (known.layouts or layout is not None) and known.layouts.get(value) != layout:
-            raise InputError(changed_layout(value, known.layouts.get(value), layout))
-        elif not look_like(tensors, known[value]):
+            if structure is not None:
+                known.structures[value] = structure
+        elif (known.structures or structure is not None) and known.structures.get(value) != structure:
+            raise InputError(changed_structure(value, known.structures.get(value), structure))
+        elif not have_shapes(tensors, known[value]):
             self._change(value, tensors)
 
     def _refuse_what_cannot_be_sent(self, value: Value, tensors: Tensors) -> None:
@@ -264,12 +272,12 @@ class Mailbox:
             if tensor.requires_grad is not shape.differentiable:
                 self._learn(value, shapes_of(tensors))
                 break
-        return self._laid_out(value, tensors) if self._known.layouts else tensors
+        return self._as_payload(value, tensors) if self._known.structures else tensors
 
-    def _laid_out(self, value: Value, tensors: Tensors) -> Tensors:
+    def _as_payload(self, value: Value, tensors: Tensors) -> Tensors:
         """The tensors of an activation put together as the sender had them."""
-        layout = self._known.layouts.get(value)
-        return tensors if layout is None else Payload.of(tensors, layout)
+        structure = self._known.structures.get(value)
+        return tensors if structure is None else Payload.of(tensors, structure)
 
     def _may_lack(self, source: int, destination: int) -> bool:
         """Whether gradients from `source` that go over lines are led by a tensor that tells which of them are there."""

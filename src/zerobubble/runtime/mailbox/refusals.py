@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerobubble.rules import Stuff, Value
-from zerobubble.runtime.values.payload import Layout, changes
+from zerobubble.runtime.values.payload import Structure, changes
 from zerobubble.runtime.values.shapes import Shapes
 
 
@@ -30,7 +30,7 @@ def unfrozen(value: Value) -> str:
     )
 
 
-def changed_layout(value: Value, before: Layout, now: Layout) -> str:
+def changed_structure(value: Value, before: Structure, now: Structure) -> str:
     """Why an activation with other constants, or put together otherwise, cannot be sent."""
     if before is None or now is None:
         what = f"is {'a tuple of tensors' if now is None else now}, but was {'a tuple of tensors' if before is None else before}"

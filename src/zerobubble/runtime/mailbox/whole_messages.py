@@ -9,7 +9,7 @@ from zerobubble.program import Channel, Compute, Program, Recv, channel_of
 from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.transport.endpoint import MessageLane, Put, Take
 from zerobubble.runtime.transport.transport import Transport
-from zerobubble.runtime.values.shapes import Known, Shapes
+from zerobubble.runtime.values.shapes import KnownMessages, Shapes
 
 MOST_KEPT = 8
 """Sets of shapes whose lanes are kept; both ends of a channel drop the oldest in the same step."""
@@ -25,12 +25,12 @@ class WholeMessages:
         for _, _, channel, action in program.channels():
             if isinstance(action, Recv) and transport.rank in channel[:2]:
                 self._messages[channel].append(action.value)
-        self._made: dict[int, tuple[Known, dict[Channel, MessageLane], dict[Value, Put], dict[Value, Take]]] = {}
+        self._made: dict[int, tuple[KnownMessages, dict[Channel, MessageLane], dict[Value, Put], dict[Value, Take]]] = {}
         self._lanes: dict[Channel, MessageLane] = {}
         self.put: dict[Value, Put] = {}
         self.take: dict[Value, Take] = {}
 
-    def begin(self, known: Known, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
+    def begin(self, known: KnownMessages, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
         """Use the lanes for the messages of `known`, making them the first time.
 
         `shapes` has those of each message, and `largest` those that it may have later in `change`.

@@ -36,7 +36,7 @@ from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import arguments_of, go_back
 from zerobubble.runtime.split.traceable import described, is_traceable, kind_of, shared_memory
 from zerobubble.runtime.values.gradients import Gradients
-from zerobubble.runtime.values.payload import Cotangents, Layout, Tensors, opaque_in, put_together, take_apart
+from zerobubble.runtime.values.payload import Cotangents, Structure, Tensors, flatten_pytree, opaque_types_in, unflatten_pytree
 from zerobubble.runtime.values.skips import refusing
 
 
@@ -181,17 +181,17 @@ class GraphSplitter:
     def _find_trace(self, inputs: Tensors) -> tuple[_Trace, list[Tensor]]:
         """The trace for these inputs, and the tensors that it takes."""
         tensors: list[Tensor] = []
-        nest = take_apart(arguments_of(inputs), tensors, opaque=True)
+        structure = flatten_pytree(arguments_of(inputs), tensors, opaque=True)
         autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
         try:
             number = self._guard.number()
         except InputError as error:
             raise self.refuse(str(error)) from error
         kinds = tuple([kind_of(tensor) for tensor in tensors])
-        key = (number, nest, kinds, shared_memory(tensors), autocast, global_state(), self._state)
+        key = (number, structure, kinds, shared_memory(tensors), autocast, global_state(), self._state)
         trace = self.traces.get(key)
         if trace is None:
-            trace = self.traces[key] = _Trace(self, nest, tensors, autocast)
+            trace = self.traces[key] = _Trace(self, structure, tensors, autocast)
         self.trace = trace
         return trace, tensors
 
@@ -251,15 +251,15 @@ class GraphSplitter:
 
 
 class _Trace:
-    """A stage's graphs for one kind of input: `nest` is how the `inputs` lie in its arguments.
+    """A stage's graphs for one kind of input: `structure` is how the `inputs` lie in its arguments.
 
     Only the module's forward is traced under `autocast`, the one its caller has. The backward is traced and both run outside of autocast:
     the graph of the forward holds its casts, and what it does in full precision must stay so.
     """
 
-    def __init__(self, stage: GraphSplitter, nest: Layout, inputs: Sequence[Tensor], autocast: Autocast | None) -> None:
+    def __init__(self, stage: GraphSplitter, structure: Structure, inputs: Sequence[Tensor], autocast: Autocast | None) -> None:
         self._stage = stage
-        self._nest = nest
+        self._structure = structure
         self._autocast = autocast
         self._is_ready = False
         self._traced = ForwardNodes()
@@ -273,7 +273,7 @@ class _Trace:
             for tensor in tensors:
                 if not is_traceable(tensor):
                     raise stage.refuse(f"{what} is a {described(tensor)}, and a graph takes plain tensors")
-        foreign = next((kind.__name__ for kind in opaque_in(nest)), None)
+        foreign = next((kind.__name__ for kind in opaque_types_in(structure)), None)
         if foreign is not None:
             raise stage.refuse(f"it is given a {foreign}, and a graph takes tensors and constants")
         self._function = aot_function(
@@ -319,7 +319,7 @@ class _Trace:
 
     def _forward(self, *tensors: Any) -> Any:
         owned = dict(zip(self._stage.owned, tensors, strict=False))
-        positional, named = put_together(self._nest, iter(tensors[len(owned) :]))
+        positional, named = unflatten_pytree(self._structure, iter(tensors[len(owned) :]))
         with _in_place_of(owned, self._stage.module):
             with recording_checkpoints(tensors) as checkpoint_of, within(self._autocast):
                 output = self._stage.module(*positional, **named)

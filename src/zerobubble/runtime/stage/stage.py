@@ -21,7 +21,7 @@ from zerobubble.runtime.split.autocast import outside_of_autocast
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
-from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, take_apart
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree
 from zerobubble.runtime.values.shapes import shapes_of
 from zerobubble.runtime.values.skips import carry
 
@@ -193,7 +193,7 @@ def _with_gradient(edges: list[Any], gradients: Cotangents) -> tuple[list[Any], 
 def as_tensors(output: Any, index: int) -> Tensors:
     """A stage's output for the next stage, whose arguments it becomes: a tensor or a tuple as they are, a dict by its names.
 
-    Raises `TypeError` naming the stage and the place for what is neither a tensor, a constant nor a nest of these.
+    Raises `TypeError` naming the stage and the place for what is neither a tensor, a constant nor a pytree of these.
     """
     if isinstance(output, Tensor):
         return (output,)
@@ -203,15 +203,15 @@ def as_tensors(output: Any, index: int) -> Tensors:
         got = type(output).__name__
         raise TypeError(f"stage {index} must return a tensor, or a tuple, list or dict of tensors for the next stage, got {got}")
     tensors: list[Tensor] = []
-    layout = take_apart(dict(output) if isinstance(output, dict) else output, tensors, f"the output of stage {index}")
-    return Payload.of(tensors, layout)
+    structure = flatten_pytree(dict(output) if isinstance(output, dict) else output, tensors, f"the output of stage {index}")
+    return Payload.of(tensors, structure)
 
 
 def _what_it_got(index: int, inputs: Tensors, message: str) -> str:
     """What a stage that failed was given and by whom, and the remedy where it is known."""
     shapes = ", ".join(map(str, shapes_of(inputs))) or "no tensor"
     if isinstance(inputs, Payload):
-        shapes = f"a {inputs.layout}: {shapes}"
+        shapes = f"a {inputs.structure}: {shapes}"
     givers = [f"stage {stage}" for _, stage in used_stages(Kind.F, index, index + 1)]
     note = f"stage {index} was given {shapes} by {', '.join(givers) or 'the batch'}"
     if "a leaf Variable that requires grad" in message:

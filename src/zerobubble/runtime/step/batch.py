@@ -1,4 +1,4 @@
-"""Cutting a batch into microbatches, and putting outputs back together."""
+"""A batch split into microbatches, and the outputs of microbatches joined."""
 
 from __future__ import annotations
 
@@ -11,52 +11,62 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.values.payload import Payload, Tensors, put_together, take_apart, tensors_in
+from zerobubble.runtime.values.payload import Payload, Tensors, flatten_pytree, unflatten_pytree
 
-UNCUT = 0
-"""The size of a batch that came as microbatches."""
+GIVEN_AS_LIST = 0
+"""The `batch_size` of microbatches that the user gave as a list."""
 
 
-class Cut(NamedTuple):
-    """The microbatches of a batch, how many samples each has, and how many the batch had before it was cut, or `UNCUT`."""
+class SplitBatch(NamedTuple):
+    """The `microbatches` of a batch, how many samples each has, and the batch's own number of samples or `GIVEN_AS_LIST`."""
 
-    parts: list[Any]
+    microbatches: list[Any]
     sizes: list[int]
-    whole: int
+    batch_size: int
 
 
-def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients) -> Cut:
+NO_BATCH = SplitBatch([], [], GIVEN_AS_LIST)
+"""On a rank that is given none."""
+
+
+def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
     """`batch` cut along dimension 0 into microbatches that differ by one sample at most, bigger ones first.
 
     A tensor, or a tuple or dict whose tensors are cut and whose other parts go to every microbatch. A list has the microbatches
-    themselves. `gradients` gathers those of tensors that require one. Raises `InputError` for other types, tensors of different batch
-    size, fewer samples than microbatches, and a list of another length.
+    themselves. `gradients` gathers those of tensors that require one. Raises `InputError` for other types, tensors that cannot be cut or
+    have other batch sizes, fewer samples than microbatches, and a list of another length.
     """
     if isinstance(batch, list):
-        return _given_apart(batch, num_microbatches, what, gradients)
+        return _from_list(batch, num_microbatches, what, gradients)
     tensors: list[Tensor] = []
-    layout = take_apart(dict(batch) if isinstance(batch, Mapping) else batch, tensors, opaque=True)
+    structure = flatten_pytree(dict(batch) if isinstance(batch, Mapping) else batch, tensors, opaque=True)
+    size = _batch_size(batch, tensors, num_microbatches, what)
+    rows = rows_of(size, num_microbatches)
+    microbatches = [unflatten_pytree(structure, (gradients.part(tensor, what, own) for tensor in tensors)) for own in rows]
+    return SplitBatch(microbatches, [own.stop - own.start for own in rows], size)
+
+
+def _batch_size(batch: Any, tensors: list[Tensor], num_microbatches: int, what: str) -> int:
+    """The number of samples of a batch with these tensors; raises `InputError` where it cannot be cut."""
     if not tensors or any(tensor.dim() == 0 for tensor in tensors):
         got = "a tensor without dimensions" if tensors else type(batch).__name__
         raise InputError(
             f"{what} must be a tensor, a tuple or a dict, its tensors with the batch as their first dimension, or a list of "
             f"{num_microbatches} microbatches; got {got}"
         )
-    uncut = next((tensor for tensor in tensors if tensor.is_nested or tensor.layout is not torch.strided), None)
-    if uncut is not None:
-        kind = "nested" if uncut.is_nested else f"sparse ({uncut.layout})"
-        raise InputError(f"a tensor of {what} is {kind} and cannot be cut; give a list of its {num_microbatches} microbatches")
-    found = {tensor.shape[0] for tensor in tensors}
-    if len(found) > 1:
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
+            raise InputError(f"a tensor of {what} is {kind} and cannot be cut; give a list of its {num_microbatches} microbatches")
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) > 1:
         raise InputError(
-            f"the tensors of {what} must share their batch size, got {sorted(found)}; what belongs to every microbatch goes by kwargs"
+            f"the tensors of {what} must share their batch size, got {sorted(sizes)}; what belongs to every microbatch goes by kwargs"
         )
-    size = found.pop()
+    size = sizes.pop()
     if size < num_microbatches:
         raise InputError(f"{what} of batch size {size} cannot be cut into {num_microbatches} microbatches; give at least one sample each")
-    rows = rows_of(size, num_microbatches)
-    parts = [put_together(layout, (gradients.part(tensor, what, own) for tensor in tensors)) for own in rows]
-    return Cut(parts, [own.stop - own.start for own in rows], size)
+    return size
 
 
 def rows_of(size: int, num_microbatches: int) -> list[slice]:
@@ -66,31 +76,32 @@ def rows_of(size: int, num_microbatches: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(ends)]
 
 
-def _given_apart(parts: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> Cut:
-    if len(parts) != num_microbatches:
+def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
+    if len(given) != num_microbatches:
         raise InputError(
-            f"{what} is a list of {len(parts)}, and a list has one item for each of the {num_microbatches} microbatches; "
+            f"{what} is a list of {len(given)}, and a list has one item for each of the {num_microbatches} microbatches; "
             "give the tensors of a whole batch as a tuple"
         )
-    apart = []
-    for j, part in enumerate(parts):
+    microbatches, sizes = [], []
+    for j, item in enumerate(given):
         tensors: list[Tensor] = []
-        layout = take_apart(dict(part) if isinstance(part, Mapping) else part, tensors, opaque=True)
-        if not isinstance(part, (Tensor, tuple, list, Mapping)) or not tensors:
-            raise InputError(f"microbatch {j} of {what} must be a tensor, or a tuple or dict with tensors, got {type(part).__name__}")
-        apart.append(put_together(layout, (gradients.part(tensor, what) for tensor in tensors)))
-    return Cut(apart, [next((t.size(0) for t in tensors_in(part) if t.dim()), 1) for part in apart], UNCUT)
+        structure = flatten_pytree(dict(item) if isinstance(item, Mapping) else item, tensors, opaque=True)
+        if not isinstance(item, (Tensor, tuple, list, Mapping)) or not tensors:
+            raise InputError(f"microbatch {j} of {what} must be a tensor, or a tuple or dict with tensors, got {type(item).__name__}")
+        microbatches.append(unflatten_pytree(structure, (gradients.part(tensor, what) for tensor in tensors)))
+        sizes.append(next((tensor.size(0) for tensor in tensors if tensor.dim()), 1))
+    return SplitBatch(microbatches, sizes, GIVEN_AS_LIST)
 
 
-def arguments(microbatch: Any) -> Tensors:
+def as_arguments(microbatch: Any) -> Tensors:
     """A microbatch as the arguments of the first stage: a tuple as positional ones, a dict by name."""
     if isinstance(microbatch, Tensor):
         return (microbatch,)
     if isinstance(microbatch, (tuple, list)) and all(isinstance(part, Tensor) for part in microbatch):
         return tuple(microbatch)
     tensors: list[Tensor] = []
-    layout = take_apart(microbatch, tensors, opaque=True)
-    return Payload.of(tensors, layout)
+    structure = flatten_pytree(microbatch, tensors, opaque=True)
+    return Payload.of(tensors, structure)
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
@@ -101,23 +112,27 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     kind = type(first)
     if all(isinstance(output, Tensor) for output in outputs):
-        shapes = {tuple(output.shape[1:]) if output.dim() else None for output in outputs}
-        if len(shapes) > 1:
-            return list(outputs)
-        return torch.stack(list(outputs)) if shapes == {None} else torch.cat(list(outputs))
+        return _joined_tensors(list(outputs))
     if isinstance(first, Mapping) and all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
         return {key: join_outputs([output[key] for output in outputs]) for key in first}
     if isinstance(first, (tuple, list)) and all(type(output) is kind and len(output) == len(first) for output in outputs):
-        parts = [join_outputs(parts) for parts in zip(*outputs, strict=True)]
-        return kind(*parts) if hasattr(kind, "_make") else kind(parts)
-    if all(type(output) is kind for output in outputs) and not isinstance(first, Tensor) and all(output == first for output in outputs):
+        items = [join_outputs(of_each) for of_each in zip(*outputs, strict=True)]
+        return kind(*items) if hasattr(kind, "_make") else kind(items)
+    if not isinstance(first, Tensor) and all(type(output) is kind and output == first for output in outputs):
         return first
     return list(outputs)
 
 
+def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
+    sizes_of_a_sample = {tuple(output.shape[1:]) if output.dim() else None for output in outputs}
+    if len(sizes_of_a_sample) > 1:
+        return outputs
+    return torch.stack(outputs) if sizes_of_a_sample == {None} else torch.cat(outputs)
+
+
 def refuse_other_size(size: int, batch_size: int) -> None:
     """Raise `InputError` where targets and inputs were both given whole and with another number of samples."""
-    if UNCUT not in (size, batch_size) and size != batch_size:
+    if GIVEN_AS_LIST not in (size, batch_size) and size != batch_size:
         raise InputError(
             f"inputs have batch size {batch_size} and targets {size}, so that their microbatches would not belong together; "
             "give both as long, or as lists of the microbatches"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.step.batch import rows_of
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.values.payload import put_together, take_apart, tensors_in
+from zerobubble.runtime.values.payload import flatten_pytree, tensors_in, unflatten_pytree
 
 NamedArguments = dict[int, list[dict[str, Any]]]
 """By stage, a dict of named arguments for each microbatch."""
@@ -44,11 +44,11 @@ def _for_each_microbatch(kwargs: Any, num_microbatches: int, batch_size: int, gr
 
 def _cut(kwargs: dict[str, Any], num_microbatches: int, batch_size: int, gradients: InputGradients) -> list[dict[str, Any]]:
     tensors: list[Tensor] = []
-    layout = take_apart(kwargs, tensors, opaque=True)
+    structure = flatten_pytree(kwargs, tensors, opaque=True)
     rows = rows_of(batch_size, num_microbatches)
     is_cut = [batch_size > 0 and tensor.dim() > 0 and len(tensor) == batch_size for tensor in tensors]
     return [
-        put_together(layout, (gradients.part(t, "kwargs", own if cut else None) for t, cut in zip(tensors, is_cut, strict=True)))
+        unflatten_pytree(structure, (gradients.part(t, "kwargs", own if cut else None) for t, cut in zip(tensors, is_cut, strict=True)))
         for own in rows
     ]
 
@@ -58,8 +58,8 @@ def _apart(named: dict[str, Any], gradients: InputGradients) -> dict[str, Any]:
     if not any(tensor.requires_grad for tensor in tensors_in(named)):
         return named
     tensors: list[Tensor] = []
-    layout = take_apart(named, tensors, opaque=True)
-    apart: dict[str, Any] = put_together(layout, (gradients.part(tensor, "kwargs") for tensor in tensors))
+    structure = flatten_pytree(named, tensors, opaque=True)
+    apart: dict[str, Any] = unflatten_pytree(structure, (gradients.part(tensor, "kwargs") for tensor in tensors))
     return apart
 
 

@@ -20,7 +20,7 @@ from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
 from zerobubble.runtime.stage.rank_stages import Stages
-from zerobubble.runtime.step.batch import UNCUT, Cut, arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import LossBook
@@ -172,13 +172,14 @@ class StepRunner:
                 raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
         gradients = self._input_gradients
         gradients.begin(len(executor.program.placement.routes))
-        cut = split_batch(given.inputs, count, "inputs", gradients) if is_first else Cut([], [], UNCUT)
-        aims = split_batch(given.targets, count, "targets", gradients) if is_last and given.targets is not None else Cut([], [], UNCUT)
-        inputs = [arguments(part) for part in cut.parts]
-        known, announced, size = executor.handshake.open(inputs, cut.whole, executor.trained)
-        refuse_other_size(aims.whole, size)
+        has_targets = is_last and given.targets is not None
+        batch = split_batch(given.inputs, count, "inputs", gradients) if is_first else NO_BATCH
+        targets = split_batch(given.targets, count, "targets", gradients) if has_targets else NO_BATCH
+        inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
+        known, announced, size = executor.handshake.open(inputs, batch.batch_size, executor.trained)
+        refuse_other_size(targets.batch_size, size)
         extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
-        self._losses.open(exits, aims.parts or None, aims.sizes, outputs)
+        self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
         return Batch(inputs, self._losses.finish, (seed,), known, announced, extras)
 

@@ -1,4 +1,4 @@
-"""What a stage takes and gives: tensors, and the nest of tuples, lists, dicts and constants in which they lie."""
+"""What a stage takes and gives: pytrees, made of tensors in tuples, lists and dicts, with constants between them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 """The gradients of those tensors that can have one; None for one that the stage after it ignored."""
 _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_ROWS = (tuple, list, torch.Size)
-_MAPS = (dict, OrderedDict)
+_SEQUENCES = (tuple, list, torch.Size)
+_MAPPINGS = (dict, OrderedDict)
 
 
 class Constant(NamedTuple):
@@ -29,29 +29,29 @@ class Constant(NamedTuple):
         return repr(_value_of(self))
 
 
-class Branch(NamedTuple):
-    """A tuple, a list, a named tuple or a dict with these `keys`; `parts` are the layouts of what is in it."""
+class Container(NamedTuple):
+    """A tuple, a list, a named tuple or a dict with these `keys`; `parts` are the structures of what is in it."""
 
     kind: type
     keys: tuple[Any, ...]
-    parts: tuple[Layout, ...]
+    parts: tuple[Structure, ...]
 
     def __str__(self) -> str:
         return self.kind.__name__ + (f" of {', '.join(map(repr, self.keys))}" if self.keys else f" of {len(self.parts)}")
 
 
 class Stashed(NamedTuple):
-    """Arguments of this `layout`, None where they are a plain tuple of tensors, and behind them the tensors stashed under `names`."""
+    """The structure of `arguments`, None where they are a plain tuple of tensors, and behind them the tensors stashed under `names`."""
 
-    layout: Layout
+    arguments: Structure
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{'tensors' if self.layout is None else self.layout} with {', '.join(map(repr, self.names))} stashed"
+        return f"{'tensors' if self.arguments is None else self.arguments} with {', '.join(map(repr, self.names))} stashed"
 
 
-Layout: TypeAlias = Branch | Constant | Stashed | None
-"""How a value is put together from tensors; None stands for a tensor. Equal layouts put equal tensors together to equal values."""
+Structure: TypeAlias = Container | Constant | Stashed | None
+"""What a pytree is but for its tensors, each of which is None in it. Equal structures with equal tensors are equal pytrees."""
 
 
 class Opaque:
@@ -68,66 +68,66 @@ class Opaque:
 
 
 class Payload(tuple[Tensor, ...]):
-    """The tensors of a nest of arguments, in order, with its `layout`; `extra` are more keyword arguments.
+    """The arguments of a stage where they are more than positional tensors: the tensors in them, in order, and their `structure`.
 
-    A plain tuple of tensors is positional arguments, and needs none of this.
+    `keywords` are further arguments by name, which the stage's own rank was given. Positional tensors alone are a plain tuple.
     """
 
-    layout: Layout
-    extra: dict[str, Any]
+    structure: Structure
+    keywords: dict[str, Any]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], layout: Layout, extra: dict[str, Any] | None = None) -> Payload:
-        """A parcel of these parts."""
-        parcel = cls(tensors)
-        parcel.layout = layout
-        parcel.extra = extra or {}
-        return parcel
+    def of(cls, tensors: Sequence[Tensor], structure: Structure, keywords: dict[str, Any] | None = None) -> Payload:
+        """The payload of this structure with these tensors."""
+        payload = cls(tensors)
+        payload.structure = structure
+        payload.keywords = keywords or {}
+        return payload
 
-    def holding(self, tensors: Sequence[Tensor]) -> Payload:
-        """The same nest with other tensors."""
-        return Payload.of(tensors, self.layout, self.extra)
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Payload:
+        """The same pytree with other tensors."""
+        return Payload.of(tensors, self.structure, self.keywords)
 
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         """What to call a module with: a dict is keyword arguments, anything else positional ones."""
-        nest = put_together(self.layout, iter(self))
-        return ((), {**nest, **self.extra}) if isinstance(nest, dict) else (nest, self.extra)
+        pytree = unflatten_pytree(self.structure, iter(self))
+        return ((), {**pytree, **self.keywords}) if isinstance(pytree, dict) else (pytree, self.keywords)
 
 
-def opaque_in(layout: Layout) -> Iterator[type]:
-    """The types of the objects in a nest that are neither tensors nor constants."""
-    if isinstance(layout, Branch):
-        for part in layout.parts:
-            yield from opaque_in(part)
-    elif isinstance(layout, Constant) and isinstance(layout.value, Opaque):
-        yield layout.kind
+def opaque_types_in(structure: Structure) -> Iterator[type]:
+    """The types of the objects in a pytree that are neither tensors nor constants."""
+    if isinstance(structure, Container):
+        for part in structure.parts:
+            yield from opaque_types_in(part)
+    elif isinstance(structure, Constant) and isinstance(structure.value, Opaque):
+        yield structure.kind
 
 
-def layout_of(tensors: tuple[Tensor, ...]) -> Layout:
+def structure_of(tensors: tuple[Tensor, ...]) -> Structure:
     """How the tensors of a message lie, None for a plain tuple of them."""
-    return tensors.layout if isinstance(tensors, Payload) else None
+    return tensors.structure if isinstance(tensors, Payload) else None
 
 
-def with_extra(tensors: tuple[Tensor, ...], extra: dict[str, Any]) -> Payload:
+def with_keywords(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> Payload:
     """These arguments with more keyword arguments."""
-    layout = tensors.layout if isinstance(tensors, Payload) else Branch(tuple, (), (None,) * len(tensors))
-    return Payload.of(tensors, layout, extra)
+    structure = tensors.structure if isinstance(tensors, Payload) else Container(tuple, (), (None,) * len(tensors))
+    return Payload.of(tensors, structure, keywords)
 
 
-def take_apart(value: Any, tensors: list[Tensor], where: str = "", *, opaque: bool = False) -> Layout:
-    """The layout of `value`, its tensors added to `tensors`.
+def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque: bool = False) -> Structure:
+    """The structure of a pytree, whose tensors are appended to `tensors`.
 
-    Raises `TypeError`, naming the place behind `where`, for an object that is neither tensor, constant nor nest; with `opaque` such
+    Raises `TypeError`, naming the place behind `where`, for an object that is neither tensor, constant nor pytree; with `opaque` such
     objects are taken as they are.
     """
     kind = type(value)
     if isinstance(value, Tensor):
         tensors.append(value)
         return None
-    if kind in _MAPS:
-        return Branch(kind, tuple(value), tuple(take_apart(v, tensors, f"{where}[{k!r}]", opaque=opaque) for k, v in value.items()))
-    if kind in _ROWS or _is_named_tuple(kind):
-        return Branch(kind, (), tuple(take_apart(v, tensors, f"{where}[{i}]", opaque=opaque) for i, v in enumerate(value)))
+    if kind in _MAPPINGS:
+        return Container(kind, tuple(value), tuple(flatten_pytree(v, tensors, f"{where}[{k!r}]", opaque=opaque) for k, v in value.items()))
+    if kind in _SEQUENCES or _is_named_tuple(kind):
+        return Container(kind, (), tuple(flatten_pytree(v, tensors, f"{where}[{i}]", opaque=opaque) for i, v in enumerate(value)))
     if kind in _CONSTANTS:
         return Constant(kind, value.hex() if kind is float else value)
     if opaque:
@@ -135,30 +135,30 @@ def take_apart(value: Any, tensors: list[Tensor], where: str = "", *, opaque: bo
     raise TypeError(f"{where} is a {kind.__name__}, which is neither a tensor nor a number, string, bool or None")
 
 
-def put_together(layout: Layout, tensors: Iterator[Any]) -> Any:
-    """The value of this layout with the next of `tensors`."""
-    if layout is None:
+def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
+    """The pytree of this structure with the next of `tensors`."""
+    if structure is None:
         return next(tensors)
-    if isinstance(layout, Constant):
-        return _value_of(layout)
-    assert isinstance(layout, Branch)
-    parts = [put_together(part, tensors) for part in layout.parts]
-    if layout.kind in _MAPS:
-        return layout.kind(zip(layout.keys, parts, strict=True))
-    make: Any = layout.kind
+    if isinstance(structure, Constant):
+        return _value_of(structure)
+    assert isinstance(structure, Container)
+    parts = [unflatten_pytree(part, tensors) for part in structure.parts]
+    if structure.kind in _MAPPINGS:
+        return structure.kind(zip(structure.keys, parts, strict=True))
+    make: Any = structure.kind
     return make(*parts) if _is_named_tuple(make) else make(parts)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nest, whatever else is in it."""
+    """The tensors in a pytree, whatever else is in it."""
     tensors: list[Tensor] = []
-    take_apart(value, tensors, opaque=True)
+    flatten_pytree(value, tensors, opaque=True)
     return tensors
 
 
-def changes(before: Layout, now: Layout, where: str = "") -> Iterator[str]:
-    """What differs between two layouts, place by place: `['scale'] is 2, but was 1`."""
-    if isinstance(before, Branch) and isinstance(now, Branch) and before[:2] == now[:2] and len(before.parts) == len(now.parts):
+def changes(before: Structure, now: Structure, where: str = "") -> Iterator[str]:
+    """What differs between two structures, place by place: `['scale'] is 2, but was 1`."""
+    if isinstance(before, Container) and isinstance(now, Container) and before[:2] == now[:2] and len(before.parts) == len(now.parts):
         for key, was, part in zip(before.keys or range(len(now.parts)), before.parts, now.parts, strict=True):
             yield from changes(was, part, f"{where}[{key!r}]")
     elif before != now:

@@ -1,7 +1,7 @@
-"""What a rank knows about a message before it arrives: the shapes of its tensors and how they lie, told once by the sender.
+"""What a rank knows about a message before it arrives: the shapes of its tensors and the structure of its payload, told once by the sender.
 
-The first time a step with new inputs runs, every activation message is preceded by a note. Gradients look like the activations they
-belong to; their notes tell which of them there are, for a stage may ignore what it is given.
+The first time a step with new inputs runs, every activation message is preceded by an announcement of these. Gradients have the shapes of
+the activations they belong to; with them comes which of them there are, for a stage may ignore what it is given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerobubble.program import Channel
 from zerobubble.rules import Value
-from zerobubble.runtime.values.payload import Layout
+from zerobubble.runtime.values.payload import Structure
 
 
 class TensorShape(NamedTuple):
@@ -32,16 +32,16 @@ class TensorShape(NamedTuple):
 Shapes = tuple[TensorShape, ...]
 
 
-class Known(dict[Value, Shapes]):
+class KnownMessages(dict[Value, Shapes]):
     """The shapes of a step's messages, learnt in an earlier one with the same inputs.
 
-    `layouts` are those of the messages that are more than tensors. `missing_gradients` are the channels on which a gradient was missing.
+    `structures` are those of the messages that are more than tensors. `missing_gradients` are the channels on which a gradient was missing.
     `memo` is for whoever works out more about such steps: see `StepHook`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layouts: dict[Value, Layout] = {}
+        self.structures: dict[Value, Structure] = {}
         self.missing_gradients: set[Channel] = set()
         self.memo: dict[str, Any] = {}
 
@@ -63,7 +63,7 @@ def are_same_but_for_gradients(before: Shapes, now: Shapes) -> bool:
     return [shape[:2] for shape in before] == [shape[:2] for shape in now]
 
 
-def look_like(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
+def have_shapes(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
     """Whether these tensors have these shapes."""
     if len(tensors) != len(shapes):
         return False
@@ -73,12 +73,12 @@ def look_like(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
     return True
 
 
-def write_note(shapes: Shapes, layout: Layout, device: torch.device) -> Tensor:
-    """The note that announces a message: bytes."""
-    return torch.frombuffer(bytearray(pickle.dumps((shapes, layout))), dtype=torch.uint8).to(device)
+def write_announcement(shapes: Shapes, structure: Structure, device: torch.device) -> Tensor:
+    """What goes before a message whose shapes the receiver does not know: bytes that tell them."""
+    return torch.frombuffer(bytearray(pickle.dumps((shapes, structure))), dtype=torch.uint8).to(device)
 
 
-def read_note(note: Tensor) -> tuple[Shapes, Layout]:
-    """The shapes a note announces, and how they lie: None where the tensors are the arguments themselves."""
-    shapes, layout = pickle.loads(bytes(note.tolist()))
-    return shapes, layout
+def read_announcement(announcement: Tensor) -> tuple[Shapes, Structure]:
+    """The shapes that an announcement tells, and the structure, None where the tensors are positional arguments."""
+    shapes, structure = pickle.loads(bytes(announcement.tolist()))
+    return shapes, structure

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.values.payload import Payload, Stashed, Tensors, layout_of, with_extra
+from zerobubble.runtime.values.payload import Payload, Stashed, Tensors, structure_of, with_keywords
 
 Finish = Callable[[Any], Tensor] | None
 
@@ -92,8 +92,8 @@ def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Fi
     Raises `InputError` when the last stage, the one with a `finish`, leaves anything that nobody popped there.
     """
     hold = _Hold(stage, {})
-    if isinstance(inputs, Payload) and isinstance(inputs.layout, Stashed):
-        inputs, hold.held = _unload(inputs, inputs.layout)
+    if isinstance(inputs, Payload) and isinstance(inputs.structure, Stashed):
+        inputs, hold.held = _unload(inputs, inputs.structure)
     _here.hold = hold
     try:
         outputs = run(inputs, finish)
@@ -102,7 +102,7 @@ def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Fi
     if not hold.held:
         return outputs
     if finish is None:
-        return Payload.of((*outputs, *hold.held.values()), Stashed(layout_of(outputs), tuple(hold.held)))
+        return Payload.of((*outputs, *hold.held.values()), Stashed(structure_of(outputs), tuple(hold.held)))
     left = [repr(name) for name in hold.held if name not in hold.used]
     if left:
         raise InputError(
@@ -111,10 +111,10 @@ def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Fi
     return outputs
 
 
-def _unload(inputs: Payload, layout: Stashed) -> tuple[Tensors, dict[str, Tensor]]:
+def _unload(inputs: Payload, stashed: Stashed) -> tuple[Tensors, dict[str, Tensor]]:
     """The arguments of a message, and what is stashed behind them."""
-    count = len(inputs) - len(layout.names)
-    own: Tensors = inputs[:count] if layout.layout is None else Payload.of(inputs[:count], layout.layout, inputs.extra)
-    if inputs.extra and layout.layout is None:
-        own = with_extra(own, inputs.extra)
-    return own, dict(zip(layout.names, inputs[count:], strict=True))
+    count = len(inputs) - len(stashed.names)
+    own: Tensors = inputs[:count] if stashed.arguments is None else Payload.of(inputs[:count], stashed.arguments, inputs.keywords)
+    if inputs.keywords and stashed.arguments is None:
+        own = with_keywords(own, inputs.keywords)
+    return own, dict(zip(stashed.names, inputs[count:], strict=True))
