@@ -25,7 +25,7 @@ from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.step.loss import LossBook
+from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.transport.transport import Transport
 
 RANKS, MICROBATCHES = 4, 8
@@ -82,8 +82,8 @@ MOMENTS = {
     "forward": Moment(Stage, "forward", 2, "at 'run {rank}F2'"),
     "backward": Moment(Stage, "backward", 2, "at 'run {rank}B2'"),
     "weight": Moment(Stage, "weight", 2, "at 'run {rank}W2'"),
-    "loss": Moment(LossBook, "_loss", 2, "at 'run {rank}F2'"),
-    "after": Moment(LossBook, "close", 0, "after its last pass"),
+    "loss": Moment(StepLosses, "_loss", 2, "at 'run {rank}F2'"),
+    "after": Moment(StepLosses, "close", 0, "after its last pass"),
     "clip": Moment(clip, "norms_of", 0, "while clipping gradients"),
     "timeline": Moment(trace, "gather", 0, "while gathering a timeline"),
     "profile": Moment(ProgramCache, "one_by_one", 0, "while profiling"),

@@ -30,7 +30,7 @@ from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import trials
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.step.hook import StepHook, StepHooks
-from zerobubble.runtime.step.loss import LossBook, LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss, StepLosses
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
@@ -135,7 +135,7 @@ class Pipeline:
         self.device = session.setup.stages.device
         self.pace = Pace(pace) if pace is not None else None
         with session.guard.during("while making its programs"):
-            self._steps = _runner(session, LossBook(session.transport, loss_fn, loss_weight, on_loss), self.pace, overlap)
+            self._steps = _runner(session, StepLosses(session.transport, loss_fn, loss_weight, on_loss), self.pace, overlap)
         session.guard.on_closing(self._steps.close)
         self._auto = session.setup.planner
         self._attach_first([session.shared, *([self._auto] if self._auto is not None else []), *hooks])
@@ -332,7 +332,7 @@ class Pipeline:
         self._session.agree(fault, {})
 
 
-def _runner(session: Session, losses: LossBook, pace: Pace | None, overlap: Overlap | None) -> StepRunner:
+def _runner(session: Session, losses: StepLosses, pace: Pace | None, overlap: Overlap | None) -> StepRunner:
     """What runs the steps of a session, with the program of its first schedule made ready."""
     transport, guard, setup = session.transport, session.guard, session.setup
     hooks = StepHooks(setup.stages.modules, guard.during)

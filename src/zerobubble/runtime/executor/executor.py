@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
     `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
     rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
-    where messages with the ranks `announced` tell them. `extras[stage][j]` are more keyword arguments for a stage.
+    where messages with the ranks `announced` tell them. `named_arguments[stage][j]` are those that a stage's own rank was given.
     """
 
     inputs: list[Tensors]
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     seed: Cotangents
     known: KnownMessages
     announced: frozenset[int]
-    extras: dict[int, list[dict[str, Any]]]
+    named_arguments: dict[int, list[dict[str, Any]]]
 
 
 class Overlapped:
@@ -317,8 +317,8 @@ class Executor:
         def take() -> Tensors:
             assert self._batch is not None
             inputs = self._batch.inputs[microbatch] if received is None else received()
-            extras = self._batch.extras
-            return with_keywords(inputs, extras[op.stage][microbatch]) if extras and op.stage in extras else inputs
+            named = self._batch.named_arguments.get(op.stage)
+            return inputs if named is None else with_keywords(inputs, named[microbatch])
 
         def work(inputs: Tensors) -> None:
             assert self._batch is not None

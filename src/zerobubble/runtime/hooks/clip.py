@@ -86,7 +86,7 @@ class ClipArguments(NamedTuple):
     @classmethod
     def of(cls, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> ClipArguments:
         """These arguments, of which numbers may be tensors or text such as "inf", too."""
-        return cls(f"{float(max_norm):g}", f"{float(norm_type):g}", str(bool(error_if_nonfinite)))
+        return cls(repr(float(max_norm)), repr(float(norm_type)), str(bool(error_if_nonfinite)))
 
 
 def refuse_other_arguments(told: Sequence[ClipArguments]) -> None:

@@ -21,7 +21,7 @@ Parts = Mapping[int, list[nn.Parameter]]
 
 
 def dtypes_of(parts: Parts) -> Dtypes:
-    """What a rank tells of itself before sheets are made: by stage, the dtype of each gradient."""
+    """What a rank tells of itself before ledgers are made: by stage, the type of each gradient."""
     return {stage: [parameter.dtype for parameter in parameters] for stage, parameters in parts.items()}
 
 
@@ -50,7 +50,7 @@ class NormsOfAll(_Ledger):
 
 
 class NormLedger:
-    """The form of the sheets of one model: made on each rank from what all have `told`; of copies of a stage the first rank's count.
+    """What stands where in the ledgers of one model, made on each rank from what all have `told`. Of copies of a stage the first counts.
 
     A ledger is a float64 tensor of `length` on the CPU: whether some rank waits with its step, whether a GradScaler found an overflow,
     then the norms, stage after stage.

@@ -46,14 +46,15 @@ class LossReport:
         return cls(None if dtype < 0 else _DTYPES[int(dtype)], number, tuple(losses))
 
 
-class LossBook:
-    """Takes the model's output of every microbatch on the ranks with a last stage and tells the mean loss to all others.
+class StepLosses:
+    """The losses of one step after another: computed on the ranks with a last stage, and their mean told to all others.
 
     Each loss counts by its share of the weights: of the samples, or of what `loss_weight(target)` says. Shares are summed in microbatch
-    order, whatever order the schedule ran them in: the numbers of one device that accumulates. One rank, the teller, adds them up; with
-    several routes the other last stages' ranks send it theirs. On a CPU with one route the message leaves with the last forward, so
-    nobody waits for it at the end of the step; otherwise it leaves at the end, because reading a loss would stop a GPU's host.
-    `on_loss(microbatch, loss)` hears of each on the rank that has it. After `close`, `losses` are those of all microbatches.
+    order, whatever order the schedule ran them in, which gives the numbers of one device that accumulates. The rank where the first
+    microbatch ends sums them; with several routes the other ranks with a last stage send it theirs. On a CPU with one route the result is
+    sent with the last forward, so that nobody waits for it at the end of the step; otherwise it is sent at the end, because reading a
+    loss makes a GPU's host wait. `on_loss(microbatch, loss)` is called with each on the rank that computes it. After `close`, `losses` are
+    those of all microbatches.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class LossBook:
 
     def clear(self) -> None:
         """Let go of everything in flight."""
-        self._exits: list[int] = []
+        self._loss_ranks: list[int] = []
         self._targets: list[Any] | None = None
         self._outputs: list[Any] | None = None
         self._weights: list[float] | None = None
         self._known: list[Tensor | None] = []
         self._shares: list[Tensor | None] = []
-        self._telling: list[Sending] = []
+        self._sendings: list[Sending] = []
         self._result: Tensor | None = None
-        self._listening: dict[int, Expected[LossReport]] = {}
+        self._expected: dict[int, Expected[LossReport]] = {}
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -88,34 +89,35 @@ class LossBook:
         finally:
             self._on_loss, self.losses = on_loss, losses
 
-    def open(self, exits: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
-        """Start a step where microbatch j ends on rank `exits[j]` and has `sizes[j]` samples.
+    def open(self, loss_ranks: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
+        """Start a step where microbatch j ends on rank `loss_ranks[j]` and has `sizes[j]` samples.
 
         `outputs`, in evaluation, is filled with what the model gives. Raises `InputError` for weights that no mean can be taken by.
         """
         rank = self._transport.rank
-        self._exits = exits
-        self._teller = exits[0]
-        self._targets = None if targets is None else [part[0] if isinstance(part, tuple) and len(part) == 1 else part for part in targets]
+        self._loss_ranks = loss_ranks
+        self._summing_rank = loss_ranks[0]
+        self._targets = None if targets is None else [_without_tuple(target) for target in targets]
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
         self._weights = weights if len(set(weights)) > 1 else None
         self._outputs = outputs
-        self._known = [None] * len(exits)
-        self._shares = [None] * len(exits)
-        self._left = exits.count(rank)
-        self._telling = []
+        self._known = [None] * len(loss_ranks)
+        self._shares = [None] * len(loss_ranks)
+        self._num_unfinished = loss_ranks.count(rank)
+        self._sendings = []
         self._result = self.losses = None
-        sources = [exit for exit in dict.fromkeys(exits) if exit != rank] if rank == self._teller else [self._teller]
-        self._listening = {source: self._transport.listen(LossReport, len(exits) + 2, source) for source in sources}
+        others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
+        sources = others if rank == self._summing_rank else [self._summing_rank]
+        self._expected = {source: self._transport.listen(LossReport, len(loss_ranks) + 2, source) for source in sources}
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
         """The share of one microbatch in the mean loss; the output itself when evaluating without targets."""
         if self._outputs is not None:
             self._outputs[microbatch] = output
         result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch])
-        self._left -= 1
-        if self._left == 0 and self._transport.device.type == "cpu" and len(set(self._exits)) == 1:
+        self._num_unfinished -= 1
+        if self._num_unfinished == 0 and self._transport.device.type == "cpu" and len(set(self._loss_ranks)) == 1:
             self._tell_all()
         return result
 
@@ -132,13 +134,13 @@ class LossBook:
             self._on_loss(microbatch, known)
         share = self._share(microbatch, loss)
         if self._weights is not None and not self._weights[microbatch]:
-            share = _nothing(output, loss)
+            share = _zero_loss(output, loss)
         self._shares[microbatch] = share.detach()
         return share
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
         if self._weights is None:
-            return loss / len(self._exits)
+            return loss / len(self._loss_ranks)
         weight = self._weights[microbatch]
         return loss * (weight / self._total_weight) if weight else torch.zeros_like(loss)
 
@@ -146,8 +148,8 @@ class LossBook:
         shares = [share for share in self._shares if share is not None]
         total = sum(shares[1:], shares[0]) if shares else None
         report = self._report(0.0 if total is None else total.item())
-        others = [rank for rank in range(self._transport.size) if rank != self._teller]
-        self._telling = [self._transport.tell(report, rank) for rank in others]
+        others = [rank for rank in range(self._transport.size) if rank != self._summing_rank]
+        self._sendings = [self._transport.tell(report, rank) for rank in others]
         self._result = total
 
     def _report(self, number: float) -> LossReport:
@@ -159,38 +161,43 @@ class LossBook:
     def close(self) -> Tensor | None:
         """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the messages of other ranks."""
         rank = self._transport.rank
-        if rank in self._exits and rank != self._teller:
-            self._telling = [self._transport.tell(self._report(self._total_weight), self._teller)]
-        for source, expected in self._listening.items():
-            self._hear(source, expected.wait("waiting for the loss"))
-        if rank == self._teller and not self._telling:
+        if rank in self._loss_ranks and rank != self._summing_rank:
+            self._sendings = [self._transport.tell(self._report(self._total_weight), self._summing_rank)]
+        for source, expected in self._expected.items():
+            self._take_over(source, expected.wait("waiting for the loss"))
+        if rank == self._summing_rank and not self._sendings:
             self._tell_all()
-        for sending in self._telling:
+        for sending in self._sendings:
             sending.wait("sending the loss")
         known = [loss for loss in self._known if loss is not None]
         self.losses = torch.stack(known) if known else None
         return self._result
 
-    def _hear(self, source: int, report: LossReport) -> None:
-        """Take over the losses that `source` knows: all of them when it is the teller, and the mean with them."""
+    def _take_over(self, source: int, report: LossReport) -> None:
+        """Take over the losses that `source` knows: from the rank that sums them all of them, and the mean."""
         if report.dtype is None:
             self._result = None
             return
         device = self._transport.device
         values = torch.tensor(report.losses, dtype=report.dtype, device=device).unbind()
-        if source == self._teller:
+        if source == self._summing_rank:
             self._known = list(values)
             self._result = torch.tensor(report.number, dtype=report.dtype, device=device)
             return
         if report.number != self._total_weight:
             raise InputError(
-                f"ranks {self._teller} and {source} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all: "
+                f"ranks {self._summing_rank} and {source} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all: "
                 "every rank with a last stage needs the targets of the whole batch"
             )
         for microbatch, value in enumerate(values):
-            if source == self._exits[microbatch]:
+            if source == self._loss_ranks[microbatch]:
                 self._known[microbatch] = value
                 self._shares[microbatch] = self._share(microbatch, value)
+
+
+def _without_tuple(target: Any) -> Any:
+    """A target as `loss_fn` takes it: a tuple of one is that one."""
+    return target[0] if isinstance(target, tuple) and len(target) == 1 else target
 
 
 def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight | None) -> list[float]:
@@ -209,7 +216,7 @@ def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight |
     return weights
 
 
-def _nothing(output: Any, loss: Tensor) -> Tensor:
+def _zero_loss(output: Any, loss: Tensor) -> Tensor:
     """A loss of 0 whose gradient for the output is 0, though that of `loss` may be NaN: the mean over no token, say."""
     zeros = [(tensor * 0).sum() for tensor in tensors_in(output) if tensor.requires_grad]
     return sum(zeros, torch.zeros_like(loss))

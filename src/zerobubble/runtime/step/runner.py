@@ -23,7 +23,7 @@ from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.step.loss import LossBook
+from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.named_arguments import spread_kwargs
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
@@ -52,7 +52,7 @@ class StepRunner:
         guard: FailureGuard,
         stages: Stages,
         gradients: Gradients,
-        losses: LossBook,
+        losses: StepLosses,
         step_hooks: StepHooks,
         programs: ProgramCache,
         counted_elsewhere: AbstractSet[nn.Parameter],
@@ -178,10 +178,10 @@ class StepRunner:
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         known, announced, size = executor.handshake.open(inputs, batch.batch_size, executor.trained)
         refuse_other_size(targets.batch_size, size)
-        extras = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
+        named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
-        return Batch(inputs, self._losses.finish, (seed,), known, announced, extras)
+        return Batch(inputs, self._losses.finish, (seed,), known, announced, named)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
