@@ -17,7 +17,7 @@ from rich.console import Console
 import zerobubble as zb
 from zerobubble.cli import main
 from zerobubble.cli import plan as verb
-from zerobubble.cli.layers import equal_room, read_layers
+from zerobubble.cli.layers import equal_limits, read_layers
 from zerobubble.cli.workload import SearchOptions
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.partition import Layer, stage_costs
@@ -191,7 +191,7 @@ def test_both_forms_of_layers_are_the_same(tmp_path: Path) -> None:
 
 def test_memory_is_an_equal_share_of_parameters_and_activations() -> None:
     layers = [Layer(1, 1, 1, held, 0, parameters) for held, parameters in ((10, 40), (20, 0), (30, 20))]
-    assert equal_room(layers, 3, 2.5).memory == (70, 70, 70)
+    assert equal_limits(layers, 3, 2.5).memory == (70, 70, 70)
 
 
 GOOD = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after_b": 1}

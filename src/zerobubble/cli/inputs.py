@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from zerobubble.cli.files import is_file, parse_document, read_costs, read_text, require_size
 from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_beside
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
 from zerobubble.planning.problem import Problem, Solved, Workload, microbatch_bytes
-from zerobubble.schedules import find, known_schedules, make
+from zerobubble.schedules import known_schedules, make
 
 INPUT_HELP = "a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin"
 
@@ -32,7 +32,7 @@ class Costed:
     """A schedule with the costs to time it with, and where those come from, in words.
 
     Bytes are real in costs that were measured; costs made from times alone count the memory of a stage and microbatch as `UNIT_BYTES`,
-    and are told in microbatches only.
+    and memory is then shown in microbatches only.
     """
 
     schedule: Schedule
@@ -84,7 +84,10 @@ def read_schedule(file: str) -> Given:
 
 def make_schedule(name: str, shape: Shape) -> Schedule:
     """The known schedule `name`; raises `InputError` for a missing count or one that is beyond the command line."""
-    recipe = find(name)
+    known = known_schedules()
+    if name not in known:
+        raise InputError(f"there is no schedule and no file {name!r}: {near(name, known)}known schedules are {', '.join(known)}")
+    recipe = known[name]
     missing = [option for option, count in (("--ranks P", shape.ranks), ("--microbatches M", shape.microbatches)) if count is None]
     if shape.ranks is None or shape.microbatches is None:
         raise InputError(f"{name} needs {' and '.join(missing)}")
@@ -119,9 +122,9 @@ def _shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
     is_open = {name: name in known and known[name].any_stages for name in names}
     if shape.stages_per_rank is not None and not any(is_open.values()):
         raise InputError(f"--stages-per-rank {shape.stages_per_rank} has no effect: none of {', '.join(names)} leaves it open")
-    asked = shape.options or {}
-    options = {name: {key: asked[key] for key in asked if name in known and key in known[name].options} for name in names}
-    if unknown := [key for key in asked if not any(key in own for own in options.values())]:
+    given = shape.options or {}
+    options = {name: {key: given[key] for key in given if name in known and key in known[name].options} for name in names}
+    if unknown := [key for key in given if not any(key in own for own in options.values())]:
         raise InputError(f"--set {unknown[0]}=... has no effect: none of {', '.join(names)} has such an option")
     stages = {name: shape.stages_per_rank if is_open[name] else None for name in names}
     return {name: replace(shape, stages_per_rank=stages[name], options=options[name]) for name in names}

@@ -1,4 +1,4 @@
-"""Layers as `plan --layers` reads them from a file, the memory of a rank that shares them, and their stages in words."""
+"""The layers of `plan --layers`: how they are read from a file, the memory limits of ranks that share them, and their cut in words."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _from_form(number: int, data: Any) -> Layer:
     return Layer(**data)
 
 
-def equal_room(layers: Sequence[Layer], num_ranks: int, memory: float) -> Limits:
+def equal_limits(layers: Sequence[Layer], num_ranks: int, memory: float) -> Limits:
     """What each rank may hold, in bytes: an equal share of all parameters, and of the activations of `memory` microbatches."""
     parameters, held = (sum(getattr(layer, name) for layer in layers) for name in ("parameters_bytes", "held_after_f"))
     return Limits((max(1, round((parameters + memory * held) / num_ranks)),) * num_ranks)

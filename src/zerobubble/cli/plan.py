@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zerobubble.cli.files import write_text
-from zerobubble.cli.layers import cuts_dict, cuts_text, equal_room, read_layers
+from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
 from zerobubble.cli.options import json_option, option_group, refuse_beside
 from zerobubble.cli.workload import (
     SearchOptions,
@@ -153,7 +153,7 @@ def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, memory: fl
     ranks, microbatches = require_shape("plan", work.ranks, work.microbatches)
     placements = named_placements(search.placement, ranks, microbatches)
     layers = read_layers(file, work.comm, work.held)
-    limits = None if memory is None else equal_room(layers, ranks, memory)
+    limits = None if memory is None else equal_limits(layers, ranks, memory)
     with progress_bar(search, searches=2) as progress:
         found = plan_layers(layers, placements, microbatches, limits, **search.arguments(search.objective or Objective.SPAN, progress))
     return Answer(found.plan, cuts_dict(found), (cuts_text(found, len(layers)),))

@@ -1,4 +1,4 @@
-"""What the planning verbs are asked: the work of ranks, stages or layers, and where the stages may lie."""
+"""What the planning verbs plan for: the work of ranks, stages or layers, and where the stages may lie."""
 
 from __future__ import annotations
 

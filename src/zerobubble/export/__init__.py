@@ -1,5 +1,6 @@
 """What other tools read: pictures and files made from schedules and timelines. One format per module."""
 
+from zerobubble.export.document import load_document
 from zerobubble.export.html import report_html
 from zerobubble.export.json_form import dumps, loads
 from zerobubble.export.megatron import balanced_layers, from_megatron_layout, to_megatron_layout
@@ -18,6 +19,7 @@ __all__ = [
     "dumps",
     "from_megatron_layout",
     "from_torch_csv",
+    "load_document",
     "load_schedule",
     "loads",
     "perfetto_json",

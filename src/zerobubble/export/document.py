@@ -58,4 +58,5 @@ def schedule_of(value: Document) -> Schedule:
         return value
     if isinstance(value, Solved) and value.schedule is not None:
         return value.schedule
-    raise ParseError(f"the file holds {describe_document(value)}, not a schedule or a plan")
+    remedy = "; zerobubble diff compares it with the schedule that ran" if isinstance(value, Timeline) else ""
+    raise ParseError(f"the file holds {describe_document(value)}, not a schedule or a plan{remedy}")

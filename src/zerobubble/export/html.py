@@ -23,7 +23,11 @@ from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Timeline
 from zerobubble.units import ms, show_bytes, show_percent
 
-WAITS = {WaitsFor.PASS: "for a pass of another rank", WaitsFor.MESSAGE: "for a message", WaitsFor.HOST: "for the host"}
+WAITS = {
+    WaitsFor.PASS: "waiting for a pass of another rank",
+    WaitsFor.MESSAGE: "waiting for a message",
+    WaitsFor.HOST: "waiting for the host",
+}
 """What idle time is spent waiting for, in words."""
 SCRIPTS = ("report_timeline.js", "report_losses.js", "report.js")
 
@@ -263,5 +267,5 @@ def _timeline_data(timeline: Timeline, gaps: Sequence[Sequence[Gap]]) -> dict[st
             cells.append([op.kind, op.stage, op.microbatch, *times, places[op.stage], reason, cause, *lane])
         rows.append(cells)
     idle = [[[gap.start - timeline.start, gap.end - timeline.start, gap.waits_for] for gap in row] for row in gaps]
-    told = {"name": timeline.name, "source": timeline.source, "caption": caption(timeline), "makespan": timeline.makespan}
-    return {**told, "rows": rows, "gaps": idle}
+    head = {"name": timeline.name, "source": timeline.source, "caption": caption(timeline), "makespan": timeline.makespan}
+    return {**head, "rows": rows, "gaps": idle}

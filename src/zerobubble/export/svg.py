@@ -60,7 +60,7 @@ _SHAPES = {
 class _Frame:
     """The common scale: `width` in pixels, `duration` in ns, `peak` in bytes for full strips (0: no strips drawn).
 
-    `microbatch_bytes` are those of a microbatch on each rank where peaks are told in microbatches, None where they are told in bytes.
+    `microbatch_bytes` are those of a microbatch on each rank where peaks are written in microbatches, None where they are written in bytes.
     """
 
     width: int
@@ -217,5 +217,5 @@ def _strip(frame: _Frame, timeline: Timeline, rank: int, y: int) -> Iterator[str
         path += f"H{frame.x(time - timeline.start):.2f}V{base - STRIP * held / frame.peak:.2f}"
     yield f'<path class="held" d="{path}H{frame.x(timeline.makespan):.2f}V{base}Z"/>'
     peak = timeline.ranks[rank].peak_bytes or 0
-    told = show_bytes(peak) if frame.microbatch_bytes is None else counted(peak / frame.microbatch_bytes[rank], "microbatch")
-    yield f'<text class="soft small" x="{frame.right + 8}" y="{base - 3}">{told}</text>'
+    text = show_bytes(peak) if frame.microbatch_bytes is None else counted(peak / frame.microbatch_bytes[rank], "microbatch")
+    yield f'<text class="soft small" x="{frame.right + 8}" y="{base - 3}">{text}</text>'

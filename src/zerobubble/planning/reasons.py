@@ -15,9 +15,8 @@ NOTE_WIDTH = 118
 TITLES = ("placement", "span bubble", "makespan bubble", "bound", "over bound", "peak", "messages", "schedule")
 
 LEGEND = (
-    "Bubbles: the idle share of the longest span of a rank, and of the makespan. Bound: no schedule on the placement has a\n"
-    "smaller bubble of the {objective}. Over bound: how much longer the {objective} is than with that bubble. Peak: microbatches\n"
-    "held by a rank."
+    "Bubbles: the idle share of the longest span of a rank, and of the makespan. Bound: no schedule on the placement has a smaller bubble "
+    "of the {objective}. Over bound: how much longer the {objective} is than with that bubble. Peak: microbatches held by a rank."
 )
 
 
@@ -88,7 +87,8 @@ def comparison_table(choices: Iterable[tuple[str, Solved, str]]) -> str:
     lines = aligned([TITLES, *(table_row(name, solved) for name, solved, _ in listed)], left=(0, 7))
     width = max(len(name) for name, _, _ in listed)
     paragraphs = [fill(f"{name.ljust(width)}  {note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for name, _, note in listed]
-    return "\n".join([*lines, "", LEGEND.format(objective=listed[0][1].problem.objective), "", *paragraphs])
+    legend = fill(LEGEND.format(objective=listed[0][1].problem.objective), NOTE_WIDTH)
+    return "\n".join([*lines, "", legend, "", *paragraphs])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
