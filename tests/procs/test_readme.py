@@ -30,6 +30,13 @@ def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_the_page_on_hooks_keeps_replicas_equal(tmp_path: Path) -> None:
+    printed = run(ROOT / "docs/hooks.md", tmp_path, 4)
+    loss, difference = re.findall(r"loss ([\d.]+), replicas differ by (\S+)", printed)[0]
+    assert float(loss) < 0.1
+    assert float(difference) == 0
+
+
 def test_the_page_on_auto_ends_with_a_plan(tmp_path: Path) -> None:
     printed = run(ROOT / "docs/auto.md", tmp_path, 2)
     names = re.findall(r"step \d+: (.+)", printed)
