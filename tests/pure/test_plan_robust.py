@@ -215,6 +215,26 @@ def tried(problem: Problem, candidates: list[Schedule], evaluations: int = 20_00
 
 
 @pytest.mark.parametrize("objective", Objective)
+@pytest.mark.parametrize("name", ["zb-h1", "v-half", "interleaved-zb"])
+def test_every_sample_is_played_as_the_plain_player_plays_its_times(name: str, objective: Objective) -> None:
+    """The compiled player's axis of noise: each column is the play of its own times, and the first that of the measured ones."""
+    from zerobubble.planning.kernels import order_of, robust_anneal, tables_of
+
+    schedule = make(name, 4, 8)
+    problem = problem_of(schedule, Costs.uniform(schedule.num_stages, (10, 10, 7), 0.2), objective)
+    tables, replay = tables_of(problem), Replay.of(schedule)
+    sampled = robust_anneal.draw_samples(tables, 0.3, (1,))
+    rows, _ = robust_anneal.play_sampled(tables, sampled, order_of(schedule))
+    compiled = (sampled.work + rows.idle[tables.ranks["stop"] - 1]).max(axis=0)
+    first = {kind: number * schedule.num_stages for number, kind in enumerate("FBW")}
+    passes = [(first[str(op.kind)] + op.stage) * schedule.num_microbatches + op.microbatch for op, *_ in filter(None, replay.steps)]
+    assert len(passes) == len(replay.steps)
+    plain = [replay.play(objective, list(map(int, times[passes])), problem.costs.comm) for times in sampled.duration.T]
+    assert plain == list(map(int, compiled))
+    assert plain[0] == objective.of(simulate(schedule, problem.costs)) != plain[1]
+
+
+@pytest.mark.parametrize("objective", Objective)
 @pytest.mark.parametrize("name", ["zb-h1", "v-half"])
 def test_the_steadiest_order_is_as_short_fits_and_stands_noise_better(name: str, objective: Objective) -> None:
     schedule = make(name, 4, 8)

@@ -1,12 +1,16 @@
-"""Policies: a few numbers, independent of ranks and microbatches, that the list scheduler turns into a schedule.
+"""Policies: a few numbers, the same for any number of ranks and microbatches, that the list scheduler turns into a schedule.
 
-A leg is one visit of a microbatch to each rank. A policy says how fast a microbatch should travel each leg, forth and back, and how
-ranks behave when they could idle; the due dates of all passes follow from the real times, so unequal stages need nothing special.
+A leg is one run of a microbatch over the ranks, through one stage of each: with v stages per rank there are v legs forward and v back.
+A policy says how fast a microbatch should travel each leg and how ranks behave when they could idle. The due dates of all passes follow
+from the real times, so unequal stages need nothing special.
 
-It is a vector: a pace per leg forth and per leg back (time per pass as a multiple of its own), a rest per leg forth and back (the halt
-after the leg), and the habits below. Rests, `PATIENCE`, `STRICT` and `DELAY` count in mean pass times, `PERIOD` in the work of the
-busiest rank for one microbatch, `BACKLOG` in microbatches, `ALLOWANCE` in the idle time that the bound says is unavoidable, `PATCH` in
-the time of the W in question. `NEVER` leaves a habit out.
+A policy is a vector of three parts:
+
+- a pace for each leg forward and each leg back: the time from a due date to the next one, as a multiple of the pass's own time,
+- a rest after each leg forward and each leg back, in mean pass times,
+- the parameters of the parametersing rule (see `DISPATCH` of the list scheduler) without their units: `PATIENCE`, `STRICT` and `DELAY` in
+  mean pass times, `PERIOD` in the work of the busiest rank for one microbatch, `BACKLOG` in microbatches, `ALLOWANCE` in the idle time
+  that the bound says is unavoidable, `PATCH` in the time of the W in question. `NEVER` switches a parameter off.
 """
 
 from __future__ import annotations
@@ -16,28 +20,37 @@ import numpy as np
 from zerobubble.planning.kernels.compiled import compiled
 from zerobubble.planning.kernels.tables import Floats
 
-PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY = DISPATCH = range(7)
+PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY = range(7)
+"""The place of each parameter of the parametersing rule in the last part of a policy."""
+
+NUM_PARAMETERS = 7
 
 NEVER = 1e300
-"""Stands for a habit left out; compiled code compares with it as with any number."""
+"""The value of a parameter that is switched off: larger than any time, and a number like any other to compiled code."""
 
 _START = np.array([1.0, 0.0, 8.0, 1.0, 1.0, 3.0, 10.0])
+"""The value of each parameter when a search switches it on."""
+
 _STEP = np.array([0.3, 1.0, 10.0, 1.0, 0.3, 3.0, 10.0])
-"""Where each habit starts when it has been left out, and how far it moves."""
+"""How far a change moves each parameter: the standard deviation of a change of the largest size is half of it."""
 
 
 def full_speed_policy(legs: int, allowance: float) -> Floats:
-    """Every microbatch at full speed, one every period."""
-    policy = np.full(4 * legs + 7, NEVER)
-    policy[: 2 * legs], policy[2 * legs : 4 * legs] = 1.0, 0.0
-    dispatch = policy[4 * legs :]
-    dispatch[PERIOD], dispatch[PATIENCE], dispatch[PATCH], dispatch[ALLOWANCE] = 1.0, 0.0, 1.0, allowance
+    """The policy with every microbatch at full speed, one each period; `allowance` as in `DISPATCH`, in units of a policy."""
+    policy = np.full(4 * legs + NUM_PARAMETERS, NEVER)
+    policy[: 2 * legs] = 1.0
+    policy[2 * legs : 4 * legs] = 0.0
+    parameters = policy[4 * legs :]
+    parameters[PERIOD] = 1.0
+    parameters[PATIENCE] = 0.0
+    parameters[PATCH] = 1.0
+    parameters[ALLOWANCE] = allowance
     return policy
 
 
 @compiled
 def draw_policy(policy: Floats) -> None:
-    """Fill in a policy at random, with every habit left out as often as it helps to do without."""
+    """Fill in a policy at random, with each parameter switched off as often as it helps to do without it."""
     legs = len(policy) // 4 - 1
     alike = np.random.random() < 0.6
     for at in range(4 * legs):
@@ -47,31 +60,33 @@ def draw_policy(policy: Floats) -> None:
             policy[at] = 1.0 if at < 2 * legs else 0.0
         else:
             policy[at] = 1 + 2.2 * np.random.random() if at < 2 * legs else np.random.normal(0, 4)
-    dispatch = policy[4 * legs :]
-    for at in range(len(dispatch)):
-        dispatch[at] = NEVER
-    dispatch[PERIOD], dispatch[PATIENCE], dispatch[PATCH] = 1.0, 0.0, 1.0
+    parameters = policy[4 * legs :]
+    for at in range(len(parameters)):
+        parameters[at] = NEVER
+    parameters[PERIOD] = 1.0
+    parameters[PATIENCE] = 0.0
+    parameters[PATCH] = 1.0
     if np.random.random() < 0.5:
-        dispatch[PERIOD] = np.random.uniform(0.8, 1.4)
+        parameters[PERIOD] = np.random.uniform(0.8, 1.4)
     if np.random.random() < 0.75:
-        dispatch[PATIENCE] = 1.2 * np.random.random()
+        parameters[PATIENCE] = 1.2 * np.random.random()
     if np.random.random() < 0.5:
-        dispatch[STRICT] = 20 * np.random.random() ** 2
+        parameters[STRICT] = 20 * np.random.random() ** 2
     if np.random.random() < 0.5:
-        dispatch[PATCH] = np.random.random()
+        parameters[PATCH] = np.random.random()
     if np.random.random() < 0.6:
-        dispatch[ALLOWANCE] = np.random.uniform(0.85, 1.1) if np.random.random() < 0.7 else np.random.uniform(0, 1.1)
+        parameters[ALLOWANCE] = np.random.uniform(0.85, 1.1) if np.random.random() < 0.7 else np.random.uniform(0, 1.1)
     if np.random.random() < 0.15:
-        dispatch[BACKLOG] = 1 + 8 * np.random.random()
+        parameters[BACKLOG] = 1 + 8 * np.random.random()
     if np.random.random() < 0.15:
-        dispatch[DELAY] = 30 * np.random.random()
+        parameters[DELAY] = 30 * np.random.random()
 
 
 @compiled
 def perturb_policy(policy: Floats) -> None:
-    """Change one to three numbers of `policy` a little."""
+    """Change one to three numbers of `policy` a little: a neighbourhood move of the search over policies."""
     legs = len(policy) // 4 - 1
-    pace, rest, dispatch = policy[: 2 * legs], policy[2 * legs : 4 * legs], policy[4 * legs :]
+    pace, rest, parameters = policy[: 2 * legs], policy[2 * legs : 4 * legs], policy[4 * legs :]
     for _ in range(np.random.randint(1, 4)):
         step = (0.5, 0.15, 0.04)[np.random.randint(3)]
         part = np.random.random()
@@ -85,16 +100,16 @@ def perturb_policy(policy: Floats) -> None:
             for at in range(2 * legs):
                 rest[at] *= factor
         else:
-            rule = np.random.randint(5)
-            if dispatch[rule] == NEVER:
-                dispatch[rule] = _START[rule]
+            one = np.random.randint(5)
+            if parameters[one] == NEVER:
+                parameters[one] = _START[one]
             else:
-                dispatch[rule] = max(0.0, dispatch[rule] + np.random.normal(0, step * _STEP[rule]))
+                parameters[one] = max(0.0, parameters[one] + np.random.normal(0, step * _STEP[one]))
 
 
 @compiled
 def cross_policies(policy: Floats, other: Floats) -> None:
-    """Take some numbers from `other`, and half the time change the outcome a little."""
+    """Take some numbers of `policy` from `other`, and half the time change the outcome a little."""
     for at in range(len(policy)):
         if np.random.random() < 0.3:
             policy[at] = other[at]
@@ -103,7 +118,7 @@ def cross_policies(policy: Floats, other: Floats) -> None:
 
 
 def for_twice_the_ranks(policies: Floats) -> Floats:
-    """`policies`, a row each, with rests twice as long: what they may mean for twice as many ranks."""
+    """`policies`, a row each, with rests twice as long, which is what they may mean on twice as many ranks."""
     legs, wider = policies.shape[1] // 4 - 1, policies.copy()
     wider[:, 2 * legs : 4 * legs] *= 2
     return wider

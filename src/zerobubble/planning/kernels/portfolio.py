@@ -1,4 +1,8 @@
-"""The order in which the means of search are tried: seeds as they are, policies, due dates, and annealing of the best of each."""
+"""The portfolio: the order in which the means of search take their turns.
+
+First the seeds as they are, then policies found from coarse to fine, then in turns, each longer than the one before: policies, due dates
+of good policies, and annealing of the best order of each.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,11 @@ from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, Se
 from zerobubble.planning.kernels.tables import Ints, tables_of
 from zerobubble.planning.problem import Problem
 
-TEMPERATURES, HOT_TEMPERATURES = (0.02, 0.01, 0.05, 0.004), (0.3, 1.0)
-"""Starting temperatures of annealing runs in turn, in mean pass times, and those that only small problems have the time for."""
+TEMPERATURES = (0.02, 0.01, 0.05, 0.004)
+"""Starting temperatures of annealing runs in turn, in mean pass times; each falls to a tenth."""
+
+HOT_TEMPERATURES = (0.3, 1.0)
+"""Those that only small problems have the time for."""
 
 SMALL = 1000
 """Passes of a small problem."""
@@ -34,31 +41,44 @@ LARGE = 50_000
 
 
 def search_portfolio(state: SearchState, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
-    """Search until the bound is met or the budget is spent; the best stays on the desk."""
+    """Search until the bound is met or the budget is spent; the best order stays in `state`."""
     seed_random(seed)
-    roots = sorted(((state.offer(order, "seed"), k) for k, order in enumerate(seeds)))
-    orders = [seeds[k] for time, k in roots if time >= 0]
+    played = sorted((state.offer(order, "seed"), k) for k, order in enumerate(seeds))
+    fitting = [seeds[k] for time, k in played if time >= 0]
     if state.order is None:
         _first_order(state)
     if state.order is None or state.done:
         return
-    size, turn = state.tables.size, 0
-    near_bound = bool(orders) and state.time <= NEAR_BOUND * state.bound
-    moves = max(20_000, 12 * size) if near_bound or size <= SMALL else 60_000_000 // size
-    tries = max(20, moves // 80 if near_bound else min(1000, 1_000_000 // size))
-    for order in orders[:ANNEALED_SEEDS]:
-        _anneal(state, order, 20_000_000 // size, 0, 0.05)
+    near_bound = bool(fitting) and state.time <= NEAR_BOUND * state.bound
+    moves, tries = _first_turn(state, near_bound)
+    for order in fitting[:ANNEALED_SEEDS]:
+        _anneal(state, order, 20_000_000 // state.tables.size, 0, 0.05)
     if near_bound:
         _anneal(state, state.order, moves, 0, 0.2)
-    pool = policies_from_coarse(state, problem, 0.4 if near_bound else 0.8 if size > LARGE else 0.5)
+    pool = policies_from_coarse(state, problem, 0.4 if near_bound else 0.8 if state.tables.size > LARGE else 0.5)
     state.improve_policies(pool, len(pool.costs))
-    pool = pool.best(KEPT)
+    _take_turns(state, pool.best(KEPT), fitting, near_bound, moves, tries)
+
+
+def _first_turn(state: SearchState, near_bound: bool) -> tuple[int, int]:
+    """The moves of annealing and the tries of policies in the first turn, fewer where they take long."""
+    size = state.tables.size
+    moves = max(20_000, 12 * size) if near_bound or size <= SMALL else 60_000_000 // size
+    tries = max(20, moves // 80 if near_bound else min(1000, 1_000_000 // size))
+    return moves, tries
+
+
+def _take_turns(state: SearchState, pool: PolicyPool, seeds: Sequence[Ints], near_bound: bool, moves: int, tries: int) -> None:
+    """Policies, a seed, due dates and the best order in turn, with twice the effort each time, until the search is over."""
+    turn = 0
     while not state.done:
         state.improve_policies(pool, tries)
-        if near_bound or (orders and turn > 0):
-            _anneal(state, orders[turn % min(len(orders), ANNEALED_SEEDS)], moves, turn + 1, 0.2)
+        if near_bound or (seeds and turn > 0):
+            _anneal(state, seeds[turn % min(len(seeds), ANNEALED_SEEDS)], moves, turn + 1, 0.2)
         if not state.done:
-            _anneal(state, state.improve_due_dates(pool.best(KEPT).policies[turn % KEPT], tries // 2), moves, turn, 0.2)
+            redated = state.improve_due_dates(pool.best(KEPT).policies[turn % KEPT], tries // 2)
+            _anneal(state, redated, moves, turn, 0.2)
+        assert state.order is not None
         _anneal(state, state.order, moves, turn, 0.2)
         moves, tries, turn = 2 * moves, 2 * tries, turn + 1
 
@@ -73,6 +93,7 @@ def compile_all(problem: Problem) -> None:
 
 
 def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float) -> None:
+    """Anneal `order` from the temperature of this turn, for so many moves or a share of the budget, unless the search is over."""
     if not state.done:
         temperatures = HOT_TEMPERATURES + TEMPERATURES if state.tables.size <= SMALL else TEMPERATURES
         state.anneal_order(order, moves, temperatures[turn % len(temperatures)], share)
@@ -86,12 +107,13 @@ def _first_order(state: SearchState) -> None:
 
 
 def serial_order(state: SearchState) -> Ints:
-    """Rows in which every microbatch ends before the next begins."""
-    tables, row = state.tables, []
+    """The order in which every microbatch ends before the next begins, each W right after its B."""
+    tables, order = state.tables, []
     successor = tables.codes["successor"]
     for start, stop in tables.ranks[["forward", "forward_stop"]].tolist():
-        forward = tables.forwards[start:stop]
-        back = successor[forward][::-1]
-        once = [*forward, *(code for pair in zip(back, successor[back], strict=True) for code in pair)]
-        row += once * tables.microbatches
-    return np.array(row, np.int64)
+        forwards = tables.forwards[start:stop]
+        backwards = successor[forwards][::-1]
+        weights = successor[backwards]
+        one_microbatch = [*forwards, *(code for pair in zip(backwards, weights, strict=True) for code in pair)]
+        order += one_microbatch * tables.microbatches
+    return np.array(order, np.int64)

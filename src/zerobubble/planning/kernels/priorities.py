@@ -1,4 +1,4 @@
-"""From a policy to the due dates of every pass, and small changes to due dates and habits, range by range."""
+"""What the list scheduler goes by: due dates and parameters of the dispatching rule, from a policy or changed a stretch at a time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 
 
 class Priorities(NamedTuple):
-    """What the list scheduler goes by: when every code is due for microbatch 0 in ns, and `DISPATCH` per rank."""
+    """What the list scheduler goes by."""
 
     due: Floats
+    """When each code is due for microbatch 0, in ns."""
     dispatch: Records
+    """The parameters of the dispatching rule, a `DISPATCH` for each rank."""
 
 
 def empty_priorities(tables: Tables) -> Priorities:
-    """Room for keys."""
+    """Room for the priorities of a problem."""
     return Priorities(np.zeros(len(tables.codes)), np.zeros(len(tables.ranks), DISPATCH))
 
 
 @compiled
 def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, priorities: Priorities) -> None:
     """Fill in `priorities` with what `policy` means for a problem whose longest rank takes at least `bound` ns."""
-    legs, mean, busiest = len(policy) // 4 - 1, mean_pass(tables), busiest_work(tables)
+    legs = len(policy) // 4 - 1
+    mean = mean_pass(tables)
+    busiest = busiest_work(tables)
     clock, before = 0.0, -1
     for code in tables.chain:
         here = leg[code]
@@ -39,20 +43,20 @@ def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, prioriti
         clock += policy[here] * tables.codes[code].time
         before = here
     date_weights(priorities.due)
-    dispatch = policy[4 * legs :]
+    parameters = policy[4 * legs :]
     for one in priorities.dispatch:
-        one.period = dispatch[PERIOD] * busiest / tables.microbatches
-        one.patience = dispatch[PATIENCE] * mean
-        one.strict = min(dispatch[STRICT] * mean, NEVER)
-        one.patch = dispatch[PATCH]
-        one.allowance = dispatch[ALLOWANCE] * (bound - busiest) if dispatch[ALLOWANCE] < NEVER else NEVER
-        one.backlog = max(1.0, dispatch[BACKLOG])
-        one.delay = min(dispatch[DELAY] * mean, NEVER)
+        one.period = parameters[PERIOD] * busiest / tables.microbatches
+        one.patience = parameters[PATIENCE] * mean
+        one.strict = min(parameters[STRICT] * mean, NEVER)
+        one.patch = parameters[PATCH]
+        one.allowance = parameters[ALLOWANCE] * (bound - busiest) if parameters[ALLOWANCE] < NEVER else NEVER
+        one.backlog = max(1.0, parameters[BACKLOG])
+        one.delay = min(parameters[DELAY] * mean, NEVER)
 
 
 @inlined
 def date_weights(due: Floats) -> None:
-    """W is due when its B was."""
+    """Let each W be due when its B is; codes are those of F, then of B, then of W."""
     third = len(due) // 3
     for back in range(third, 2 * third):
         due[back + third] = due[back]
@@ -60,7 +64,7 @@ def date_weights(due: Floats) -> None:
 
 @compiled
 def mean_pass(tables: Tables) -> float:
-    """The mean time of a pass in ns."""
+    """The mean time of a pass in ns, at least 1."""
     total = 0
     for code in range(len(tables.codes)):
         total += tables.codes[code].time
@@ -77,7 +81,10 @@ def busiest_work(tables: Tables) -> int:
 
 
 def legs_of(tables: Tables) -> Ints:
-    """For every code of F and B the leg it belongs to: how many stages of its rank a microbatch passes before, backs after all forths."""
+    """For each code of F and B, the leg it belongs to: how many stages of its rank a microbatch passes before it.
+
+    The legs back are counted after all legs forward.
+    """
     leg = np.zeros(len(tables.codes), np.int64)
     successor, legs = tables.codes["successor"].tolist(), num_legs(tables)
     for start, stop in tables.ranks[["forward", "forward_stop"]].tolist():
@@ -102,7 +109,10 @@ def copy_priorities(priorities: Priorities, old: Priorities) -> None:
 
 @compiled
 def perturb_priorities(tables: Tables, priorities: Priorities, old: Priorities) -> None:
-    """Fill in `priorities` with `old`, the due dates of a stretch of passes, or a habit of a stretch of ranks, moved a little."""
+    """Fill in `priorities` with `old`, moved a little: the due dates of some passes in a row, or a parameter of some ranks in a row.
+
+    This is the neighbourhood move of the search over due dates.
+    """
     copy_priorities(priorities, old)
     size = (4.0, 1.0, 0.3, 0.1)[np.random.randint(4)] * mean_pass(tables)
     kind = np.random.random()

@@ -1,4 +1,4 @@
-"""Search over what the list scheduler goes by: first over policies, then over due dates one stretch at a time."""
+"""Local search over what the list scheduler goes by: over policies in a pool, then over due dates, a stretch at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerobubble.planning.kernels.priorities import Priorities, apply_policy, cop
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 
 CROSSED = 0.5
-"""The share of tries that mix two policies of the pool."""
+"""The share of tries that cross two policies of the pool."""
 
 
 @compiled
@@ -42,7 +42,7 @@ def search_policies(
 ) -> tuple[int, int]:
     """Try `tries` policies, the first `fresh` of them at random and the rest near those in the `pool`, which takes what is better.
 
-    A policy of the pool whose cost is not known yet (NaN) is tried as it is. `goal` is the longest time of the word `best`; both are
+    A policy of the pool whose cost is not known yet (NaN) is tried as it is. `goal` is the longest time of the order `best`; both are
     replaced by what is better, and `bound` ends the search; `policy` is room for one. Gives the goal and the number of tries made.
     """
     for attempt in range(tries):

@@ -96,7 +96,7 @@ def draw_samples(tables: Tables, error: float, seed: tuple[int, ...]) -> Sampled
 
 def evaluate(tables: Tables, sampled: SampledTimes, order: Ints) -> SampledObjective:
     """The objective of `order`, which can run, by the measured and by the noisy times."""
-    rows, _ = _played(tables, sampled, order)
+    rows, _ = play_sampled(tables, sampled, order)
     longest = (sampled.work + rows.idle[tables.ranks["stop"] - 1]).max(axis=0)
     return SampledObjective(float(longest[0]), float(longest[1:].mean()))
 
@@ -106,7 +106,7 @@ def anneal_from_best(tables: Tables, sampled: SampledTimes, best: Ints, most: fl
     goal, mean, moves = np.inf, mean_pass(tables), max(100, CHUNK_PASSES // tables.size)
     share = MEAN_RANK / len(tables.ranks)
     for turn in range(RESTARTS):
-        rows, cost = _played(tables, sampled, best)
+        rows, cost = play_sampled(tables, sampled, best)
         scratch = move_scratch(tables, rows)
         while (part := budget.spent * RESTARTS - turn) < 1:
             temperature = mean * TEMPERATURES[turn % len(TEMPERATURES)] * 0.1**part
@@ -115,7 +115,7 @@ def anneal_from_best(tables: Tables, sampled: SampledTimes, best: Ints, most: fl
             budget.used += moves
 
 
-def _played(tables: Tables, sampled: SampledTimes, order: Ints) -> tuple[Rows, float]:
+def play_sampled(tables: Tables, sampled: SampledTimes, order: Ints) -> tuple[Rows, float]:
     """The rows of `order`, played on the samples, and their cost."""
     rows = rows_of(tables, order, sampled)
     all_ranks_fit(tables, rows)
