@@ -114,7 +114,7 @@ def test_passes_longer_than_a_slot_collide_by_any_of_their_slots() -> None:
 def test_w_needs_room() -> None:
     with pytest.raises(InputError, match="rank 0 has no free slot for 0W0: choose an interval above 2"):
         Block.of("tight", Placement.linear(1), 2, [0, 1])
-    with pytest.raises(InputError, match="a walk over 2 stages has 4 slots, got 3"):
+    with pytest.raises(InputError, match="a path over 2 stages has 4 slots, got 3"):
         Block.of("short", Placement.linear(2), 6, [0, 1, 2])
 
 

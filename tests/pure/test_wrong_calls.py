@@ -169,7 +169,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: Layer("1", 1, 1, 1, 1), "forward of a layer must be a whole number >= 0 of ns or bytes, got 1"),
     (lambda: repeat("zb-v", 8), "repeat: block must be a Block, got 'zb-v': blocks.known_block('zb-v', num_ranks) gives a published one"),
     (lambda: known_block("zb", 4), "there is no"),
-    (lambda: Block.of("mine", PLACEMENT, 6, 3), "a walk of block 'mine', slot after slot, must be a list or tuple, got 3"),
+    (lambda: Block.of("mine", PLACEMENT, 6, 3), "a path of block 'mine', slot after slot, must be a list or tuple, got 3"),
     # files
     (lambda: dumps("zb-v"), "dumps: value must be"),
     (lambda: loads(SCHEDULE), "loads: text must be a str, got a Schedule"),

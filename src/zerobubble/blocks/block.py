@@ -148,8 +148,8 @@ class Block(Displayed):
         stages = placement.num_stages
         rows: list[list[Start]] = [[] for _ in range(placement.num_ranks)]
         for microbatch, slots_of in enumerate(paths):
-            if len(as_tuple(f"a walk of block {name!r}, slot after slot,", slots_of)) != 2 * stages:
-                raise InputError(f"block {name!r}: a walk over {stages} stages has {2 * stages} slots, got {len(slots_of)}")
+            if len(as_tuple(f"a path of block {name!r}, slot after slot,", slots_of)) != 2 * stages:
+                raise InputError(f"block {name!r}: a path over {stages} stages has {2 * stages} slots, got {len(slots_of)}")
             chain = [*((Kind.F, s) for s in range(stages)), *((back, s) for s in reversed(range(stages)))]
             for (kind, stage), slot in zip(chain, slots_of, strict=True):
                 rows[placement.routes[0][stage]].append(Start(Op(kind, stage, microbatch), slot))
@@ -167,7 +167,10 @@ def lengths(times: Times) -> dict[Kind, int]:
 
 
 def path_slots(first: int, *legs: tuple[int, int]) -> list[int]:
-    """The slots of passes one after the other: the first in `first`, then for each leg (hops, gap) as many more, `gap` slots apart."""
+    """The slots in which passes start that follow each other: the first in slot `first`, then the legs.
+
+    A leg is a pair (number of passes, slots from each pass to the next).
+    """
     found = [first]
     for hops, gap in legs:
         found += [found[-1] + gap * hop for hop in range(1, hops + 1)]

@@ -40,7 +40,7 @@ def search(
 ) -> tuple[FoundBlock, ...]:
     """Blocks on `placement` whose schedules hold at most `memory` stage activations on any rank, the shortest span first.
 
-    Every walk from the first stage to the last and back is looked at that has one gap per leg (see `Paths`); the gaps of F and B are
+    Every path from the first stage to the last and back is looked at that has one gap per leg (see `Paths`); the gaps of F and B are
     free of each other. Those that hold most, then the shortest, become schedules of `num_microbatches` (not given: 3p), `tries` of
     them. `times` are the slots of F, B and W, or of F and BW without `split`; `interval` is a rank's work for a microbatch if not
     given; `slack` bounds how long hops within a leg wait (not given: an interval, which is too much to look at from three stages per

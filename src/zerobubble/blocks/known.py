@@ -15,7 +15,7 @@ from zerobubble.errors import InputError, near
 from zerobubble.ir import Kind, Op, Placement
 
 
-def gpipe(ranks: int) -> Block:
+def gpipe_block(ranks: int) -> Block:
     """All forwards of p microbatches, then all their backwards; the next p after that, since closer copies would collide."""
     forward = [[Start(Op(Kind.F, r, j), r + j) for j in range(ranks)] for r in range(ranks)]
     backward = [[Start(Op(Kind.BW, r, j), 2 * ranks - 1 + 2 * (ranks - 1 - r + j)) for j in range(ranks)] for r in range(ranks)]
@@ -23,22 +23,22 @@ def gpipe(ranks: int) -> Block:
     return Block("gpipe", Placement.linear(ranks), 3 * ranks + 3 * (ranks - 1), rows)
 
 
-def one_f_one_b(ranks: int) -> Block:
+def one_f_one_b_block(ranks: int) -> Block:
     """1F1B: out one slot a rank, back two, so a stage lives three slots longer for every rank behind it."""
     return Block.of("1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 1), (1, 1), (ranks - 1, 2)), split=False)
 
 
-def eager_1f1b(ranks: int) -> Block:
+def eager_1f1b_block(ranks: int) -> Block:
     """Eager 1F1B: a slot or two of slack on every hop, for messages to travel in."""
     return Block.of("eager-1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 2), (1, 1), (ranks - 1, 4)), split=False)
 
 
-def zb_h1(ranks: int) -> Block:
+def zb_h1_block(ranks: int) -> Block:
     """ZB-H1: 1F1B's way, with W of rank r held back for r copies (arXiv 2401.10241, section 2)."""
     return Block("zb-h1", Placement.linear(ranks), 3, tuple(_held_back(r, r, 3 * ranks - 2 * r - 2, 3 * r) for r in range(ranks)))
 
 
-def zb_h2(ranks: int) -> Block:
+def zb_h2_block(ranks: int) -> Block:
     """ZB-H2: twice the way back, with W of rank r held back for 2r copies (arXiv 2401.10241, section 2)."""
     return Block("zb-h2", Placement.linear(ranks), 3, tuple(_held_back(r, r, 6 * ranks - 5 * r - 5, 6 * r) for r in range(ranks)))
 
@@ -48,17 +48,17 @@ def _held_back(rank: int, forward: int, backward: int, wait: int) -> tuple[Start
     return Start(Op(Kind.F, rank, 0), forward), Start(Op(Kind.B, rank, 0), backward), weight
 
 
-def v_min(ranks: int) -> Block:
+def v_min_block(ranks: int) -> Block:
     """V-Min: one slot a hop all the way; two slots of waiting at the loss where 3 divides p, or copies would collide."""
     return _vee("v-min", ranks, (1, 1), 1 + 2 * (ranks % 3 == 0), (1, 1), 1)
 
 
-def v_half(ranks: int) -> Block:
+def v_half_block(ranks: int) -> Block:
     """V-Half: two slots a hop on the way out, one on the way home; three slots of waiting at the loss where p is even."""
     return _vee("v-half", ranks, (2, 1), 1 + 3 * (ranks % 2 == 0), (2, 1), 2)
 
 
-def v_zb(ranks: int) -> Block:
+def v_zb_block(ranks: int) -> Block:
     """V-ZB: four slots a hop on the way out, two on the way home, which never collide; the memory of 1F1B."""
     return _vee("v-zb", ranks, (4, 2), 1, (4, 2), 1)
 
@@ -70,7 +70,7 @@ def _vee(name: str, ranks: int, forward: tuple[int, int], loss: int, backward: t
     return Block.of(name, Placement.vee(ranks), 6, path_slots(0, *legs))
 
 
-def one_f_one_b_v(ranks: int) -> Block:
+def one_f_one_b_v_block(ranks: int) -> Block:
     """1F1B-V: one slot a hop for F, two for BW, with three slots of waiting after every third BW, or copies would collide."""
     turn = 4 if ranks % 3 == 0 else 1
     gaps = [2 + 3 * ((k + 1 - ranks) % 3 == 0) for k in range(1, 2 * ranks)]
@@ -78,7 +78,7 @@ def one_f_one_b_v(ranks: int) -> Block:
     return Block.of("1f1b-v", Placement.vee(ranks), 6, slots, split=False)
 
 
-def two_thirds(ranks: int) -> Block:
+def two_thirds_block(ranks: int) -> Block:
     """Two thirds of 1F1B's memory on one stage a rank: pairs of microbatches, since one alone every three slots would collide.
 
     The paper tells that there is such a block, of pairs; these offsets are this project's own.
@@ -88,7 +88,7 @@ def two_thirds(ranks: int) -> Block:
     return Block.of("two-thirds", Placement.linear(ranks), 6, *pair)
 
 
-def interleaved_uniform(ranks: int, stages_per_rank: int = 2) -> Block:
+def interleaved_uniform_block(ranks: int, stages_per_rank: int = 2) -> Block:
     """Interleaved 1F1B with one interval: waits where a microbatch comes round to the first rank keep copies from colliding."""
     v = stages_per_rank
     out = next(gap for gap in range(1, 9 * v) if _spreads(ranks - 1 + gap, v))
@@ -104,17 +104,17 @@ def _spreads(turn: int, count: int) -> bool:
 
 
 KNOWN: dict[str, Callable[[int], Block]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "eager-1f1b": eager_1f1b,
-    "interleaved-uniform": interleaved_uniform,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "two-thirds": two_thirds,
-    "1f1b-v": one_f_one_b_v,
-    "v-min": v_min,
-    "v-half": v_half,
-    "v-zb": v_zb,
+    "gpipe": gpipe_block,
+    "1f1b": one_f_one_b_block,
+    "eager-1f1b": eager_1f1b_block,
+    "interleaved-uniform": interleaved_uniform_block,
+    "zb-h1": zb_h1_block,
+    "zb-h2": zb_h2_block,
+    "two-thirds": two_thirds_block,
+    "1f1b-v": one_f_one_b_v_block,
+    "v-min": v_min_block,
+    "v-half": v_half_block,
+    "v-zb": v_zb_block,
 }
 """The published blocks by name, each a function of the number of ranks."""
 

@@ -1,4 +1,4 @@
-"""Every way to walk a placement there and back with one gap per leg, without copies that collide."""
+"""Every path of a microbatch through a placement, forward and back, with one gap per leg and without copies that collide."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Paths:
         self._held = [0] * placement.num_ranks
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Every walk, in order of its gaps."""
+        """Every path, in order of its gaps."""
         self._step(0)
         yield from self._from(0)
         self._undo_step()

@@ -47,7 +47,7 @@ def reorder(layout: Layout, limit: int | None = None, *, keep_steady_phase: bool
 
 
 class _MovablePasses:
-    """Where the passes of a layout stand while they move, by number; `active` are those on it."""
+    """The slots of the passes of a layout while they move, by the number of the pass; `active` are those not taken out."""
 
     def __init__(self, layout: Layout) -> None:
         self.graph = resolve(layout.schedule)
@@ -72,13 +72,13 @@ class _MovablePasses:
             self.begin[number] = played.begin[number]
 
     def lift(self) -> dict[Op, int]:
-        """Take all W off the board; their numbers."""
+        """Take all W out; their numbers."""
         ops, weight = self.graph.ops, Kind.W
         self.active = [number for number in self.active if ops[number][0] is not weight]
         return {op: number for number, op in enumerate(ops) if op[0] is weight}
 
     def put(self, starts: Iterable[Start], numbers: dict[Op, int]) -> None:
-        """Put passes of these `numbers` on the board."""
+        """Put the passes of these `numbers` back, in the slots they start in."""
         for op, slot in starts:
             self.begin[numbers[op]] = slot
             self.active.append(numbers[op])
@@ -93,7 +93,7 @@ class _MovablePasses:
 
 
 class _Sweep:
-    """The passes of a board placed one after the other, each in the first idle slot that will do."""
+    """A sweep over the passes, in which each is placed in the first idle slot that will do."""
 
     def __init__(self, passes: _MovablePasses) -> None:
         self.passes = passes
@@ -167,7 +167,7 @@ def _held_per_slot(row: Iterable[Start], horizon: int, times: Times) -> list[int
 
 
 def _advance_lifted(passes: _MovablePasses, rows_with_weights: list[_RowWithWeights], most: int) -> None:
-    """On a board without W, move the passes of the cool-down up as far as memory holds once W take the idle slots."""
+    """With all W taken out, move the passes of the cool-down up as far as memory holds once W take the idle slots."""
     sweep = _Sweep(passes)
     order, _, entry = passes.in_order()
     sweep.keep(order[: entry + 1])

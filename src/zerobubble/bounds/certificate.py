@@ -1,4 +1,4 @@
-"""The bounds of a whole placement: what each rank must wait for, and the strongest argument in words."""
+"""The bounds of a whole placement: a claim for each rank and pair of visits, and the strongest of them in words."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _in_window(by_rank: Sequence[RankPasses], window: Window, known: Sequence[Cl
 
 
 def _head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
-    """What `window` needs so that the rank can do its work between the way of the first microbatch to it and that of the last from it."""
+    """Head and tail: what `window` needs for the first microbatch to reach the rank, for its work, and for the last to return."""
     load, visits = here.load, range(len(here.passes))
     for last in visits:
         back = window.ends[here.places[last]] - here.starts[last]

@@ -1,4 +1,4 @@
-"""A microbatch alone, seen from each rank: when its passes could start, and which of them are the rank's."""
+"""One microbatch alone in the pipeline: when each of its passes could start, which gives every rank the head and the tail of its work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerobubble.ir import Kind, Op, Placement
 from zerobubble.rules import makers, uses
 
 Chain = dict[Op, int]
-"""The passes F and B of one microbatch, in their order, with their starts (ns) if nothing else is in the way."""
+"""The passes F and B of one microbatch, in their order, with their earliest starts in ns, if nothing else is in the way."""
 
 
 def earliest_starts(placement: Placement, costs: Costs) -> Chain:
@@ -39,7 +39,10 @@ def _lag(maker: Op, user: Op, home: Sequence[int], costs: Costs) -> int:
 
 @dataclass(frozen=True)
 class RankPasses:
-    """A rank with its load, and its turns: their passes, their places in the chain of a microbatch, their starts if it is alone."""
+    """The passes that a microbatch has on one rank, its visits there.
+
+    `places` are their places in the chain of a microbatch, `starts` their earliest starts (ns), and `load` is all the work of the rank.
+    """
 
     rank: int
     load: RankLoad
@@ -88,7 +91,7 @@ class Window(NamedTuple):
 
 
 def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
-    """For each place of the chain, the end of the last W of `passes` whose B stands there or later; 0 where there is none."""
+    """For each place of the chain, the end (ns) of the last W of `passes` whose B is there or later; 0 where there is none."""
     own = set(passes)
     last = [_end_of(op, chain, costs) if op.kind is Kind.B and op in own else 0 for op in reversed(chain)]
     return list(accumulate(last, max))[::-1]

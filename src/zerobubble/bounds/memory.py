@@ -11,12 +11,13 @@ from typing import NamedTuple
 from zerobubble.bounds.rank_load import RankLoad
 
 MAX_CHOICES = 4
+"""Stages whose W is taken as done or as pending, both tried: 2 to the power of so many states at most for each number of stages."""
 
 
 def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) -> int:
-    """The least time (ns) from the first F of a turn to its last, as far as F waits for room; 0 if not over `enough`.
+    """The least time (ns) from the first F of a visit to its last, as far as F waits for room; 0 if not over `enough`.
 
-    `starts` are those of the rank's turns for a microbatch alone. When an F begins, some number of microbatches before it still wait for
+    `starts` are those of the rank's visits for a microbatch alone. When an F begins, some number of microbatches before it still wait for
     B of its stage and hold what the stages up to it saved. The oldest of them must have had what leaves room for the others, now or, if
     it has not had all its F, when it has; and the one before it what leaves room for them all.
     """
@@ -37,13 +38,13 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
 
 
 def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
-    """No less than the time of so many F after the first, each waiting in this way."""
+    """An upper bound on the ns of so many F after the first, each waiting like this: a quick answer where that is not more than enough."""
     count, own, older = wait
     return last * max(pace, ceil(own / max(count, 1)), ceil(older / (count + 1))) + max(own, older)
 
 
 class BackwardState(NamedTuple):
-    """How a microbatch may stand on its way back: the stages that wait for B, the bytes held, and the least time (ns) since some F."""
+    """How far a microbatch may have come backward: the stages that wait for B, the bytes held, and the least time (ns) since some F."""
 
     left: int
     held: int
@@ -51,9 +52,9 @@ class BackwardState(NamedTuple):
 
 
 def _backward_states(load: RankLoad, starts: Sequence[int], visit: int) -> list[BackwardState]:
-    """Every way, with the time since F of `visit`: the passes since B of one of the rank's stages ran one after the other.
+    """Every such state, with the time since F of `visit`: the passes since B of one of the rank's stages ran one after the other.
 
-    W of a stage is done or kept pending; beyond `MAX_CHOICES` stages it is taken to cost neither time nor room, so that ways stay few.
+    W of a stage is done or kept pending; beyond `MAX_CHOICES` stages it is taken to cost neither time nor room, so that states stay few.
     """
     states, stages = [BackwardState(load.num_stages, load.held[-1], 0)], load.num_stages
     for left in range(stages):
@@ -68,9 +69,9 @@ def _backward_states(load: RankLoad, starts: Sequence[int], visit: int) -> list[
 
 
 def _waits(load: RankLoad, states: Sequence[BackwardState], visit: int, most: int) -> list[tuple[int, int, int]]:
-    """For numbers of microbatches that wait for B of a turn's stage: how long after its F the oldest, and the one before, leave room.
+    """For numbers of microbatches that wait for B of a visit's stage: how long after its F the oldest, and the one before, leave room.
 
-    Of numbers with equal waits only the largest counts: it asks for the least. The waits grow where a way no longer fits.
+    Of numbers with equal waits only the largest counts: it asks for the least. The waits grow where a state no longer fits.
     """
     each = load.during(visit)
     early, late = ([state for state in states if (state.left > visit) == waiting] for waiting in (True, False))

@@ -1,7 +1,7 @@
 """What memory lets one rank do: how much work before the first of its passes of a kind, how much after the last.
 
 A rank goes through its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first: with
-v stages these are its turns 0 to 2v-1. While a stage has had its F and not its B, so have all the rank's stages before it.
+v stages these are its visits 0 to 2v-1. While a stage has had its F and not its B, so have all the rank's stages before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class MicrobatchState(NamedTuple):
-    """Where a microbatch may stand on a rank: the bytes and the number of stages that wait for B, and a time of work that goes with it.
+    """How far a microbatch may have come on a rank: bytes and number of the stages that wait for B, and a time of work that goes with it.
 
     W of the stages from number `waiting` on may be pending besides.
     """
@@ -48,7 +48,7 @@ class RankLoad:
 
     @cached_property
     def pass_times(self) -> tuple[int, ...]:
-        """The time of the pass at each turn."""
+        """The ns of the pass at each visit."""
         return self.forward + self.backward[::-1]
 
     @cached_property
@@ -72,21 +72,21 @@ class RankLoad:
         return (0, *accumulate(self.saved))
 
     def open(self, visit: int) -> int:
-        """How many stages of a microbatch wait for B while it has had so many turns."""
+        """How many stages of a microbatch wait for B after so many visits."""
         return min(visit, 2 * self.num_stages - visit)
 
     def during(self, visit: int) -> int:
-        """The bytes that a microbatch saves while this turn runs."""
+        """The bytes that a microbatch saves while the pass of this visit runs."""
         return self.held[max(self.open(visit), self.open(visit + 1))]
 
     def done(self, visit: int) -> MicrobatchState:
-        """A microbatch after so many turns, its W included, and the work that took."""
+        """A microbatch after so many visits, its W included, and the ns of work that took."""
         left, everything = self.open(visit), self.backwards[-1]
         work = self.forwards[visit] if visit <= self.num_stages else self.forwards[-1] + everything - self.backwards[left]
         return MicrobatchState(self.held[left], left, work, self.num_stages)
 
     def left(self, visit: int) -> MicrobatchState:
-        """A microbatch after so many turns, and the work that remains but W of the stages that had their B."""
+        """A microbatch after so many visits, and the ns of work that remain, without W of the stages that have had their B."""
         stages = self.open(visit)
         if visit < self.num_stages:
             return MicrobatchState(
@@ -96,7 +96,7 @@ class RankLoad:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each turn, the most time of work before any microbatch has it."""
+        """For each visit, the most ns of work before any microbatch makes it."""
         return tuple(map(self._before, range(2 * self.num_stages)))
 
     def _before(self, visit: int) -> int:
@@ -105,7 +105,7 @@ class RankLoad:
 
     @cached_property
     def after(self) -> tuple[int, ...]:
-        """For each turn, the most time of work once the last microbatch begins it, itself not counted."""
+        """For each visit, the most ns of work once the last microbatch begins it, itself not counted."""
         return tuple(map(self._after, range(2 * self.num_stages)))
 
     def _after(self, visit: int) -> int:
@@ -146,10 +146,10 @@ class RankLoad:
 
     @cached_property
     def in_order(self) -> tuple[tuple[bool, ...], ...]:
-        """`in_order[first][last]`: some microbatch has the turn `first` before the last one has `last`, in any order that fits."""
+        """`in_order[first][last]`: in any order that fits, some microbatch makes visit `first` before the last one makes `last`."""
         visits = range(2 * self.num_stages)
         return tuple(tuple(first <= last or self._crowded(last + 1, first + 1) for last in visits) for first in visits)
 
     def _crowded(self, begin: int, end: int) -> bool:
-        """Whether not all microbatches fit when each has had from `begin` to `end` - 1 turns."""
+        """Whether not all microbatches fit when each has made from `begin` to `end` - 1 visits."""
         return self.microbatches * min(self.held[self.open(n)] for n in range(begin, end)) > self.limit

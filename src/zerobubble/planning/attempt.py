@@ -1,4 +1,4 @@
-"""One placement's turn: the published schedules first, then the search, every answer checked and played anew."""
+"""The search on one placement: published schedules first, then the planner's search; every answer is checked and played anew."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlanProgress(NamedTuple):
 
 
 ProgressCallback = Callable[[PlanProgress], None]
-"""Called with news of a search."""
+"""Called with the progress of a search, again and again."""
 
 
 class Budget(NamedTuple):
@@ -56,11 +56,17 @@ class Budget(NamedTuple):
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
 
-PASSES_AT_ONCE, PASSES_WITHOUT_CLOCK, PASSES_PER_SECOND = 3_500, 60_000, 30_000
-"""Passes that the papers' planners order in a tenth of a second, in the few seconds they get without a clock, and in one second."""
+PASSES_AT_ONCE = 3_500
+"""Passes that the papers' heuristics order in about a tenth of a second: they always get that."""
+
+PASSES_WITHOUT_CLOCK = 60_000
+"""Passes up to which they are asked where the clock must not decide: some seconds."""
+
+PASSES_PER_SECOND = 30_000
+"""Passes that they order in a second."""
 
 CHECK_SECONDS = 4e-6
-"""Seconds a pass to check and play an answer."""
+"""Seconds for each pass of an answer to check and play it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Attempt:
 
 
 def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
-    """What the papers' quick planners find, as far as they have an answer; nothing where it would take more than `seconds`."""
+    """The schedules of the papers' heuristics, of those that have one for `problem`; none where that would take more than `seconds`."""
     if problem.num_passes > (max(PASSES_AT_ONCE, seconds * PASSES_PER_SECOND) if isfinite(seconds) else PASSES_WITHOUT_CLOCK):
         return
     for planner in (zb_v_greedy, zb_heuristic):
@@ -94,14 +100,17 @@ def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
 
 
 def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None) -> Attempt:
-    """The best of what quick planners find and of `seeds` (if not given, the published schedules), until one meets the bound.
+    """The best of the papers' heuristics and of `seeds` (if not given, the published schedules), until one meets the bound.
 
-    The first is always made, more while they take up to half of the budget. Where none fits, the attempt is blank.
+    The first is always made, more while they take up to half of the budget. Where none fits, the attempt has
+    no schedule.
     """
-    started, bound = perf_counter(), problem.bound()
+    started = perf_counter()
+    bound = problem.bound()
     if problem.shortage_reason:
         return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.shortage_reason))
-    best, kept = Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, ""), []
+    best = Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, "")
+    kept = []
     given = chain(paper_heuristics(problem, budget.for_seeds), promising(problem, budget.for_seeds) if seeds is None else seeds)
     for seed in fitting(_until_deadline(given, started + budget.for_seeds - MAKE_SECONDS * problem.num_passes), problem):
         kept.append(seed)
@@ -121,12 +130,12 @@ def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]
 
 
 def with_list_schedule(attempt: Attempt) -> Attempt:
-    """The attempt after a few passes of the list scheduler, if it is blank."""
+    """The attempt with a schedule of the list scheduler, if it has none yet."""
     return _search(attempt, (), Budget(0.0), 0, None) if attempt.has_no_schedule else attempt
 
 
 def with_serial_schedule(attempt: Attempt) -> Attempt:
-    """The attempt with each microbatch by itself, which fits wherever anything does, if it is still blank."""
+    """The attempt with one microbatch after the other, which fits wherever anything does, if it has no schedule yet."""
     if not attempt.has_no_schedule:
         return attempt
     started, problem = perf_counter(), attempt.solved.problem
@@ -147,7 +156,8 @@ def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: Progre
 def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:
     from zerobubble.planning.search import search
 
-    started, solved = perf_counter(), attempt.solved
+    started = perf_counter()
+    solved = attempt.solved
     if split_shortage(solved.problem):
         return attempt
     found = search(
@@ -159,7 +169,8 @@ def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed:
         evaluations=budget.evaluations,
         progress=None if on_progress is None else lambda progress: on_progress(_plan_progress(attempt, progress)),
     )
-    name, before = f"planned by {found.how}", solved.seconds
+    name = f"planned by {found.how}"
+    before = solved.seconds
     if solved.schedule is None or found.schedule.rows != solved.schedule.rows:
         solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(found.schedule, name=name), before, name))
     return replace(attempt, solved=replace(solved, seconds=before + perf_counter() - started), interrupted=found.interrupted)

@@ -1,4 +1,4 @@
-"""A plan made beside other work: in a process of its own, at low priority.
+"""A plan made in the background of other work: in a process of its own, at low priority.
 
 `python -m zerobubble.planning.background PROBLEM ANSWER SECONDS` is that process.
 """
@@ -26,13 +26,13 @@ class BackgroundPlanner:
         self._answer = Path(self._folder.name, "answer.json")
         asked = Path(self._folder.name, "problem")
         asked.write_bytes(pickle.dumps(problem))
-        self._stderr = Path(self._folder.name, "complaint")
+        self._stderr = Path(self._folder.name, "stderr")
         with self._stderr.open("wb") as stderr:
             command = [sys.executable, "-m", "zerobubble.planning.background", str(asked), str(self._answer), str(seconds)]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
 
     def answer(self) -> Solved | None:
-        """The plan, None while it is being made. Raises `InputError` with the planner's last words when it failed."""
+        """The plan, None while it is being made. Raises `InputError` with the last line of its errors when it failed."""
         code = self._process.poll()
         if code is None:
             return None

@@ -212,7 +212,10 @@ def successive_halving(
 
 
 def _search_rounds(known: Mapping[str, Attempt], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Iterator[Attempt]:
-    """Each attempt as it is after its turn, which the caller makes known before the next."""
+    """Each attempt after it was searched in a round; the caller puts it into `known` before the next one is asked for.
+
+    The first round takes all that can still win, each later one the better half of the round before.
+    """
     started, keep = perf_counter(), len(known)
     if keep > 1:
         yield from map(with_list_schedule, list(known.values()))

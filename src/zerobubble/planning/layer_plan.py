@@ -1,4 +1,4 @@
-"""Boundaries and schedule chosen together: from the balanced cuts on, layers move wherever a quick plan comes out shorter."""
+"""Cuts of the layers and schedule chosen together: a beam search that starts from balanced cuts and moves layers across them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from zerobubble.planning.reasons import notes
 from zerobubble.planning.replay import Replay
 
 BEAM_WIDTH = 4
-"""How many cuts are kept, and how many new ones get a quick plan in a round."""
+"""How many cuts get a short search in a round, and how many of them the next round starts from."""
 
 ROUNDS = 6
-"""How often layers move, at most."""
+"""Rounds of the beam search, at most."""
 
 
 @dataclass(frozen=True, repr=False)
 class LayersPlan(Displayed):
     """The cuts and the plan found together, and what balanced cuts give: `cuts_planned` is how many cuts of the winner had a plan made.
 
-    In `plan` the winner stands on `cuts`, the other placements on balanced cuts. `left_out` says of each placement that cannot be cut why.
+    In `plan` the winner has `cuts`, the other placements balanced cuts. `left_out` says of each placement that cannot be cut why.
     """
 
     cuts: Cuts
@@ -149,7 +149,7 @@ def plan_layers(
 
 
 def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tuple[Cuts, Problem]], tuple[str, ...]]:
-    """The balanced cuts and their problem for each model that has them, and of the others why not; raises that where none has them."""
+    """The balanced cuts and their problem on each placement that has them, and of the others why not; raises that where none has them."""
     starts: dict[str, tuple[Cuts, Problem]] = {}
     left_out: list[str] = []
     for name, layer_problem in layer_problems.items():
@@ -190,7 +190,10 @@ class Neighbour(NamedTuple):
 def _beam_search(
     layer_problem: LayerProblem, start: Candidate, budget: Budget, seed: int, on_progress: ProgressCallback | None
 ) -> Iterator[Candidate]:
-    """Other cuts, each after a quick search: in each round the most promising neighbours of the best so far. Last the best in full."""
+    """Other cuts, each after a short search: in each round the most promising neighbours of those of the round before.
+
+    Last come the best cuts of all, after a search with the other half of the budget.
+    """
     quick = budget.share(BEAM_WIDTH * ROUNDS)
     ends = inf if budget.evaluations is not None else perf_counter() + budget.seconds
     beam, known, neighbours = [start], {start.cuts: start}, list[Neighbour]()
@@ -220,7 +223,7 @@ def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) 
 
 
 def _promising(layer_problem: LayerProblem, name: str, neighbours: Iterable[Neighbour], best: int) -> Iterator[Candidate]:
-    """The ideas that can be shorter than `best` and whose order fits the memory, each of different cuts."""
+    """The neighbours that can be shorter than `best` and whose order fits the memory, each of different cuts."""
     taken: set[Cuts] = set()
     for neighbour in neighbours:
         solved = None if neighbour.cuts in taken else _as_solved(layer_problem, neighbour)
@@ -230,7 +233,7 @@ def _promising(layer_problem: LayerProblem, name: str, neighbours: Iterable[Neig
 
 
 def _as_solved(layer_problem: LayerProblem, neighbour: Neighbour) -> Solved | None:
-    """The idea as a plan; None where the order does not fit the memory."""
+    """The order of a neighbour as a plan for its cuts; None where it does not fit the memory."""
     try:
         problem = layer_problem.problem(neighbour.cuts)
         return Solved.of(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")

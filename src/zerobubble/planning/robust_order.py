@@ -1,4 +1,4 @@
-"""Orders that keep their time when passes do not: the slack goes where it costs nothing."""
+"""Orders that are robust to noise: as short by the measured times, and shorter on average where every pass takes its own time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NoisyObjective(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class RobustOrder(Displayed):
-    """The order that stands noise best of those as short as the shortest; `before` is how that one stands it, `after` how this one does."""
+    """An order that is robust to noise; `before` is the objective of the shortest candidate, `after` that of this order."""
 
     schedule: Schedule
     before: NoisyObjective
@@ -84,8 +84,8 @@ def most_robust_order(
     """The order with the shortest mean objective where every pass takes its own time, `error` being the standard deviation as a share.
 
     By the measured times it takes no longer than the shortest of the `candidates` that fit the limits: slack moves where it is free. It
-    is annealed for `seconds`, from the one of these that stands noise best, on samples drawn from `seed`; fresh ones judge it, and
-    where it does not stand those better, the first of the shortest is given back. With `evaluations`, the number of schedules to play,
+    is annealed for `seconds`, from the one of these that is best under noise, on samples drawn from `seed`; fresh ones judge it, and
+    where it is no better on those, the first of the shortest is given back. With `evaluations`, the number of schedules to play,
     the result depends on `seed` alone. Ctrl-C ends it with the best so far. Backward passes in one piece and overlapped steps are taken
     apart. Raises `InputError` for an error outside 0 to 1, for candidates of another placement or number of microbatches, where none
     fits and where numba is missing, `ScheduleError` for one that cannot run.

@@ -20,8 +20,11 @@ def published(placement: Placement, num_microbatches: int) -> Iterator[Schedule]
     return (_built(recipe, placement, num_microbatches) for recipe in _recipes(placement, num_microbatches))
 
 
-MAKE_SECONDS, SEARCH_SECONDS = 10e-6, 6e-6
-"""Seconds a pass to make a seed and judge it, and those in which a search without one gets anywhere."""
+MAKE_SECONDS = 10e-6
+"""Seconds for each pass of a seed to make and judge it."""
+
+SEARCH_SECONDS = 6e-6
+"""Seconds for each pass of a problem in which a search without a seed gets anywhere."""
 
 WELL_FILLED = 0.9
 """The share of the memory from which on a schedule leaves little that a search could use."""
@@ -68,7 +71,7 @@ def _recipes(placement: Placement, num_microbatches: int) -> Iterator[Recipe]:
 
 
 def _built(recipe: Recipe, placement: Placement, num_microbatches: int) -> Schedule:
-    """The schedule; a long one is a short one stretched where that can be, which is the same in less time."""
+    """The schedule; a long one is a short one lengthened where that can be, which is the same in less time."""
     ranks, stages, few = placement.num_ranks, placement.stages_per_rank, STEADY_MICROBATCHES * placement.num_ranks
 
     def built(microbatches: int) -> Schedule:
@@ -79,10 +82,13 @@ def _built(recipe: Recipe, placement: Placement, num_microbatches: int) -> Sched
 
 
 LARGE_RANKS = 8
-"""Ranks from which stretching is worth its while."""
+"""Ranks from which lengthening a short schedule pays."""
 
-STEADY_MICROBATCHES, MIDDLE_MICROBATCHES = 3, 2
-"""Microbatches per rank at which warm-up, steady state and end all show, and after which of them there is a steady state."""
+STEADY_MICROBATCHES = 3
+"""Microbatches per rank at which warm-up, steady state and cool-down all show."""
+
+MIDDLE_MICROBATCHES = 2
+"""Microbatches per rank after which a schedule is in its steady state."""
 
 
 def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:

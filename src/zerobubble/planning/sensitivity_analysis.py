@@ -109,7 +109,7 @@ def sensitivity(
     samples: int = 100,
     seed: int = 0,
 ) -> Sensitivity:
-    """How the order of `schedule` stands measured times that are off; `samples` are drawn from `seed`.
+    """What becomes of the order of `schedule` when measured times are off; `samples` are drawn from `seed`.
 
     Raises `ScheduleError` when the schedule cannot run, `InputError` for an error outside 0 to 1 or without samples.
     """

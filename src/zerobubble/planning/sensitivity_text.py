@@ -14,7 +14,7 @@ SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
 
 
 def what_if(solved: Solved, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:
-    """How the plan stands measured times that are off by `error`; raises `InputError` for a bad error, and without a schedule."""
+    """What becomes of the plan when measured times are off by `error`; raises `InputError` for a bad error, and without a schedule."""
     problem, schedule = solved.problem, solved.schedule
     if schedule is None:
         raise InputError(f"there is no plan to examine: {solved.reason}")

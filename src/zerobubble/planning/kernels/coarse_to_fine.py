@@ -1,4 +1,4 @@
-"""Large problems by way of small ones: policies found for a few ranks and microbatches, carried up by doubling both."""
+"""Coarse to fine: policies are found on few ranks and microbatches, and carried to finer problems, of twice the ranks each."""
 
 from __future__ import annotations
 

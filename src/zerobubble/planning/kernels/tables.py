@@ -1,4 +1,4 @@
-"""A problem as arrays: what every kind of pass takes, holds and waits for, and schedules as words over those kinds."""
+"""A problem as arrays: what every kind of pass takes, holds and waits for, and schedules as sequences of codes for those kinds."""
 
 from __future__ import annotations
 

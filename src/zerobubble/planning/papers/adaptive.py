@@ -18,16 +18,25 @@ from zerobubble.planning.problem import Problem
 from zerobubble.simulation import simulate
 
 MAX_GAP = 5
-"""Slots from a rank to the next at most."""
+"""Slots from a pass to the next one at most."""
 
-MAX_LEGS, MAX_PATHS = 500_000, 4_000
-"""Legs that are tried of either kind of walk, and walks that are looked at, at most: some seconds."""
+MAX_LEGS = 500_000
+"""Legs that are tried for either kind of path, at most: some seconds."""
 
-SQUEEZED, REORDERED, FINALISTS = 600, 50, 3
-"""Blocks that are squeezed, those that are also reordered, and those that become schedules of all microbatches."""
+MAX_PATHS = 4_000
+"""Paths of either kind that become blocks, at most."""
+
+SQUEEZED = 600
+"""Blocks that are squeezed."""
+
+REORDERED = 50
+"""Blocks that are also reordered, the shortest of those squeezed."""
+
+FINALISTS = 3
+"""Blocks that become schedules of all microbatches."""
 
 FULL_EFFORT_PASSES = 1_000
-"""Passes up to which so many are; of larger schedules fewer, for they take as long."""
+"""Passes of a schedule up to which so many blocks are tried; fewer are of larger ones, so that they take no longer."""
 
 Gaps = tuple[int, ...]
 """The slots from each pass of a leg to the next."""
@@ -109,7 +118,7 @@ def _length(block: Block) -> int:
 
 
 def _blocks(placement: Placement, memory: int) -> Iterator[Block]:
-    """The blocks of both kinds of walks that leave W room."""
+    """The blocks of both kinds of paths, without those that leave W no room."""
     interval = len(SPLIT) * placement.stages_per_rank
     for choices in (_gap_per_leg, _gap_per_direction):
         for path in islice(_Paths(placement, interval, memory, choices), MAX_PATHS):
@@ -127,7 +136,8 @@ def _gap_per_leg(legs: list[Leg]) -> Iterable[tuple[Gaps, ...]]:
 
 
 def _gap_per_direction(legs: list[Leg]) -> Iterable[tuple[Gaps, ...]]:
-    """The same gaps for all legs in one direction, one over the first ranks and a smaller one over the others; by lot, always the same."""
+    """The same gaps for all legs in one direction: one over the first ranks and a smaller one over the others. In a random order, always
+    the same."""
     pairs = [(first, other) for first in range(1, MAX_GAP + 1) for other in range(1, first)]
     hops = dict(legs)
     ways = ([(first,) * n + (other,) * (hops[step] - n) for first, other in pairs for n in range(1, hops[step] + 1)] for step in hops)

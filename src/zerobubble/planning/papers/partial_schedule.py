@@ -1,4 +1,4 @@
-"""A schedule in the making: passes run one after the other, and the board keeps the clock, the memory and the idle time of each rank."""
+"""A schedule in the making: passes run one after the other, and the clock, the memory and the idle time of each rank follow."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def check_memory(problem: Problem) -> None:
 
 
 def shortest(finished: Iterable[PartialSchedule]) -> PartialSchedule:
-    """The finished board of the smallest cost, the first of several."""
+    """The finished schedule of the smallest cost, the first of several."""
     return min(finished, key=lambda partial: partial.cost)
 
 

@@ -59,7 +59,7 @@ def _refusal(problem: Problem, stuck: StuckError) -> str:
 
 
 def _improving(problem: Problem, fills: Fills) -> Iterator[PartialSchedule]:
-    """The board of the rule, then those made knowing how long each rank idled on the one before, while they get shorter."""
+    """The schedule of the rule, then those made knowing how long each rank idled in the one before, while they get shorter."""
     partial = _play(problem, fills, [0] * problem.placement.num_ranks)
     while True:
         yield partial
@@ -70,7 +70,7 @@ def _improving(problem: Problem, fills: Fills) -> Iterator[PartialSchedule]:
 
 
 class _VeeState(NamedTuple):
-    """A board with what the rule knows: `out[rank]` and `home[rank]` are the two stages in the order in which F runs them.
+    """A schedule in the making with what the rule knows: `out[rank]` and `home[rank]` are the two stages in the order in which F runs them.
 
     `idled` is how long each rank idled last time, in ns.
     """
