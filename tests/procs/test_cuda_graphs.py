@@ -42,7 +42,7 @@ def record(part: capture.Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, C
         fresh = part(list(inputs))
         for i, tensor in own.items():
             with torch.autograd._unsafe_preserve_version_counter(tensor):
-                capture.fill(tensor, fresh[i])
+                capture.copy_into(tensor, fresh[i])
 
     return object(), replay, outputs
 
@@ -50,14 +50,14 @@ def record(part: capture.Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, C
 def spoil(tensor: Tensor) -> None:
     """No number that means anything stays in it, and autograd does not see it go."""
     with torch.autograd._unsafe_preserve_version_counter(tensor):
-        capture.fill(tensor, torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 1))
+        capture.copy_into(tensor, torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 1))
 
 
 def leave_nothing(slots: capture.Slots, microbatch: int) -> None:
     """What lies in a slot after the last pass is nobody's."""
     with torch.no_grad():
-        for recording in slots._taken[microbatch].recordings.values():
-            for place in recording.moving:
+        for recording in slots._of_microbatch[microbatch].recordings.values():
+            for place in recording.copied_in:
                 spoil(recording.inputs[place])
     leave(slots, microbatch)
 

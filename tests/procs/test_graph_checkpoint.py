@@ -80,9 +80,9 @@ def test_a_selective_checkpoint_keeps_what_its_policy_saves_and_someone_needs() 
 def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> None:
     stage = make_stage("graph", two(checkpointed)(), 1)
     held(stage, torch.randn(2, 8, WIDTH, requires_grad=True))
-    assert stage.splitter.trace is not None
-    assert stage.splitter.trace.split is not None
-    assert (products(stage.splitter.trace.split.b), products(stage.splitter.trace.split.w)) == (8 + 2 * 3, 8)
+    assert stage.splitter.traces.last is not None
+    assert stage.splitter.traces.last.split is not None
+    assert (products(stage.splitter.traces.last.split.b), products(stage.splitter.traces.last.split.w)) == (8 + 2 * 3, 8)
     assert stage.splitter.report().share == 1.0
 
 

@@ -113,9 +113,9 @@ def products(graph: fx.GraphModule) -> int:
 
 def test_half_of_a_transformers_products_wait() -> None:
     stage = passed(make_stage("graph", nn.Sequential(Block(64), Block(64)), 1), torch.randn(2, 8, 64, requires_grad=True))
-    assert stage.splitter.trace is not None
-    assert stage.splitter.trace.split is not None
-    assert (products(stage.splitter.trace.split.b), products(stage.splitter.trace.split.w)) == (8, 8)
+    assert stage.splitter.traces.last is not None
+    assert stage.splitter.traces.last.split is not None
+    assert (products(stage.splitter.traces.last.split.b), products(stage.splitter.traces.last.split.w)) == (8, 8)
     report = stage.splitter.report()
     assert (report.stage, report.way, report.share) == (1, "graph", 1.0)
     assert report.at_once[0].startswith("0.norms.0.weight: comes with the gradient of the input")
@@ -124,9 +124,9 @@ def test_half_of_a_transformers_products_wait() -> None:
 
 def test_a_first_stage_does_the_chain_in_b_all_the_same() -> None:
     stage = passed(make_stage("graph", nn.Sequential(nn.Embedding(9, 64), Block(64), Block(64)), 0), torch.randint(0, 9, (2, 8)))
-    assert stage.splitter.trace is not None
-    assert stage.splitter.trace.split is not None
-    assert (products(stage.splitter.trace.split.b), products(stage.splitter.trace.split.w)) == (8, 8)
+    assert stage.splitter.traces.last is not None
+    assert stage.splitter.traces.last.split is not None
+    assert (products(stage.splitter.traces.last.split.b), products(stage.splitter.traces.last.split.w)) == (8, 8)
 
 
 def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None:

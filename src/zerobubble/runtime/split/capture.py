@@ -25,7 +25,7 @@ class Slot:
 
     def __init__(self) -> None:
         self.pool: Any = None
-        self.recordings: WeakKeyDictionary[Captured, _Recording] = WeakKeyDictionary()  # a trace that is dropped frees its memory
+        self.recordings: WeakKeyDictionary[CapturedPart, _Recording] = WeakKeyDictionary()  # a trace that is dropped frees its memory
         self.is_captured = False
 
     def storages(self) -> set[int]:
@@ -38,44 +38,44 @@ class Slots:
 
     def __init__(self) -> None:
         self.now = Slot()
-        self._taken: dict[int, Slot] = {}
+        self._of_microbatch: dict[int, Slot] = {}
         self._free: list[Slot] = []
 
     def enter(self, microbatch: int) -> None:
         """Let the passes that run now be those of `microbatch`, whose first is F."""
-        if microbatch not in self._taken:
-            slot = self._taken[microbatch] = self._free.pop() if self._free else Slot()
+        if microbatch not in self._of_microbatch:
+            slot = self._of_microbatch[microbatch] = self._free.pop() if self._free else Slot()
             slot.is_captured = True
-        self.now = self._taken[microbatch]
+        self.now = self._of_microbatch[microbatch]
 
     def leave(self, microbatch: int) -> None:
         """`microbatch` has been through its last pass."""
-        self._free.append(self._taken.pop(microbatch))
+        self._free.append(self._of_microbatch.pop(microbatch))
 
     def clear(self) -> None:
         """No microbatch is in flight."""
-        self._free += self._taken.values()
-        self._taken.clear()
+        self._free += self._of_microbatch.values()
+        self._of_microbatch.clear()
 
 
-class Captured:
-    """A part of a stage's graph that is captured in each slot it runs in. Of its results the first `leaving` leave the stage.
+class CapturedPart:
+    """A part of a stage's graph that is captured in each slot it runs in. Of its results the first `num_leaving` leave the stage.
 
     `stays` are tensors that stay where they are, such as parameters; where one is replaced, the part is captured anew. Raises `InputError`
     for what no CUDA graph can hold.
     """
 
-    def __init__(self, part: Part, slots: Slots, leaving: int, stays: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, part: Part, slots: Slots, num_leaving: int, stays: Callable[[], Sequence[Tensor]]) -> None:
         self._part = part
         self._slots = slots
-        self._leaving = leaving
+        self._num_leaving = num_leaving
         self._stays = stays
         self._calls = 0
 
-    def settled(self, tensors: list[Any]) -> list[Any]:
+    def in_static_memory(self, tensors: list[Any]) -> list[Any]:
         """`tensors` where the part will read them, so that a later pass of the same microbatch finds them there."""
         recording = self._recording(tensors)
-        return tensors if recording is None else recording.put(tensors)
+        return tensors if recording is None else recording.fill_in(tensors)
 
     def __call__(self, tensors: list[Any]) -> Sequence[Any]:
         recording = self._recording(tensors)
@@ -83,11 +83,11 @@ class Captured:
             self._slots.now.is_captured = False  # its later passes find nothing in the slot
             self._calls += 1
             return self._part(tensors)
-        recording.put(tensors)
+        recording.fill_in(tensors)
         tensors.clear()
         recording.replay()
-        copies = [t.clone() if isinstance(t, Tensor) else t for t in recording.outputs[: self._leaving]]
-        return [*copies, *recording.outputs[self._leaving :]]
+        copies = [t.clone() if isinstance(t, Tensor) else t for t in recording.outputs[: self._num_leaving]]
+        return [*copies, *recording.outputs[self._num_leaving :]]
 
     def _recording(self, tensors: Sequence[Any]) -> _Recording | None:
         slot = self._slots.now
@@ -97,24 +97,24 @@ class Captured:
         if recording is None or not recording.fits(tensors):
             slot.recordings.pop(self, None)
             fixed = slot.storages() | {tensor.untyped_storage().data_ptr() for tensor in self._stays()}
-            inputs = [_static(tensor, fixed) for tensor in tensors]
+            inputs = [_static_memory_for(tensor, fixed) for tensor in tensors]
             try:
                 slot.pool, replay, outputs = record(self._part, inputs, slot.pool)
             except RuntimeError as error:
                 raise _refusal(str(error).strip().splitlines()[0]) from error
             if any(tensor.layout is not torch.strided for tensor in outputs if isinstance(tensor, Tensor)):
                 raise _refusal("it gives a sparse tensor")
-            recording = slot.recordings[self] = _Recording(inputs, replay, outputs, _moving(tensors, inputs))
+            recording = slot.recordings[self] = _Recording(inputs, replay, outputs, _replaced(tensors, inputs))
         return recording
 
 
 class _Recording(NamedTuple):
-    """A captured part: `replay` makes `outputs` of `inputs`, all of them static; those at the places `moving` are copied in."""
+    """A captured part: `replay` makes `outputs` of `inputs`, all of them static; those at the positions `copied_in` are copied in."""
 
     inputs: list[Any]
     replay: Callable[[], object]
     outputs: Sequence[Any]
-    moving: tuple[int, ...]
+    copied_in: tuple[int, ...]
 
     def fits(self, given: Sequence[Any]) -> bool:
         """Whether it can be replayed with these inputs."""
@@ -122,19 +122,19 @@ class _Recording(NamedTuple):
             if not isinstance(new, Tensor):
                 if new != own:
                     return False
-            elif place in self.moving:
+            elif place in self.copied_in:
                 if (new.shape, new.stride()) != (own.shape, own.stride()):
                     return False
             elif new.data_ptr() != own.data_ptr():
                 return False
         return True
 
-    def put(self, given: Sequence[Any]) -> list[Any]:
+    def fill_in(self, given: Sequence[Any]) -> list[Any]:
         """Copy in what is not in its place yet; the inputs in their places."""
-        for place in self.moving:
+        for place in self.copied_in:
             if given[place].data_ptr() != self.inputs[place].data_ptr():
-                fill(self.inputs[place], given[place])
-        return [own if place in self.moving else new for place, (new, own) in enumerate(zip(given, self.inputs, strict=True))]
+                copy_into(self.inputs[place], given[place])
+        return [own if place in self.copied_in else new for place, (new, own) in enumerate(zip(given, self.inputs, strict=True))]
 
 
 def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[[], object], Sequence[Any]]:
@@ -146,7 +146,7 @@ def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[
     return pool, graph.replay, outputs
 
 
-def fill(static: Tensor, given: Tensor) -> None:
+def copy_into(static: Tensor, given: Tensor) -> None:
     """Copy `given` into a tensor of its shape; where that one repeats itself, so must `given`."""
     once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in static.stride()])
     static[once].copy_(given[once])
@@ -156,14 +156,14 @@ def _refusal(reason: str) -> InputError:
     return InputError(f"a pass cannot be captured as a CUDA graph: {reason}; make the pipeline without cuda_graphs")
 
 
-def _static(tensor: Any, fixed: set[int]) -> Any:
+def _static_memory_for(tensor: Any, fixed: set[int]) -> Any:
     """Where a graph reads an input: where it is, or from a copy of the same layout."""
     if not isinstance(tensor, Tensor) or tensor.untyped_storage().data_ptr() in fixed:
         return tensor
     static = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    fill(static, tensor)
+    copy_into(static, tensor)
     return static
 
 
-def _moving(given: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
+def _replaced(given: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
     return tuple(place for place, (new, own) in enumerate(zip(given, inputs, strict=True)) if new is not own)

@@ -1,11 +1,16 @@
-"""The tensors that a traced graph takes, and what it depends on of each."""
+"""What a graph can be traced of: which tensors it takes and what it depends on of each, and which modules have what it would run past."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.split.eligibility import accumulator_is_kept, is_watched
+from zerobubble.runtime.values.payload import Structure, opaque_types_in
 
 
 def kind_of(tensor: Tensor) -> Hashable:
@@ -30,7 +35,42 @@ def is_traceable(tensor: Tensor) -> bool:
     return is_of_torch and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def described(tensor: Tensor) -> str:
-    """What a tensor is that no graph takes, for a message."""
+def refuse_untraceable(structure: Structure, inputs: Iterable[Tensor], owned: Iterable[Tensor]) -> None:
+    """Raise `InputError` for inputs, in arguments of this `structure`, and for parameters and buffers `owned` that no graph takes."""
+    for what, tensors in (("one of its inputs", inputs), ("a parameter or buffer of it", owned)):
+        for tensor in tensors:
+            if not is_traceable(tensor):
+                raise InputError(f"{what} is a {_described(tensor)}, and a graph takes plain tensors")
+    for kind in opaque_types_in(structure):
+        raise InputError(f"it is given a {kind.__name__}, and a graph takes tensors and constants")
+
+
+def _described(tensor: Tensor) -> str:
     kind = type(tensor).__name__
     return f"nested {kind}" if tensor.is_nested else f"{kind} of type {tensor.dtype} and layout {tensor.layout}"
+
+
+def hooked_parameters(module: nn.Module) -> list[str]:
+    """The names of parameters with hooks on their gradients.
+
+    To be asked before a step: a forward holds the nodes that add to gradients, and such a node that is held counts as hooked.
+    """
+    found = []
+    for name, parameter in module.named_parameters():
+        if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
+            found.append(name)
+    return found
+
+
+def refuse_hooks(module: nn.Module, hooked: Collection[str]) -> None:
+    """Raise `InputError` for what a graph would run past: `hooked` parameters, hooks of modules, and submodules that are compiled."""
+    if any(getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
+        raise InputError("there is a hook on all modules, which would run while tracing alone")
+    for name in hooked:
+        raise InputError(f"parameter {name} has a hook, or something made of it before the step is kept; a graph cannot honour hooks")
+    for name, part in module.named_modules():
+        called = f"module {name or type(part).__name__}"
+        if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
+            raise InputError(f"{called} is compiled already, and a graph is traced from plain modules")
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            raise InputError(f"{called} has a hook, which would run while tracing alone")

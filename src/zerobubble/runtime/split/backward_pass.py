@@ -1,0 +1,84 @@
+"""The backward pass of a trace: it runs B, and leaves W to the stage. It is split anew for each set of outputs without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, fx
+
+from zerobubble.runtime.split.backward_graph import BackwardSplit, split_backward
+from zerobubble.runtime.split.capture import CapturedPart, Part
+from zerobubble.runtime.split.compiled_part import PartMaker
+from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, num_results
+from zerobubble.runtime.split.missing_cotangents import without_cotangents
+from zerobubble.runtime.split.module_tensors import TensorsOfModule
+
+LeaveWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
+"""Takes what a B leaves: the function of W, the positions of the parameters whose gradients it gives, and the tensors it reads."""
+
+
+class BackwardPass:
+    """The backward `graph` of a trace, for inputs like the `examples`. `split` says what its B and W do where no gradient is None.
+
+    `made_of_weights` names the nodes that are computed from parameters alone.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        examples: Sequence[Any],
+        owned: TensorsOfModule,
+        made_of_weights: Collection[str],
+        make_part: PartMaker,
+        leave_work: LeaveWork,
+    ) -> None:
+        self._graph = graph
+        self._examples = examples
+        self._owned = owned
+        self._made_of_weights = made_of_weights
+        self._make_part = make_part
+        self._leave_work = leave_work
+        self._cotangents = [i for i, node in enumerate(inputs_of(graph)) if is_cotangent(node)]
+        self._complete = self._split(graph, examples)
+        self._without: dict[tuple[int, ...], tuple[_Parts, list[int]]] = {}
+        self.split = self._complete.split
+
+    def run(self, tensors: list[Any]) -> Sequence[Any]:
+        """Run B on `tensors`, which are taken out of the list, and leave W; gives the gradients, None for those that wait."""
+        missing = tuple([i for i in self._cotangents if tensors[i] is None])
+        if not missing:
+            return self._run_b(self._complete, tensors)
+        if missing not in self._without:
+            pruned = without_cotangents(self._graph, missing)
+            self._without[missing] = self._split(pruned.graph, [self._examples[i] for i in pruned.inputs]), pruned.inputs
+        parts, positions = self._without[missing]
+        taken = [tensors[i] for i in positions]
+        tensors.clear()
+        return self._run_b(parts, taken)
+
+    def _split(self, graph: fx.GraphModule, examples: Sequence[Any]) -> _Parts:
+        split = split_backward(graph, self._owned.num_parameters, self._owned.input_names(), self._made_of_weights)
+        num_gradients = num_results(graph)
+        examples_of_w = [node.meta["val"] for node in inputs_of(split.w)]
+        return _Parts(split, self._make_part(split.b, examples, num_gradients), self._make_part(split.w, examples_of_w, 0), num_gradients)
+
+    def _run_b(self, parts: _Parts, tensors: list[Any]) -> Sequence[Any]:
+        if isinstance(parts.b, CapturedPart):
+            tensors[:] = parts.b.in_static_memory(tensors)
+        kept = [tensors[i].detach() for i in parts.split.kept_inputs]  # as it is, an input of the stage would hold its gradient
+        results = parts.b(tensors)
+        if parts.split.waiting:
+            self._leave_work(parts.w, parts.split.waiting, [*kept, *results[parts.num_gradients :]])
+        return results[: parts.num_gradients]
+
+
+@dataclass
+class _Parts:
+    """B and W as functions. The first `num_gradients` results of `b` are gradients, the others are kept for `w`."""
+
+    split: BackwardSplit
+    b: Part
+    w: Part
+    num_gradients: int

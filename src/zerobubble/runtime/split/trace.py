@@ -1,0 +1,208 @@
+"""A module traced by AOTAutograd for one kind of input: its graphs of F, B and W, and how its outputs are put together.
+
+AOTAutograd traces the forward and its backward pass into one joint graph, and keeps in order what surrounds them when they run: buffers
+that change, outputs that are views, random numbers. It asks us to divide the joint graph and to make functions of the two graphs; our
+backward runs B, and leaves W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_function
+from torch.autograd.function import BackwardCFunction
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.split.autocast import Autocast, outside_of_autocast, within
+from zerobubble.runtime.split.backward_graph import BackwardSplit
+from zerobubble.runtime.split.backward_pass import BackwardPass, LeaveWork
+from zerobubble.runtime.split.capture import Part
+from zerobubble.runtime.split.compiled_part import PartMaker
+from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
+from zerobubble.runtime.split.joint_graph import ForwardNodes, forward_and_backward
+from zerobubble.runtime.split.module_tensors import TensorsOfModule, replacing_tensors
+from zerobubble.runtime.split.python_state import State, random_state, read_state
+from zerobubble.runtime.split.recompute import recording_checkpoints
+from zerobubble.runtime.split.traceable import refuse_untraceable
+from zerobubble.runtime.values.payload import Structure, unflatten_pytree
+
+
+class _TracedError(Exception):
+    """Raised by the first call of a traced function: its graphs are there, and nothing was computed."""
+
+
+class Trace:
+    """Traces `module` for `inputs`, which lie in its arguments as `structure` says; `split` says what became of its backward pass.
+
+    Only the module's forward is traced under `autocast`, the one its caller has. The backward is traced and both run outside of autocast:
+    the graph of the forward holds its casts, and what it does in full precision must stay so.
+
+    `make_part` makes functions of graphs. `leave_work` is called by every B with what is left for its W.
+
+    Raises `InputError` with the reason where the module cannot be traced. The module is then in the state of Python it was in before.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        owned: TensorsOfModule,
+        structure: Structure,
+        inputs: Sequence[Tensor],
+        autocast: Autocast | None,
+        make_part: PartMaker,
+        leave_work: LeaveWork,
+    ) -> None:
+        refuse_untraceable(structure, inputs, owned.tensors)
+        self._module = module
+        self._owned = owned
+        self._structure = structure
+        self._autocast = autocast
+        self._make_part = make_part
+        self._leave_work = leave_work
+        self._is_ready = False
+        self._forward_nodes = ForwardNodes()
+        self._made_of_weights: set[str] = set()
+        self._backward: BackwardPass | None = None
+        self._num_outputs = 0
+        self._output_spec: TreeSpec
+        self._constants: list[tuple[Any] | None] = []
+        self._function = aot_function(
+            self._forward,
+            fw_compiler=self._make_forward,  # type: ignore[arg-type]
+            bw_compiler=self._make_backward,  # type: ignore[arg-type]
+            partition_fn=self._divide,
+            num_params_buffers=len(owned.tensors),
+        )
+        self._trace(inputs)
+
+    @property
+    def split(self) -> BackwardSplit | None:
+        """What B and W do; None where nothing has a gradient."""
+        return None if self._backward is None else self._backward.split
+
+    def run(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The module's output for these `inputs`, with `tensors` as its parameters and buffers."""
+        with outside_of_autocast():
+            outputs = self._function(*tensors, *inputs)
+        _keep_none_gradients(outputs)
+        results = iter(outputs)
+        leaves = [next(results) if constant is None else constant[0] for constant in self._constants]
+        return tree_unflatten(leaves, self._output_spec)
+
+    def _trace(self, inputs: Sequence[Tensor]) -> None:
+        before, random_before = read_state(self._module), random_state()
+        try:
+            with outside_of_autocast():
+                self._function(*self._owned.tensors, *inputs)
+        except _TracedError:
+            self._is_ready = True
+        except InputError:
+            before.restore()
+            raise
+        except Exception as error:
+            self._refuse_changes(before)
+            raise InputError(_why_untraceable(error)) from error
+        self._refuse_changes(before)
+        if random_state() != random_before:
+            raise InputError("its forward draws from the random numbers of Python or numpy, which a graph does not repeat (use torch's)")
+
+    def _refuse_changes(self, before: State) -> None:
+        """Raise where tracing changed the state of Python, which is put back."""
+        changed = before.changed_to(read_state(self._module))
+        before.restore()
+        if changed is not None:
+            raise InputError(f"its forward changes {changed}, which a graph does not repeat")
+
+    def _forward(self, *tensors: Any) -> Any:
+        """The module as a function of its parameters, buffers and inputs, which AOTAutograd calls with the tensors of a trace."""
+        num_owned = len(self._owned.tensors)
+        positional, named = unflatten_pytree(self._structure, iter(tensors[num_owned:]))
+        with replacing_tensors(self._module, dict(zip(self._owned.tensors, tensors[:num_owned], strict=True))):
+            with recording_checkpoints(tensors) as checkpoint_of, within(self._autocast):
+                output = self._module(*positional, **named)
+            self._refuse_new_buffers(tensors[:num_owned])
+        mode = get_proxy_mode()
+        if mode is not None:
+            self._forward_nodes = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
+        leaves, self._output_spec = tree_flatten(output)
+        self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def _refuse_new_buffers(self, given: Iterable[Tensor]) -> None:
+        known = set(given)
+        for name, buffer in self._module.named_buffers():
+            if buffer not in known:
+                raise InputError(f"its forward puts a new tensor in buffer {name} (change it in place)")
+
+    def _divide(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of a joint graph."""
+        _refuse_graph(joint)
+        self._num_outputs = num_fwd_outputs
+        draw_again = not self._make_part.compiles  # inductor cannot draw from a kept state
+        forward, backward = forward_and_backward(joint, num_fwd_outputs, self._forward_nodes, draw_again=draw_again)
+        primals = [node for node in inputs_of(joint) if not is_cotangent(node)]
+        if num_results(backward) != len(primals):
+            raise InputError("its inputs are views of each other")
+        parameters = {node.name for node in primals[: self._owned.num_parameters]}
+        self._made_of_weights = names_made_of(backward, names_made_of(forward, parameters))
+        return forward, backward
+
+    def _make_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+        run = self._make_part(graph, examples, self._num_outputs)
+
+        def forward(tensors: list[Any]) -> Sequence[Any]:
+            if not self._is_ready:
+                raise _TracedError
+            return run(tensors)
+
+        return _taking_a_list(forward)
+
+    def _make_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
+        self._backward = BackwardPass(graph, examples, self._owned, self._made_of_weights, self._make_part, self._leave_work)
+        return _taking_a_list(self._backward.run)
+
+
+def _taking_a_list(run: Part) -> Part:
+    """Tell AOTAutograd that this function takes its arguments in one list, which it may empty."""
+
+    def boxed(tensors: list[Any]) -> Sequence[Any]:
+        return run(tensors)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def _refuse_graph(joint: fx.GraphModule) -> None:
+    """Raise for operations that a graph cannot go back from."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        constant = getattr(joint, str(node.target), None)
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            raise InputError("it uses a tensor with gradient that is neither a parameter nor an input")
+    if joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+        raise InputError("its recurrent layer runs in oneDNN, which keeps nothing to go back from in a graph")
+
+
+def _keep_none_gradients(outputs: Iterable[Tensor]) -> None:
+    """Let the backward of the traced function that gave `outputs` see None, not zeros, where no gradient comes back to one.
+
+    Outputs may be views of what the function gave, so its node may lie some steps behind theirs.
+    """
+    for output in outputs:
+        node: Any = output.grad_fn
+        while node is not None and not isinstance(node, BackwardCFunction):
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            node.set_materialize_grads(False)
+            return
+
+
+def _why_untraceable(error: Exception) -> str:
+    if "convert all Tensors to FakeTensors" in str(error):
+        return "its forward reads a tensor that is neither an input nor a parameter or buffer (keep it with register_buffer)"
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"tracing raised {type(error).__name__}: {first_line}"

@@ -1,0 +1,80 @@
+"""The traces of a stage's module, one for each kind of input and each state of Python in which the module was met."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from zerobubble.runtime.split.autocast import autocast_of
+from zerobubble.runtime.split.backward_pass import LeaveWork
+from zerobubble.runtime.split.compiled_part import PartMaker
+from zerobubble.runtime.split.guard import Guard, global_state
+from zerobubble.runtime.split.module_tensors import TensorsOfModule
+from zerobubble.runtime.split.splitter import arguments_of
+from zerobubble.runtime.split.trace import Trace
+from zerobubble.runtime.split.traceable import hooked_parameters, kind_of, refuse_hooks, shared_memory
+from zerobubble.runtime.values.payload import Tensors, flatten_pytree
+
+
+class Traced(NamedTuple):
+    """A trace and the tensors to run it with, the inputs of one microbatch."""
+
+    trace: Trace
+    inputs: list[Tensor]
+
+
+class Traces:
+    """Finds the trace for inputs, or makes it. `last` is the one found last; `name` is what messages call the module.
+
+    All methods raise `InputError` with the reason where the module cannot be traced.
+    """
+
+    def __init__(self, module: nn.Module, make_part: PartMaker, leave_work: LeaveWork, name: str) -> None:
+        self.owned = TensorsOfModule(module)
+        self.last: Trace | None = None
+        self._module = module
+        self._make_part = make_part
+        self._leave_work = leave_work
+        self._guard = Guard(module, self._forget, name=name)
+        self._by_key: dict[tuple[Hashable, ...], Trace] = {}
+        self._hooked = hooked_parameters(module)
+        self._is_step_checked = True
+        refuse_hooks(module, self._hooked)
+
+    def __len__(self) -> int:
+        """How many traces are held."""
+        return len(self._by_key)
+
+    def begin(self) -> None:
+        """A step begins, and no stage has a forward in flight."""
+        self._hooked = hooked_parameters(self._module)
+        self._is_step_checked = False
+        self._guard.begin()
+
+    def find(self, inputs: Tensors) -> Traced:
+        """The trace for what the module is now and for these inputs, made if it is new."""
+        if not self._is_step_checked:
+            self._check_step()
+        tensors: list[Tensor] = []
+        structure = flatten_pytree(arguments_of(inputs), tensors, opaque=True)
+        autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
+        kinds = tuple([kind_of(tensor) for tensor in tensors])
+        state = self._guard.number()
+        key = state, structure, kinds, shared_memory(tensors), autocast, global_state(), self.owned.kinds
+        if key not in self._by_key:
+            trace = Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work)
+            self._by_key[key] = trace
+        self.last = self._by_key[key]
+        return Traced(self.last, tensors)
+
+    def _check_step(self) -> None:
+        """Once a step: look at what the passes of a step leave as it is."""
+        refuse_hooks(self._module, self._hooked)
+        self.owned = TensorsOfModule(self._module)
+        self._is_step_checked = True
+
+    def _forget(self, state: int) -> None:
+        """Drop the traces made in a state of Python."""
+        self._by_key = {key: trace for key, trace in self._by_key.items() if key[0] != state}
