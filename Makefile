@@ -48,8 +48,9 @@ lint: $(READY) ## check style, types and the import floors
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-gallery: $(READY) ## draw every schedule again: docs/gallery and the README's picture
+gallery: $(READY) ## draw every schedule again: docs/gallery, the README's picture, and the list of public names
 	$(RUN)/python docs/gallery/generate.py
+	$(RUN)/python docs/api.py
 
 bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/executor/run.py

@@ -1,8 +1,8 @@
 """zerobubble: every pipeline-parallel schedule, judged, planned and run on PyTorch.
 
 The names here are those that most programs need. The rest lie in the namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`, `zb.hooks`,
-`zb.transport`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds` and
-`zb.errors`; docs/api.md lists all of them.
+`zb.transport`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds`,
+`zb.kinds` and `zb.errors`; docs/api.md lists all of them.
 
 Importing this loads the standard library only. Names that need torch load it when first touched; where torch is not installed,
 `from zerobubble import *` leaves them out.
@@ -20,6 +20,7 @@ from zerobubble import bounds as bounds
 from zerobubble import errors as errors
 from zerobubble import explain as explain
 from zerobubble import fit as fit
+from zerobubble import kinds as kinds
 from zerobubble import lowering as lowering
 from zerobubble import partition as partition
 from zerobubble import planning as planning
@@ -82,6 +83,7 @@ _NAMESPACES = (
     "fit",
     "hooks",
     "io",
+    "kinds",
     "lowering",
     "nn",
     "partition",

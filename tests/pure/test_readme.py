@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from docs.gallery.generate import families, gallery
 from zerobubble.cli import main
-from zerobubble.planning import load_plan
+from zerobubble.io import load_plan
 from zerobubble.schedules import registry
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

@@ -116,6 +116,7 @@ KNOWN: dict[str, Callable[[int], Block]] = {
     "v-half": v_half_block,
     "v-zb": v_zb_block,
 }
+"""The published blocks as functions of the number of ranks, by name."""
 """The published blocks by name, each a function of the number of ranks."""
 
 

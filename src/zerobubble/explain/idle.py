@@ -19,6 +19,7 @@ from zerobubble.timeline import Span, Timeline
 from zerobubble.units import counted, show_ms
 
 Metric = Literal["makespan", "span"]
+"""What idle time is counted against: the whole step, or each rank's own time between its first and its last pass."""
 
 
 class Causes(NamedTuple):

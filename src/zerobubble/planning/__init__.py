@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from zerobubble.planning.competition import Choice, Plan, plan, solve
 from zerobubble.planning.layer_plan import LayersPlan, plan_layers
-from zerobubble.planning.plan_file import load_plan, save_plan
 from zerobubble.planning.problem import Objective, Problem, Solved, Status, Workload
 from zerobubble.planning.robust_order import most_robust_order
 from zerobubble.planning.sensitivity_analysis import Sensitivity, sensitivity
@@ -19,11 +18,9 @@ __all__ = [
     "Solved",
     "Status",
     "Workload",
-    "load_plan",
     "most_robust_order",
     "plan",
     "plan_layers",
-    "save_plan",
     "sensitivity",
     "solve",
 ]

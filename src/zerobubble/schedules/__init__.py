@@ -58,7 +58,10 @@ SCHEDULES: dict[str, Recipe] = {
     )
 }
 
+"""The recipes of the published schedules, by name."""
+
 registry = Registry(SCHEDULES)
+"""The recipes by name: the published, the registered, and those that installed packages offer."""
 
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
