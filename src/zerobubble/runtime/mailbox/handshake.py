@@ -1,14 +1,14 @@
-"""The first words of a step: the rank with the first stage tells all others what is to be played and whether its messages are known.
+"""The handshake of a step: the rank with the first stage tells all others what is to be played and whether its messages are known.
 
-The word travels along the stages of the first route: each rank hears it from the rank before its first stage there and passes it on. A rank
-whose stages were frozen or unfrozen since adds that, from itself on, messages are to announce their shapes again. Ranks before it do not
-hear of that, and need not where activations only go from one rank to ranks behind it.
+What it tells travels along the stages of the first route: each rank hears it from the rank before its first stage there and passes it on. A
+rank whose stages were frozen or unfrozen since adds that, from itself on, messages are to announce their shapes again. Ranks before it do
+not hear of that, and need not where activations only go from one rank to ranks behind it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -42,7 +42,7 @@ class StepStart:
     digest: int
 
     def numbers(self) -> tuple[float, ...]:
-        return tuple(map(float, astuple(self)))
+        return (self.key, self.announced_from, self.batch_size, *self.schedule)
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepStart:
@@ -50,9 +50,9 @@ class StepStart:
         return cls(key, announced_from, batch_size, num_microbatches, bool(evaluating), digest)
 
     @property
-    def kind(self) -> tuple[int, bool]:
-        """Which method was called, with which number of microbatches."""
-        return self.num_microbatches, self.evaluating
+    def schedule(self) -> tuple[int, bool, int]:
+        """Which schedule the step follows."""
+        return self.num_microbatches, self.evaluating, self.digest
 
     def __str__(self) -> str:
         return f"{'an evaluation' if self.evaluating else 'a training step'} of {self.num_microbatches} microbatches"
@@ -125,9 +125,9 @@ class StepHandshake:
 
     def _receive(self, parent: int) -> StepStart:
         start = self._transport.listen(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")
-        mine = replace(start, num_microbatches=self._played[0], evaluating=self._played[1], digest=self._played[2])
-        if start != mine:
-            differs = "" if start.kind != mine.kind else " in another order"
+        if start.schedule != self._played:
+            mine = StepStart(start.key, start.announced_from, start.batch_size, *self._played)
+            differs = " in another order" if start.schedule[:2] == self._played[:2] else ""
             raise InputError(
                 f"rank {parent} begins {start}, rank {self._transport.rank} {mine}{differs}; "
                 "every rank must call the same method with the same num_microbatches, and have the same schedule for it"
