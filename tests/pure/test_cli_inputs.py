@@ -190,3 +190,12 @@ def test_measured_costs_without_bytes_are_told_in_microbatches() -> None:
     (line,) = told("compare 1f1b --ranks 2 --microbatches 4 --costs times.json")
     assert "peak_bytes" not in line
     assert line["peak_microbatches"] == [2, 1]
+
+
+def test_costs_of_a_schedule_with_copies_are_planned_on_its_first_route() -> None:
+    costs = replace(Costs.uniform(4), placement=Placement.bidirectional(4))
+    Path("copies.json").write_text(dumps(costs))
+    found = told("plan --costs copies.json --placement linear --microbatches 4 --evaluations 0")
+    assert load_schedule(found["csv"]).placement == Placement.linear(4)
+    said = "plans are made for one route, the placement 'bidirectional' has 2"
+    assert said in refused("plan", "--costs", "copies.json", "--microbatches", "4")

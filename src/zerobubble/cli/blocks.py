@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import click
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.files import is_file, read_text, require_size, write_text
-from zerobubble.cli.options import json_option, microbatches_option, ranks_option
+from zerobubble.cli.options import PictureFiles, json_option, microbatches_option, option_group, picture_options, ranks_option
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_html, block_svg
@@ -22,27 +23,35 @@ NOTE = (
 )
 
 
+@dataclass(frozen=True)
+class BlockOptions:
+    """The size of the schedule to make, and how far its steps may go."""
+
+    ranks: int | None
+    microbatches: int | None
+    memory: int | None
+    through: bool
+
+
+block_options = option_group(
+    BlockOptions,
+    "options",
+    ranks_option,
+    microbatches_option,
+    click.option(
+        "--memory", type=click.IntRange(1), metavar="K", help="Stage activations a rank may hold, the block's own peak if not given."
+    ),
+    click.option("--through", is_flag=True, help="Reorder the steady phase too, not just warm-up and cool-down."),
+)
+
+
 @click.command("block", short_help="Make a schedule of a building block.")
 @click.argument("name")
-@ranks_option
-@microbatches_option
-@click.option("--memory", type=click.IntRange(1), metavar="K", help="Stage activations a rank may hold, the block's own peak if not given.")
-@click.option("--through", is_flag=True, help="Reorder the steady phase too, not just warm-up and cool-down.")
-@click.option("--svg", metavar="FILE", help="Also write the picture of the four steps to this file.")
-@click.option("--html", metavar="FILE", help="Also write picture and figures to this file, as a page.")
+@block_options
+@picture_options
 @click.option("-o", "--output", metavar="FILE", help="Also write the finished schedule to this file.")
 @json_option
-def block(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    memory: int | None,
-    through: bool,
-    svg: str | None,
-    html: str | None,
-    output: str | None,
-    as_json: bool,
-) -> None:
+def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str | None, as_json: bool) -> None:
     """Make a schedule of the building block NAME: a published one, or a file with a block of your own (- is stdin).
 
     Prints the block; for each rank how many slots its stages hold a microbatch and the stage activations it holds, by the memory
@@ -54,11 +63,11 @@ def block(
       zerobubble block v-half --ranks 4 --microbatches 8 --svg steps.svg
       zerobubble block mine.txt --microbatches 12 -o mine-schedule.txt
     """
-    made = _find(name, ranks)
-    count = 3 * made.placement.num_ranks if microbatches is None else microbatches
+    made = _find(name, options.ranks)
+    count = 3 * made.placement.num_ranks if options.microbatches is None else options.microbatches
     require_size(name, 3 * made.placement.num_stages * count)
-    steps = four_steps(made, count, memory, keep_steady_phase=not through)
-    for file, text in ((svg, block_svg), (html, block_html)):
+    steps = four_steps(made, count, options.memory, keep_steady_phase=not options.through)
+    for file, text in ((pictures.svg, block_svg), (pictures.html, block_html)):
         if file is not None:
             write_text(file, text(made, steps))
     if output is not None:

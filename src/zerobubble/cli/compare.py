@@ -25,7 +25,7 @@ from zerobubble.cli.evaluation import (
 )
 from zerobubble.cli.files import write_text
 from zerobubble.cli.inputs import Given, find_schedules, with_costs
-from zerobubble.cli.options import CostOptions, Shape, cost_options, json_option, shape_options, width_option
+from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
 from zerobubble.export.comparison import comparison_html
 from zerobubble.export.svg import timeline_svg
 from zerobubble.timeline import Timeline
@@ -45,8 +45,7 @@ NOTE = (
 @shape_options
 @cost_options
 @click.option("--message-bytes", type=click.IntRange(0), metavar="N", help="Bytes of a message, to tell how much is sent.")
-@click.option("--svg", metavar="FILE", help="Also write the timelines to this file.")
-@click.option("--html", metavar="FILE", help="Also write figures and timelines to this file, as a page.")
+@picture_options
 @width_option
 @json_option
 def compare(
@@ -54,8 +53,7 @@ def compare(
     shape: Shape,
     given: CostOptions,
     message_bytes: int | None,
-    svg: str | None,
-    html: str | None,
+    pictures: PictureFiles,
     width: int | None,
     as_json: bool,
 ) -> None:
@@ -78,10 +76,10 @@ def compare(
     groups = time_and_memory_columns(first.costed.in_bytes, message_bytes), idle_columns()
     title = f"{first.schedule.num_ranks} ranks, {first.schedule.num_microbatches} microbatches, {first.costed.source}"
     timelines = [evaluation.timeline for evaluation in evaluations]
-    if svg is not None:
-        write_text(svg, timeline_svg(*timelines, title=title))
-    if html is not None:
-        write_text(html, comparison_html(title, *_page_table(evaluations, [*groups[0], *groups[1]]), timelines, note))
+    if pictures.svg is not None:
+        write_text(pictures.svg, timeline_svg(*timelines, title=title))
+    if pictures.html is not None:
+        write_text(pictures.html, comparison_html(title, *_page_table(evaluations, [*groups[0], *groups[1]]), timelines, note))
     if as_json:
         click.echo(json.dumps([evaluation_to_dict(evaluation, message_bytes) for evaluation in evaluations], indent=2))
     else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import click
 
 from zerobubble.cli.files import write_text
 from zerobubble.cli.inputs import Given, find_schedule, with_costs
-from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, shape_options
+from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, option_group, shape_options
 from zerobubble.errors import InputError
 from zerobubble.export.json_form import dumps
 from zerobubble.export.megatron import balanced_layers, to_megatron_layout
@@ -37,27 +38,54 @@ PICTURES: dict[str, Callable[[Timeline], str]] = {"svg": timeline_svg, "perfetto
 FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]
 
 
+@dataclass(frozen=True)
+class FormOptions:
+    """Which form to write, and what some forms need beside the schedule."""
+
+    form: str | None
+    as_json: bool
+    layers: int | None
+    torch: str | None
+
+    @property
+    def name(self) -> str:
+        """The form to write."""
+        return "json" if self.as_json else self.form or "text"
+
+    def check(self) -> None:
+        """Raise where an option does not belong to the form."""
+        if self.as_json and self.form not in (None, "json"):
+            raise click.UsageError(f"--json and --format {self.form} contradict each other: give one")
+        if self.layers is not None and self.name != LAYOUT:
+            raise click.UsageError(f"--layers belongs to --format {LAYOUT}: leave it out")
+        if self.torch is not None and self.name not in WITH_MESSAGES:
+            raise click.UsageError(f"--torch belongs to --format {' and '.join(WITH_MESSAGES)}: leave it out")
+        if self.name not in PICTURES and (flags := given_flags("costs_file", *EQUAL_COSTS)):
+            remedy = f"the form {self.name} holds no times: leave it out"
+            raise click.UsageError(f"{flags[0]} belongs to --format {' and '.join(PICTURES)}, {remedy}")
+
+
+form_options = option_group(
+    FormOptions,
+    "form",
+    click.option(
+        "--format", "form", type=click.Choice([*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]), help="Form of the file; text if not given."
+    ),
+    click.option("--layers", type=int, metavar="N", help="Transformer layers of the model, for the layout."),
+    click.option(
+        "--torch", metavar="VERSION", help="The PyTorch that will read a CSV with messages, such as 2.13; the one installed here."
+    ),
+    json_option,
+)
+
+
 @click.command("make", short_help="Write a schedule as a file of any form.")
 @click.argument("name")
 @shape_options
 @cost_options
-@click.option(
-    "--format", "form", type=click.Choice([*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]), help="Form of the file; text if not given."
-)
-@click.option("--layers", type=int, metavar="N", help="Transformer layers of the model, for the layout.")
-@click.option("--torch", metavar="VERSION", help="The PyTorch that will read a CSV with messages, such as 2.13; the one installed here.")
+@form_options
 @click.option("-o", "--output", metavar="FILE", help="Write here instead of to stdout.")
-@json_option
-def make_file(
-    name: str,
-    shape: Shape,
-    given: CostOptions,
-    form: str | None,
-    layers: int | None,
-    torch: str | None,
-    output: str | None,
-    as_json: bool,
-) -> None:
+def make_file(name: str, shape: Shape, given: CostOptions, form: FormOptions, output: str | None) -> None:
     """Write the schedule NAME in one of these forms:
 
     \b
@@ -82,31 +110,24 @@ def make_file(
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 10 --set group=4
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
     """
-    if as_json and form not in (None, "json"):
-        raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    form = "json" if as_json else form or "text"
-    if layers is not None and form != LAYOUT:
-        raise click.UsageError(f"--layers belongs to --format {LAYOUT}: leave it out")
-    if torch is not None and form not in WITH_MESSAGES:
-        raise click.UsageError(f"--torch belongs to --format {' and '.join(WITH_MESSAGES)}: leave it out")
-    if form not in PICTURES and (flags := given_flags("costs_file", *EQUAL_COSTS)):
-        raise click.UsageError(f"{flags[0]} belongs to --format {' and '.join(PICTURES)}, the form {form} holds no times: leave it out")
-    found = find_schedule(name, shape)
-    text = _with_messages(found, form, torch) if form in WITH_MESSAGES else _text(found, form, given, layers)
+    form.check()
+    text = _text(find_schedule(name, shape), form, given)
     if output is None:
         click.echo(text, nl=False)
     else:
         write_text(output, text)
 
 
-def _text(found: Given, form: str, given: CostOptions, layers: int | None) -> str:
+def _text(found: Given, form: FormOptions, given: CostOptions) -> str:
     """The schedule in the form asked for."""
-    if form in ORDERS:
-        return ORDERS[form](found.schedule)
-    if form == LAYOUT:
-        return _layout(found, layers)
+    if form.name in ORDERS:
+        return ORDERS[form.name](found.schedule)
+    if form.name in WITH_MESSAGES:
+        return _with_messages(found, form.name, form.torch)
+    if form.name == LAYOUT:
+        return _layout(found, form.layers)
     (costed,) = with_costs([found], given)
-    return PICTURES[form](simulate(costed.schedule, costed.costs))
+    return PICTURES[form.name](simulate(costed.schedule, costed.costs))
 
 
 def _with_messages(found: Given, form: str, torch: str | None) -> str:

@@ -131,6 +131,23 @@ shape_options = option_group(
 
 
 @dataclass(frozen=True)
+class PictureFiles:
+    """Files to draw into, None where there is none to draw."""
+
+    svg: str | None
+    html: str | None
+
+
+picture_options = option_group(
+    PictureFiles,
+    "pictures",
+    click.option("--svg", metavar="FILE", help="Also write the picture to this file."),
+    click.option("--html", metavar="FILE", help="Also write picture and figures to this file, as a page."),
+)
+"""The options of a verb that draws; they make its argument `pictures`."""
+
+
+@dataclass(frozen=True)
 class CostOptions:
     """What passes cost, as the command line says it: equal stages by times in ms, or a file; see `cli.inputs` for what they make."""
 

@@ -8,7 +8,7 @@ from math import floor
 import click
 
 from zerobubble.cli.files import write_text
-from zerobubble.cli.options import json_option
+from zerobubble.cli.options import PictureFiles, json_option, picture_options
 from zerobubble.cli.plan import progress_bar, solved_to_dict
 from zerobubble.cli.workload import SearchOptions, WorkOptions, read_question, search_options, work_options
 from zerobubble.errors import InputError
@@ -39,12 +39,9 @@ def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) 
 @work_options
 @search_options
 @click.option("--memory", "memories", callback=memory_range, metavar="LO:HI:STEP", help="Limits in microbatches; P/4:2P:P/8 if not given.")
-@click.option("--svg", metavar="FILE", help="Also write the picture to this file.")
-@click.option("--html", metavar="FILE", help="Also write picture and figures to this file, as a page.")
+@picture_options
 @json_option
-def pareto_verb(
-    work: WorkOptions, search: SearchOptions, memories: list[float] | None, svg: str | None, html: str | None, as_json: bool
-) -> None:
+def pareto_verb(work: WorkOptions, search: SearchOptions, memories: list[float] | None, pictures: PictureFiles, as_json: bool) -> None:
     """Find the smallest bubble for each amount of memory, over all placements of stages.
 
     The budget is for each limit. Each line is the best plan found for a limit, with the bound that no schedule on any of the
@@ -67,7 +64,7 @@ def pareto_verb(
     if last.schedule is None:
         raise InputError(f"no schedule fits at any of the limits: {last.reason}")
     title = f"Bubble and memory: {counted(p, 'rank')}, {counted(question.microbatches, 'microbatch')}"
-    for file, text in ((svg, front_svg), (html, front_html)):
+    for file, text in ((pictures.svg, front_svg), (pictures.html, front_html)):
         if file is not None:
             write_text(file, text(front, title))
     click.echo(json.dumps([_as_dict(point) for point in front.points], indent=2) if as_json else front)

@@ -157,9 +157,12 @@ def _measured_placement(work: WorkOptions, search: SearchOptions, costs: Costs) 
     measured = f"{work.costs_file}, which was measured on a {placement.name} placement over {placement.num_ranks} ranks"
     if work.ranks not in (None, placement.num_ranks):
         raise InputError(f"--ranks {work.ranks} does not fit {measured}: leave the option out")
-    if search.placement != ANY and family(search.placement, placement.num_ranks).routes != placement.routes:
+    if search.placement == ANY:
+        return placement
+    named = family(search.placement, placement.num_ranks)
+    if named.routes[0] != placement.routes[0]:
         raise InputError(f"--placement {search.placement} does not fit {measured}: leave the option out")
-    return placement
+    return named
 
 
 def _named_placement(work: WorkOptions, search: SearchOptions, costs: Costs) -> Placement:
