@@ -12,7 +12,7 @@ from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import HELD, MOVES, ByKind, traits_of
+from zerobubble.kinds import HELD, KINDS, MOVES, Kind
 from zerobubble.rules import used_stages
 
 Needs = Sequence[tuple[int, ...]]
@@ -45,7 +45,7 @@ class Graph:
 def resolve(schedule: Schedule) -> Graph:
     """Number the passes of `schedule` and find the makers of what each uses; a use that nobody makes is left out.
 
-    Passes out of range (stage or microbatch) must have been refused before; of duplicates the first one counts.
+    Passes of unknown kinds or out of range (stage or microbatch) must have been refused before; of duplicates the first one counts.
     """
     ops = list(chain.from_iterable(schedule.rows))
     rank = list(chain.from_iterable(repeat(r, len(row)) for r, row in enumerate(schedule.rows)))
@@ -76,11 +76,11 @@ def joint_needs(graph: Graph, needs: Needs) -> Needs:
     return joint
 
 
-def _value_numbers(stages: int, microbatches: int) -> tuple[ByKind[list[list[int]]], ByKind[list[list[int]]]]:
+def _value_numbers(stages: int, microbatches: int) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[list[int]]]]:
     """For each kind and stage, the numbers of the values used and made, for microbatch 0."""
     start = {stuff: k * stages * microbatches for k, stuff in enumerate((*MOVES, *HELD))}
-    used = ByKind(lambda kind: [[start[t] + at * microbatches for t, at in used_stages(kind, s, stages)] for s in range(stages)])
-    made = ByKind(lambda kind: [[start[t] + s * microbatches for t in traits_of(kind).makes] for s in range(stages)])
+    used = {k: [[start[t] + at * microbatches for t, at in used_stages(k, s, stages)] for s in range(stages)] for k in KINDS}
+    made = {k: [[start[t] + s * microbatches for t in traits.makes] for s in range(stages)] for k, traits in KINDS.items()}
     return used, made
 
 

@@ -43,3 +43,10 @@ def test_the_page_on_auto_ends_with_a_plan(tmp_path: Path) -> None:
     assert names[0] == "one by one"
     assert len(names) > 1
     assert re.search(r"bubble [\d.]+ %, at least [\d.]+ %", printed)
+
+
+def test_the_page_on_kinds_recomputes(tmp_path: Path) -> None:
+    printed = run(ROOT / "docs/kinds.md", tmp_path, 2)
+    assert printed.startswith("C0 C1 R0 ")
+    assert "bytes held: 1100000 1000000" in printed
+    assert re.search(r"loss [\d.]+", printed)

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -154,6 +155,19 @@ def test_an_added_kind_is_fitted_and_explained() -> None:
         found = diff(schedule, costs, replace(slower, source="measured"))
         assert sum(drift.makespan for drift in found.drifts) == slower.makespan - timeline.makespan > 0
         assert {effect.what for effect in sensitivity(schedule, costs, samples=1).effects} >= {"every R", "R of stage 1"}
+
+
+def test_what_an_added_kind_holds_is_fitted() -> None:
+    with recomputing():
+        schedule, costs = recomputed()
+        timeline = simulate(schedule, costs)
+        memory = []
+        for row in timeline.rows:
+            held = accumulate(costs.memory_change(span.op.kind, span.op.stage) for span in row)
+            memory.append(tuple((span.end, now) for span, now in zip(row, held, strict=True)))
+        fitted = fit_costs(replace(timeline, memory=tuple(memory), source="measured"))
+        assert fitted.column("held_input") == (100, 100, 0)
+        assert (fitted.held_after_f, fitted.held_after_b) == (costs.held_after_f, costs.held_after_b)
 
 
 def test_an_added_kind_is_lowered() -> None:
