@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -47,6 +49,19 @@ class Way(nn.Module):
 class Config:
     scale: float = 1.0
     nested: dict[str, list[float]] = field(default_factory=lambda: {"scales": [1.0, 2.0]})
+
+
+class Computed(dict):  # type: ignore[type-arg]
+    """A dict that computes what it is asked for."""
+
+    def __getitem__(self, key: str) -> float:
+        return 2 * float(super().__getitem__(key))
+
+    def values(self) -> Any:
+        raise NotImplementedError
+
+    def copy(self) -> Any:
+        raise NotImplementedError
 
 
 class Slotted:
@@ -169,6 +184,11 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "an adapter": (Adapted, put("is_adapted", False)),
     "frozen": (Adapted, lambda m: m.linear.requires_grad_(m.linear.weight.requires_grad is False)),
     "a dict": (lambda: Way(lambda m, y: y * m.scales["b"], scales={"a": 1.0, "b": 1.0}), put_in("scales", "b", 2.0)),
+    "a dict of one's own kind": (
+        lambda: Way(lambda m, y: y * m.scales["a"], scales=Computed(a=1.0)),
+        lambda m: m.scales.update(a=3.0),
+    ),
+    "a number of numpy": (lambda: Way(lambda m, y: y * float(m.scale), scale=np.float32(1)), put("scale", np.float32(2))),
     "a list": (lambda: Way(lambda m, y: y * m.scales[1], scales=[1.0, 1.0]), put_in("scales", 1, 2.0)),
     "a long list": (lambda: Way(lambda m, y: y * m.scales[999], scales=[1.0] * 1000), put_in("scales", 999, 2.0)),
     "the order of a dict": (
@@ -250,6 +270,18 @@ def test_what_changes_between_steps_is_seen(name: str) -> None:
     step(stage, oracle, 1)
     step(stage, oracle, 2)
     assert len(stage.splitter.traces) <= 2
+
+
+def test_a_parameter_that_is_replaced_is_let_go() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
+    step(stage, oracle, 0)
+    before = weakref.ref(module.weight)
+    for linear in (module, oracle):
+        linear.weight = nn.Parameter(2 * linear.weight.detach())
+    step(stage, oracle, 1)
+    gc.collect()
+    assert before() is None
 
 
 def test_a_change_between_microbatches_is_seen() -> None:

@@ -13,7 +13,7 @@ from zerobubble.runtime.split.capture import CapturedPart, Part
 from zerobubble.runtime.split.compiled_part import PartMaker
 from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, num_results
 from zerobubble.runtime.split.missing_cotangents import without_cotangents
-from zerobubble.runtime.split.module_tensors import TensorsOfModule
+from zerobubble.runtime.split.module_tensors import NumOwned
 
 LeaveWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
 """Takes what a B leaves: the function of W, the positions of the parameters whose gradients it gives, and the tensors it reads."""
@@ -22,14 +22,14 @@ LeaveWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
 class BackwardPass:
     """The backward `graph` of a trace, for inputs like the `examples`. `split` says what its B and W do where no gradient is None.
 
-    `made_of_weights` names the nodes that are computed from parameters alone.
+    `owned` says how many parameters the gradients are of, and `made_of_weights` names the nodes that are computed from parameters alone.
     """
 
     def __init__(
         self,
         graph: fx.GraphModule,
         examples: Sequence[Any],
-        owned: TensorsOfModule,
+        owned: NumOwned,
         made_of_weights: Collection[str],
         make_part: PartMaker,
         leave_work: LeaveWork,
@@ -59,7 +59,7 @@ class BackwardPass:
         return self._run_b(parts, taken)
 
     def _split(self, graph: fx.GraphModule, examples: Sequence[Any]) -> _Parts:
-        split = split_backward(graph, self._owned.num_parameters, self._owned.input_names(), self._made_of_weights)
+        split = split_backward(graph, self._owned.parameters, self._owned.names(), self._made_of_weights)
         num_gradients = num_results(graph)
         examples_of_w = [node.meta["val"] for node in inputs_of(split.w)]
         return _Parts(split, self._make_part(split.b, examples, num_gradients), self._make_part(split.w, examples_of_w, 0), num_gradients)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.traceable import kind_of
 
 
+class NumOwned(NamedTuple):
+    """How many parameters and buffers of the module a trace takes before the module's inputs, and how many of them are parameters."""
+
+    tensors: int
+    parameters: int
+
+    def names(self) -> set[str]:
+        """How AOTAutograd names these tensors in a graph."""
+        return {f"primals_{i + 1}" for i in range(self.tensors)}
+
+
 class TensorsOfModule:
-    """The parameters of a module and then its buffers, each once: `tensors`, of which the first `num_parameters` are parameters.
+    """The parameters of a module and then its buffers, each once, as `tensors`; `num` says how many there are.
 
     `kinds` is equal for two of these that a trace cannot tell apart: their names, shapes, strides, types and which of them train.
     """
@@ -21,12 +32,8 @@ class TensorsOfModule:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         named = {**parameters, **buffers}
         self.tensors = tuple(named.values())
-        self.num_parameters = len(parameters)
+        self.num = NumOwned(len(named), len(parameters))
         self.kinds: Hashable = tuple([(name, kind_of(tensor)) for name, tensor in named.items()])
-
-    def input_names(self) -> set[str]:
-        """How AOTAutograd names these tensors in a graph, where they come before the inputs of the module."""
-        return {f"primals_{i + 1}" for i in range(len(self.tensors))}
 
 
 @contextmanager

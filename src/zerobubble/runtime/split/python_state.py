@@ -22,19 +22,19 @@ import types
 import weakref
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from operator import is_, itemgetter
-from types import CellType, CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, TypeAlias
+from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.watch import ABSENT, Watch, content_of, items_of
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble"}
 _PLAIN = (int, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -42,104 +42,6 @@ _MADE_BY_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: its parts, which are read one by one, and its hooks, which a traced stage refuses."""
 _LARGE = 256
 """A container of more entries is compared once a step only."""
-_ABSENT = object()
-
-_Table: TypeAlias = Any
-"""A dict, a list, a set, a deque, or the dict of a class."""
-
-
-@dataclass
-class Watch:
-    """Mutable places and the very objects that were in them: comparing by identity takes about half a microsecond for each place."""
-
-    _tables: list[tuple[_Table, int, Callable[[_Table], Iterable[Any]]]] = field(default_factory=list)
-    _contents: list[_Table] = field(default_factory=list)
-    _globals: list[tuple[dict[str, Any], tuple[str, ...]]] = field(default_factory=list)
-    _cells: list[CellType] = field(default_factory=list)
-    _slots: list[tuple[Any, list[str]]] = field(default_factory=list)
-    _arrays: list[Any] = field(default_factory=list)
-    _entries: list[Any] = field(default_factory=list)
-    _bytes: list[bytes] = field(default_factory=list)
-
-    def add_table(self, table: _Table, names: Sequence[str] = ()) -> None:
-        """Watch a table, of a dict with more entries than matter only those with these `names` and how many there are."""
-        is_mapping = isinstance(table, (dict, MappingProxyType))
-        read = itemgetter(*names, names[0]) if names else _keys_and_values if is_mapping else tuple
-        self._tables.append((table, len(table), read))
-        self._contents.append(table.copy())
-
-    def add_globals(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
-        """Watch what these names stand for."""
-        self._globals.append((namespace, names))
-
-    def add_cell(self, cell: CellType) -> None:
-        """Watch a variable that a function shares with the code around it."""
-        self._cells.append(cell)
-
-    def add_slots(self, value: Any, names: list[str]) -> None:
-        """Watch the attributes of an object of a class with `__slots__`."""
-        self._slots.append((value, names))
-
-    def add_array(self, array: Any) -> None:
-        """Watch the bytes of an object that gives its memory to others, such as an array of numpy."""
-        self._arrays.append(array)
-
-    def note(self) -> None:
-        """All places are added: note what is in them."""
-        self._entries = self._look() or []
-        self._bytes = self._look_at_bytes()
-
-    def is_unchanged(self) -> bool:
-        """Whether every place holds the very objects that were noted."""
-        now = self._look()
-        return now is not None and all(map(is_, now, self._entries)) and self._look_at_bytes() == self._bytes
-
-    def restore(self) -> None:
-        """Put back into the tables what was in them when they were added."""
-        for (table, _, _), content in zip(self._tables, self._contents, strict=True):
-            if isinstance(table, MappingProxyType) or _is_same(table, content):
-                continue
-            table.clear()
-            if isinstance(table, (list, deque)):
-                table.extend(content)
-            else:
-                table.update(content)
-
-    def _look(self) -> list[Any] | None:
-        """What is in all places, as many entries as were noted; None where entries came or went."""
-        entries: list[Any] = []
-        for table, size, read in self._tables:
-            if len(table) != size:
-                return None
-            try:
-                entries += read(table)
-            except KeyError:
-                return None
-        for namespace, names in self._globals:
-            entries += [namespace.get(name, _ABSENT) for name in names]
-        for value, slots in self._slots:
-            entries += [getattr(value, slot, _ABSENT) for slot in slots]
-        entries += [_in_cell(cell) for cell in self._cells]
-        return entries
-
-    def _look_at_bytes(self) -> list[bytes]:
-        return [memoryview(array).tobytes() for array in self._arrays]
-
-
-def _keys_and_values(table: Mapping[Any, Any]) -> Iterable[Any]:
-    return (*table, *table.values())
-
-
-def _is_same(table: _Table, content: _Table) -> bool:
-    read = _keys_and_values if isinstance(table, dict) else tuple
-    return len(table) == len(content) and all(map(is_, read(table), read(content)))
-
-
-def _in_cell(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return _ABSENT
 
 
 class _Identity:
@@ -175,7 +77,7 @@ class State:
         """The path of the first difference."""
         for mine, theirs in ((self.values, now.values), (self.advanced, now.advanced)):
             for path in chain(mine, theirs):
-                if mine.get(path, _ABSENT) != theirs.get(path, _ABSENT):
+                if mine.get(path, ABSENT) != theirs.get(path, ABSENT):
                     return path
         return None
 
@@ -240,8 +142,7 @@ class _Reader:
                 read(self, value, path)
                 return
         if _is_of_library(type(value).__module__):
-            self.state.values[path] = _Identity(value)
-            self._read_memory(value)
+            self._read_library_object(value, path)
         else:
             self._read_instance(value, path)
 
@@ -250,12 +151,15 @@ class _Reader:
         kind = "another tensor", tensor.shape, tensor.dtype, tensor.device
         self.state.values[path] = kind if own is None else ("parameter or buffer", own)
 
-    def _read_memory(self, value: Any) -> None:
+    def _read_library_object(self, value: Any, path: str) -> None:
+        """Note an object by its memory, where it gives it to others as arrays do, or by its identity."""
         try:
-            content = memoryview(value).tobytes()
-        except (TypeError, ValueError):  # it gives no memory to others
+            memory = memoryview(value)
+            content = memory.format, memory.shape, memory.tobytes()
+        except (TypeError, ValueError, BufferError, NotImplementedError):
+            self.state.values[path] = _Identity(value)
             return
-        self.state.values[f"the content of {self._seen[id(value)][1]}"] = content
+        self.state.values[path] = content
         self._watch.add_array(value)
 
     def _read_module(self, module: nn.Module, path: str) -> None:
@@ -304,11 +208,11 @@ class _Reader:
             self._read_parts(attributes, path)
         slots = _slots(type(value))
         self._watch.add_slots(value, slots)
-        self._read_parts({name: getattr(value, name, _ABSENT) for name in slots}, path)
+        self._read_parts({name: getattr(value, name, ABSENT) for name in slots}, path)
 
     def _read_mapping(self, mapping: Mapping[Any, Any], path: str) -> None:
         self._add_container(mapping, path)
-        for i, (key, value) in enumerate(mapping.items()):
+        for i, (key, value) in enumerate(items_of(mapping)):
             self.read(key, f"{path}[key {i}]")
             self.read(value, f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[value {i}]")
 
@@ -332,7 +236,7 @@ class _Reader:
             self.read(function.__kwdefaults__, f"{path}'s defaults by name")
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 self._watch.add_cell(cell)
-                self.read(_in_cell(cell), f"{path}'s {name}")
+                self.read(content_of(cell), f"{path}'s {name}")
             self._read_globals(function.__globals__, _names_in(function.__code__))
 
     def _read_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> None:

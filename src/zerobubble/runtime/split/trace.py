@@ -59,7 +59,8 @@ class Trace:
     ) -> None:
         refuse_untraceable(structure, inputs, owned.tensors)
         self._module = module
-        self._owned = owned
+        self._owned = owned.tensors
+        self._num_owned = owned.num
         self._structure = structure
         self._autocast = autocast
         self._make_part = make_part
@@ -76,9 +77,10 @@ class Trace:
             fw_compiler=self._make_forward,  # type: ignore[arg-type]
             bw_compiler=self._make_backward,  # type: ignore[arg-type]
             partition_fn=self._divide,
-            num_params_buffers=len(owned.tensors),
+            num_params_buffers=owned.num.tensors,
         )
         self._trace(inputs)
+        self._owned = ()  # a trace outlives parameters that are replaced
 
     @property
     def split(self) -> BackwardSplit | None:
@@ -98,7 +100,7 @@ class Trace:
         before, random_before = read_state(self._module), random_state()
         try:
             with outside_of_autocast():
-                self._function(*self._owned.tensors, *inputs)
+                self._function(*self._owned, *inputs)
         except _TracedError:
             self._is_ready = True
         except InputError:
@@ -120,9 +122,9 @@ class Trace:
 
     def _forward(self, *tensors: Any) -> Any:
         """The module as a function of its parameters, buffers and inputs, which AOTAutograd calls with the tensors of a trace."""
-        num_owned = len(self._owned.tensors)
+        num_owned = self._num_owned.tensors
         positional, named = unflatten_pytree(self._structure, iter(tensors[num_owned:]))
-        with replacing_tensors(self._module, dict(zip(self._owned.tensors, tensors[:num_owned], strict=True))):
+        with replacing_tensors(self._module, dict(zip(self._owned, tensors[:num_owned], strict=True))):
             with recording_checkpoints(tensors) as checkpoint_of, within(self._autocast):
                 output = self._module(*positional, **named)
             self._refuse_new_buffers(tensors[:num_owned])
@@ -148,7 +150,7 @@ class Trace:
         primals = [node for node in inputs_of(joint) if not is_cotangent(node)]
         if num_results(backward) != len(primals):
             raise InputError("its inputs are views of each other")
-        parameters = {node.name for node in primals[: self._owned.num_parameters]}
+        parameters = {node.name for node in primals[: self._num_owned.parameters]}
         self._made_of_weights = names_made_of(backward, names_made_of(forward, parameters))
         return forward, backward
 
@@ -163,7 +165,7 @@ class Trace:
         return _taking_a_list(forward)
 
     def _make_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-        self._backward = BackwardPass(graph, examples, self._owned, self._made_of_weights, self._make_part, self._leave_work)
+        self._backward = BackwardPass(graph, examples, self._num_owned, self._made_of_weights, self._make_part, self._leave_work)
         return _taking_a_list(self._backward.run)
 
 
