@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_PLAIN = (Tensor, nn.Parameter)
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -19,7 +20,7 @@ _PARTS = {
 
 def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
     """The storages that hold `tensor`; none where torch does not tell."""
-    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
     if tensor.layout in _PARTS:
         return _of_all(getattr(tensor, part)() for part in _PARTS[tensor.layout])
@@ -31,7 +32,13 @@ def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
     """Where the storages of `tensors` begin: tensors that share memory share an address."""
-    return {storage.data_ptr() for tensor in tensors for storage in storages_of(tensor)}
+    addresses = set()
+    for tensor in tensors:
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly all: each B asks for every tensor it keeps
+            addresses.add(tensor.untyped_storage().data_ptr())
+        else:
+            addresses.update(storage.data_ptr() for storage in storages_of(tensor))
+    return addresses
 
 
 def _of_all(tensors: Iterable[Tensor]) -> tuple[torch.UntypedStorage, ...]:

@@ -36,12 +36,12 @@ class DeferredSplitter:
         self._flops = 0
         self._share: float | None = None
         self._at_once: tuple[str, ...] = ()
-        self.begin(None)
+        self.begin(tuple(module.parameters()), None)
 
-    def begin(self, meter: Meter | None) -> None:
-        self._parameters = tuple(self._module.parameters())
-        self._reasons = reasons_not_to_wait(self._module)
-        can_wait = frozenset(parameter for parameter in self._parameters if parameter not in self._reasons)
+    def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
+        self._parameters = parameters
+        self._reasons = reasons_not_to_wait(self._module, parameters)
+        can_wait = frozenset(parameters).difference(self._reasons)
         self._context = StepContext(can_wait, meter, self._gradients, self._copies)
 
     @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -11,6 +14,9 @@ from zerobubble.runtime.split.weight_work import WeightWork, pass_in_progress
 
 CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 """Whether torch tells who saves tensors, and with it who runs in a checkpoint: from 2.8 on."""
+
+WATCHED = "a hook watches its gradient"
+SHARDED = "FSDP2 manages it (fully_shard), and reduces its gradient over the group at the end of B, before W could add to it"
 
 
 def work_for(weight: Tensor, x: Tensor) -> WeightWork | None:
@@ -30,15 +36,17 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def reasons_not_to_wait(module: nn.Module) -> dict[Tensor, str]:
-    """Why the gradients of some parameters of `module` cannot wait for W, whatever layer uses them; asked when a step begins.
+def reasons_not_to_wait(module: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[Tensor, str]:
+    """Why the gradients of some `parameters` of `module` cannot wait for W, whatever layer uses them; asked when a step begins.
 
     Whether an `AccumulateGrad` node has hooks cannot be told within a Function, hence here. It takes time to find out, and `can_train`
     does so for the layers of torch: a module without parameters outside of these is not asked.
     """
-    reasons = dict.fromkeys(managed_by_fsdp(module), SHARDED)
-    owns = any(part._parameters and not is_torchs(part) for part in module.modules())
-    for parameter in module.parameters():
+    parts = list(module.modules())
+    managers = [part for part in parts if _is_fsdp2(type(part))]  # type: ignore[arg-type]  # classes are hashable
+    reasons: dict[Tensor, str] = {parameter: SHARDED for part in managers for parameter in part.parameters()}
+    owns = any(part._parameters and not is_torchs(part) for part in parts)
+    for parameter in parameters:
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             reasons.setdefault(parameter, f"it is a {_kind_of(parameter)}, and only plain dense parameters are known to wait")
         elif owns and parameter.requires_grad and accumulator_is_kept(parameter):
@@ -46,27 +54,20 @@ def reasons_not_to_wait(module: nn.Module) -> dict[Tensor, str]:
     return reasons
 
 
-WATCHED = "a hook watches its gradient"
-SHARDED = "FSDP2 manages it (fully_shard), and reduces its gradient over the group at the end of B, before W could add to it"
-
-
 def _kind_of(parameter: Tensor) -> str:
     kind = type(parameter).__name__
     return kind if parameter.layout is torch.strided else f"{kind} of layout {str(parameter.layout).removeprefix('torch.')}"
 
 
-def managed_by_fsdp(module: nn.Module) -> set[Tensor]:
-    """The parameters below a part of `module` that `torch.distributed.fsdp.fully_shard` was applied to.
+@lru_cache
+def _is_fsdp2(kind: type) -> bool:
+    """Whether `torch.distributed.fsdp.fully_shard` was applied to modules of this class, which it makes for them.
 
     A layer that FSDP2 manages computes with an unsharded copy of its parameter, and FSDP2 reduces the copy's gradient over the group and
     frees it as soon as B is over: what W added would come too late.
     """
-    managers = (part for part in module.modules() if any(_is_fsdp2(kind) for kind in type(part).__mro__))
-    return {parameter for manager in managers for parameter in manager.parameters()}
-
-
-def _is_fsdp2(kind: type) -> bool:
-    return kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.distributed.")  # where exactly depends on the version
+    bases = (base for base in kind.__mro__ if base.__name__ == "FSDPModule")
+    return any(base.__module__.startswith("torch.distributed.") for base in bases)  # in which file depends on the version
 
 
 def is_torchs(part: nn.Module) -> bool:

@@ -54,8 +54,8 @@ class GraphSplitter:
         if compiled:
             require_compiler((*module.parameters(), *module.buffers()), index)
 
-    def begin(self, meter: Meter | None) -> None:
-        self._parameters = tuple(self._module.parameters())
+    def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
+        self._parameters = parameters
         self._meter = meter
         self.traces.begin()
 

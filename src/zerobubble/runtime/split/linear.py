@@ -40,12 +40,12 @@ class _Linear(torch.autograd.Function):
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` with all its dimensions but the last as one; unlike `reshape(-1, n)` it knows what to do where `n` is 0."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    """`x` with all its dimensions but the last as one; unlike `reshape(-1, n)` this works where `n` is 0, too."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    return dy.t().mm(x.conj())
+    return dy.t().mm(x.conj() if x.is_complex() else x)  # `conj` of real numbers would take as long as a view
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zerobubble.runtime.measure.memory_meter import Meter
@@ -25,8 +25,8 @@ class Splitter(Protocol):
     def splits(self) -> bool:
         """Whether W has something to do; a pass BW is then B and W."""
 
-    def begin(self, meter: Meter | None) -> None:
-        """A step begins: find out what the module is now. The bytes that wait for W are counted by `meter`."""
+    def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
+        """A step begins: find out what the module is now, whose parameters are these. `meter` counts the bytes that wait for W."""
 
     def stepping(self) -> AbstractContextManager[object]:
         """Around a step: inside, the module is as its passes need it."""

@@ -25,7 +25,7 @@ class WholeSplitter:
         self._index = index
         self._reason = reason
 
-    def begin(self, meter: Meter | None) -> None:
+    def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
         """Nothing is asked before a step."""
 
     def stepping(self) -> AbstractContextManager[object]:

@@ -66,7 +66,7 @@ class Stage:
         """A step begins, whose bytes `meter` counts; its parameters are those that the module has now."""
         self.meter = meter
         self.parameters = tuple(self.module.parameters())
-        self.splitter.begin(meter)
+        self.splitter.begin(self.parameters, meter)
 
     @contextmanager
     def stepping(self, meter: Meter | None = None) -> Iterator[None]:
