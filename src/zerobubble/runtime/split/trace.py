@@ -133,7 +133,8 @@ class Trace:
             self._forward_nodes = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
         leaves, self._output_spec = tree_flatten(output)
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        # Of an output that is a lazy conjugate the backward graph would view conjugates as real numbers, which torch refuses.
+        return tuple(leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor))
 
     def _refuse_new_buffers(self, given: Iterable[Tensor]) -> None:
         known = set(given)
