@@ -73,13 +73,13 @@ def _mark() -> None:
 
 
 def _peak(events: list[Any]) -> Peak:
-    broadcast_initial_values = between = within = 0
+    level = between = within = 0
     for event in events:
         if event.tag == _EventType.Allocation:
-            broadcast_initial_values += event.extra_fields.alloc_size
-            within = max(within, broadcast_initial_values)
+            level += event.extra_fields.alloc_size
+            within = max(within, level)
         elif event.name == _MARK:
-            between = max(between, broadcast_initial_values)
+            between = max(between, level)
     return Peak(between, within)
 
 

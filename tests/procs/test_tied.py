@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.procs.endpoints import of_group
 from tests.procs.models import Block, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.rules import Stuff
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, shared_groups
+from zerobubble.runtime.transport.gloo import GlooEndpoint
+from zerobubble.transport import Line, Work
 
 SCHEDULES = [("1f1b", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("chimera", 4), ("dualpipe", 8), ("dualpipe-v", 8)]
 
@@ -372,20 +375,40 @@ def test_the_page_runs(world: Ranks) -> None:
         assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
+class SharedGradientsSeen(GlooEndpoint):
+    """Gloo that notes for each gradient of a shared parameter how many passes had run when it was sent, and the rank it went to."""
+
+    sent: list[tuple[int, int]]
+    step: zb.hooks.TrainingStep | None = None
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        start = super().sender(line)
+
+        def noted(tensor: Tensor) -> Work:
+            if line.carries is Stuff.WORK and self.step is not None:
+                self.sent.append((len(self.step.spans()), line.destination))
+            return start(tensor)
+
+        return noted
+
+
+class StepKept(zb.hooks.StepHook):
+    """Gives the step under way to an endpoint."""
+
+    def __init__(self, endpoint: SharedGradientsSeen) -> None:
+        self.endpoint = endpoint
+
+    def on_step_begin(self, step: zb.hooks.TrainingStep) -> None:
+        self.endpoint.step = step
+
+
 def sent_when(group: Any, name: str, tied: list[Any]) -> list[tuple[int, int]]:
-    """For each tied gradient that this rank sends in a step: (the actions of its row before it is sent, the rank it goes to)."""
-    with zb.Pipeline(Stage, name, 4, loss_fn, group=group, tied=tied) as pipe:
-        sent: list[tuple[int, int]] = []
-        sender = pipe._session.transport.sender
-
-        def spy(stuff: Stuff, peer: int) -> Any:
-            if stuff is Stuff.WORK:
-                sent.append((pipe._steps.last.at, peer))
-            return sender(stuff, peer)
-
-        pipe._session.transport.sender = spy  # type: ignore[method-assign]
+    """For each tied gradient that this rank sends in a step: (the passes of its row that had run, the rank it goes to)."""
+    endpoint = of_group(SharedGradientsSeen, group)
+    endpoint.sent = []
+    with zb.Pipeline(Stage, name, 4, loss_fn, transport=endpoint, tied=tied, hooks=[StepKept(endpoint)]) as pipe:
         pipe.step(*batch(4))
-        return sent
+        return endpoint.sent
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", (0, 3)), ("zb-h1", (1, 3)), ("zb-v", (3, 6)), ("zb-v", (2, 7))])
@@ -393,12 +416,10 @@ def test_a_gradient_leaves_after_the_last_pass_that_adds_to_it_for_those_who_sha
     world: Ranks, name: str, stages: tuple[int, int]
 ) -> None:
     schedule = zb.make(name, 4, 4)
-    program = zb.lower(schedule)
     ranks = [schedule.rank_of(stage, 0) for stage in stages]
     expected: list[list[tuple[int, int]]] = [[] for _ in range(4)]
     for stage, here, there in zip(stages, ranks, reversed(ranks), strict=True):
-        passes = [(at, op) for at, action in enumerate(program.rows[here]) for op in getattr(action, "step", ())]
-        last = max(at for at, op in passes if op.stage == stage and op.kind is not zb.Kind.F)
+        last = max(done for done, op in enumerate(schedule.rows[here], 1) if op.stage == stage and op.kind is not zb.Kind.F)
         expected[here] = [(last, there)]
     tied = [[(stage, "block.up.weight") for stage in stages]]
     assert world.run(sent_when, name, tied, ranks=4) == expected
