@@ -81,15 +81,31 @@ def test_the_failure_of_one_thread_is_every_threads_error() -> None:
     ("transport", "message"),
     [
         ("glo", "transport must be an Endpoint or one of 'auto', 'gloo', 'nccl', 'shared-memory', got 'glo'; did you mean 'gloo'?"),
+        (["gloo"], "transport must be a str or an Endpoint, got ['gloo']"),
         ("nccl", "transport 'nccl' carries tensors on cuda, and the stages are on cpu; move them, or choose another transport"),
     ],
 )
-def test_a_transport_that_cannot_be_is_refused_on_every_rank(world: Ranks, transport: str, message: str) -> None:
+def test_a_transport_that_cannot_be_is_refused_on_every_rank(world: Ranks, transport: Any, message: str) -> None:
     for text in world.run(refused, transport, ranks=2):
         assert message in text
 
 
-def refused(group: Any, transport: str) -> str:
+def refused(group: Any, transport: Any) -> str:
     with pytest.raises(zb.InputError) as caught:
         zb.Pipeline(build, "1f1b", M, loss_fn, group=group, transport=transport)
     return str(caught.value)
+
+
+def test_a_thread_that_closes_is_named_by_the_one_that_waits_for_it() -> None:
+    def leave(endpoint: ThreadEndpoint) -> str:
+        pipe = zb.Pipeline(build, "1f1b", M, loss_fn, transport=endpoint)
+        if pipe.rank == 1:
+            pipe.close()
+            return ""
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
+        return str(caught.value)
+
+    told, _ = in_threads(2, leave)
+    assert told.startswith("rank 1 kept the others waiting: it was closing the pipeline when rank 0 gave up waiting for ")
+    assert "the thread has closed its end" in told

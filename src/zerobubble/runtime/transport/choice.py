@@ -50,7 +50,7 @@ def transport_for(given: str | Endpoint, group: dist.ProcessGroup | None, timeou
     if isinstance(given, Endpoint):
         return Transport(given)
     topics = over_torch(group, timeout)
-    name = given if given in MAKERS else AUTO
+    name = given if isinstance(given, str) and given in MAKERS else AUTO
     return Transport(topics, lambda device: choose(name, topics, device))
 
 
@@ -58,9 +58,8 @@ def refuse_unknown(name: str) -> None:
     """Raise `InputError` for a name that no transport has."""
     if name != AUTO and name not in MAKERS:
         known = ", ".join(map(repr, (AUTO, *MAKERS)))
-        raise InputError(
-            f"transport must be an Endpoint or one of {known}, got {name!r}; {near(name, MAKERS)}leave it out to have the fastest"
-        )
+        remedy = f"{near(name, MAKERS)}leave it out to have the fastest"
+        raise InputError(f"transport must be an Endpoint or one of {known}, got {name!r}; {remedy}")
 
 
 def _share_memory(topics: Endpoint) -> bool:
