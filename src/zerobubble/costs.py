@@ -34,6 +34,12 @@ class Costs(Displayed):
     `placement` says on which ranks the stages were measured. With it the costs are for schedules on that placement only; None, where
     it does not matter or is not known, fits every placement of so many stages. `further` are columns, by name, that kinds of passes
     added to the table ask for: see `with_columns`.
+
+    >>> import zerobubble as zb
+    >>> zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5)
+    <Costs of 4 stages: F 10 ms, B 10 ms, W 8 ms, messages 0.5 ms>
+    >>> zb.Costs.from_ms([10, 12], [10, 12], [8, 9], comm=0.5, held_after_f=[4_000_000, 5_000_000])
+    <Costs of 2 stages: F 10 ms to 12 ms, B 10 ms to 12 ms, W 8 ms to 9 ms, messages 0.5 ms>
     """
 
     forward: tuple[int, ...]
@@ -252,7 +258,12 @@ def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[i
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Limits(Displayed):
-    """Bytes of activation memory each rank may hold."""
+    """Bytes of activation memory each rank may hold.
+
+    >>> import zerobubble as zb
+    >>> zb.Limits((40 * 10**9,) * 8)
+    <Limits of 8 ranks: 40 GB>
+    """
 
     memory: tuple[int, ...]
 

@@ -23,7 +23,14 @@ _OP = re.compile(r"([0-9]{1,9})([A-Z]{1,3})([0-9]{1,9})")
 
 
 class Op(NamedTuple):
-    """One pass: `kind` of `stage` for `microbatch` (both 0-based). Text form: `2BW5`."""
+    """One pass: `kind` of `stage` for `microbatch` (both 0-based). Text form: `2BW5`.
+
+    >>> import zerobubble as zb
+    >>> zb.Op(zb.Kind.F, stage=2, microbatch=5)
+    Op.parse('2F5')
+    >>> str(zb.Op.parse("2BW5"))
+    '2BW5'
+    """
 
     kind: Kind
     stage: int
@@ -65,6 +72,12 @@ class Placement(Displayed):
     `routes[k][s]` is the rank that runs stage `s` for microbatches of route `k`. One route is the usual case; bidirectional
     schedules (Chimera, DualPipe) have two, each a full copy of the model. `name` is `linear`, `looped`, `vee`, `wave`,
     `bidirectional` or `custom`.
+
+    >>> import zerobubble as zb
+    >>> zb.Placement.vee(3)
+    <Placement vee: 6 stages on 3 ranks: 0 1 2 2 1 0>
+    >>> zb.Placement.custom([0, 1, 1, 0]).stages(1)
+    ((0, 1), (0, 2))
     """
 
     name: str
@@ -252,6 +265,16 @@ class Schedule(Displayed):
     the pairs of passes, next to each other in a row, that run as one step: both start when what both use is there, and what they
     make leaves when both are done.
     Legality is not checked here (a faulty schedule must be a value to be explained): see `verify.schedule_faults`.
+
+    >>> import zerobubble as zb
+    >>> rows = [[zb.Op.parse(text) for text in row.split()] for row in ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")]
+    >>> schedule = zb.Schedule("mine", zb.Placement.linear(2), 2, rows)
+    >>> print(schedule)
+    Schedule mine: 2 stages on 2 ranks (linear), 2 microbatches, 8 passes
+    rank 0: 0F0 0F1 0BW0 0BW1
+    rank 1: 1F0 1BW0 1F1 1BW1
+    >>> zb.schedule_faults(schedule)
+    ()
     """
 
     name: str

@@ -83,7 +83,14 @@ def channel_of(rank: int, action: Send | Recv) -> Channel:
 
 @dataclass(frozen=True, repr=False)
 class Program(Displayed):
-    """`rows[rank]` are the actions of that rank, first to last. Made by `lower.lower`, checked by `verify_program.program_faults`."""
+    """`rows[rank]` are the actions of that rank, first to last. Made by `lower`, checked by `verify_program.program_faults`.
+
+    >>> import zerobubble as zb
+    >>> print(zb.lower(zb.make("1f1b", 2, 1)))
+    Program 1f1b: 2 stages on 2 ranks (linear), 1 microbatch, 10 actions
+    rank 0: recv g1.0 from 1; run 0F0; send a0.0 to 1; run 0BW0; free a0.0
+    rank 1: recv a0.0 from 0; run 1F0; run 1BW0; send g1.0 to 0; free g1.0
+    """
 
     name: str
     placement: Placement

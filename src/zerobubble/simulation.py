@@ -27,6 +27,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     A message takes `costs.comm` after its maker ended and never keeps a rank busy. The two passes of an overlapped step have the
     same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
     the schedule cannot run, `InputError` when the costs are for another number of stages or another placement.
+
+    Arguments:
+        schedule: the order to play.
+        costs: what its passes and messages take, one entry per stage.
+
+    >>> import zerobubble as zb
+    >>> timeline = zb.simulate(zb.make("1f1b", 4, 8), zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5))
+    >>> timeline
+    <Timeline 1f1b (simulated): 4 ranks, 64 spans, makespan 316 ms, bubble 29.1 %>
+    >>> timeline.rows[1][0].start
+    10500000
     """
     graph, played = _played(schedule, costs)
     spans = list(map(Span, graph.ops, played.begin, played.end, _whys(graph, played.after)))
@@ -96,7 +107,12 @@ def _steps(row: Sequence[Span], changes: BytesByKind) -> tuple[tuple[int, int], 
 
 @takes(schedule=Schedule, costs=Costs)
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
-    """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times."""
+    """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times.
+
+    >>> import zerobubble as zb
+    >>> zb.simulation.peak_memory(zb.make("1f1b", 3, 6), zb.Costs.uniform(3))
+    (3000000, 2000000, 1000000)
+    """
     changes = _changes(costs)
     return tuple(max(_held(row, changes), default=0) for row in schedule.rows)
 
@@ -106,6 +122,12 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     """One fault for each rank that holds more than `limits` allow, saying how much is missing.
 
     Raises `InputError` when the limits are for another number of ranks.
+
+    >>> import zerobubble as zb
+    >>> limits = zb.Limits((2_000_000,) * 3)
+    >>> [fault] = zb.simulation.memory_faults(zb.make("1f1b", 3, 6), zb.Costs.uniform(3), limits)
+    >>> print(fault)
+    rank 0 holds up to 3000000 bytes, 1000000 more than its limit of 2000000: choose a schedule that holds less
     """
     if len(limits.memory) != schedule.num_ranks:
         raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")

@@ -19,6 +19,12 @@ def picture(schedule: Schedule) -> str:
 
     A pass is its kind and microbatch, in lower case on a rank's later stages; two overlapped have `&` between. A dot is an idle unit
     of time. Raises `ScheduleError` when the schedule cannot run.
+
+    >>> import zerobubble as zb
+    >>> print(zb.picture(zb.make("zb-h1", 3, 3)))
+    F0 F1 F2 .  .  B0 W0 B1 W1 B2 W2
+    .  F0 F1 .  B0 F2 B1 W0 B2 W1 W2
+    .  .  F0 B0 F1 B1 F2 B2 W0 W1 W2
     """
     timeline = simulate(schedule, Costs.unit(schedule.num_stages))
     rows = [_boxes(schedule, rank, row) for rank, row in enumerate(timeline.rows)]

@@ -99,6 +99,15 @@ class Timeline(Displayed):
     Two metrics: `makespan` runs from the first start to the last end over all ranks,
     `span` is the longest time any single rank is busy from its own first start to its own last end. A bubble rate is the share
     of rank time that is idle: 1 - total work / (ranks x metric).
+
+    >>> import zerobubble as zb
+    >>> timeline = zb.simulate(zb.make("zb-h1", 2, 3), zb.Costs.uniform(2, times=(10, 10, 8)))
+    >>> print(timeline)
+    Timeline zb-h1 (simulated): 2 ranks, 18 spans, makespan 96 ms, bubble 12.5 %
+    rank 0: works 84 ms, idles 12 ms
+    rank 1: works 84 ms, idles 12 ms
+    >>> timeline.span, timeline.makespan
+    (96000000, 96000000)
     """
 
     name: str
@@ -119,7 +128,8 @@ class Timeline(Displayed):
 
     def _details(self) -> Iterator[str]:
         for rank in self.ranks:
-            peak = "" if rank.peak_bytes is None else f", holds up to {show_bytes(rank.peak_bytes)}"
+            # Simulated bytes may stand for mere units (`Costs.uniform`), which this value cannot tell.
+            peak = "" if rank.peak_bytes is None or self.source == "simulated" else f", holds up to {show_bytes(rank.peak_bytes)}"
             yield f"rank {rank.rank}: works {show_ms(rank.work)}, idles {show_ms(self.makespan - rank.work)}{peak}"
 
     @property

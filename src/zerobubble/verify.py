@@ -23,6 +23,14 @@ def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
     Checked: enough passes for the microbatches; each pass in range, on the rank that holds its stage and present once; each stage
     and microbatch with F and either BW or both B and W (or only F throughout, for inference); no pass before what it uses on its
     own rank, nor overlapped with it; no circle of waiting between ranks.
+
+    >>> import zerobubble as zb
+    >>> zb.schedule_faults(zb.make("zb-v", 4, 8))
+    ()
+    >>> order = "zerobubble schedule 1\\nplacement linear: 0\\nmicrobatches 1\\nrank 0: 0B0 0F0 0W0"
+    >>> [fault] = zb.schedule_faults(zb.Schedule.from_text(order))
+    >>> print(fault)
+    rank 0 runs 0B0 at position 0 before 0F0 at position 1, whose result it uses: move 0F0 earlier
     """
     return _judge(schedule)[0]
 

@@ -26,6 +26,14 @@ def program_faults(program: Program) -> tuple[Fault, ...]:
     Checked: the passes make a legal schedule; one sender and one receiver for every message, in the same order at both ends of
     every channel; every value used up or freed once, after its last use, and none used that is not there; no stop under the eager and
     under the rendezvous message model.
+
+    >>> import zerobubble as zb
+    >>> program = zb.lower(zb.make("1f1b", 2, 2))
+    >>> zb.lowering.program_faults(program)
+    ()
+    >>> shorter = zb.Program.from_text(program.to_text().replace("  send a0.0 to 1\\n", ""))
+    >>> print(zb.lowering.program_faults(shorter)[0])
+    among the activations from rank 0 to rank 1, a0.0 is sent never and received once: once each is needed
     """
     faults = list(schedule_faults(program.to_schedule()))
     if faults:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from inspect import isfunction, signature
+from typing import Any
 
+import pytest
+
+import zerobubble as zb
 from docs.api import PAGE, page
 
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
@@ -22,3 +27,20 @@ def columns(text: str) -> list[tuple[str, list[str]]]:
 def test_every_name_has_one_sentence() -> None:
     for name, sentence in ROW.findall(page()):
         assert 15 < len(sentence) < 240, f"the docstring of {name} begins with {sentence!r}"
+
+
+FUNCTIONS = [value for value in (getattr(zb, name) for name in zb.__all__) if isfunction(value)]
+VALUES = [zb.Schedule, zb.Placement, zb.Op, zb.Costs, zb.Limits, zb.Workload, zb.Program, zb.Timeline]
+
+
+@pytest.mark.parametrize("value", [*FUNCTIONS, *VALUES], ids=lambda value: value.__name__)
+def test_what_stands_at_the_top_has_an_example(value: Any) -> None:
+    """`make test` runs it with the other doctests."""
+    assert ">>> import zerobubble as zb\n" in value.__doc__
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_every_argument_is_told(function: Any) -> None:
+    told = set(re.findall(r"`(\w+)`|^\s*(\w+): ", function.__doc__, re.MULTILINE))
+    words = {word for pair in told for word in pair}
+    assert [name for name in signature(function).parameters if name not in words] == []

@@ -30,6 +30,21 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
 
     The plan's own idle time is told apart as `attribute` does. Raises as `simulate` does, and `InputError` when the run's passes are
     not those of the schedule, rank by rank in their order.
+
+    Arguments:
+        schedule: the order that was run.
+        costs: the times that it was planned with, as `Pipeline.profile` or a plan gives them.
+        run: what was measured, as `Pipeline.timeline` gives it.
+
+    >>> import zerobubble as zb
+    >>> schedule = zb.make("1f1b", 2, 4)
+    >>> planned = zb.Costs.uniform(2, times=(10, 10, 8))
+    >>> run = zb.simulate(schedule, zb.Costs.uniform(2, times=(12, 10, 8), comm=0.5))
+    >>> found = zb.diff(schedule, planned, run)
+    >>> found
+    <Difference 1f1b: measured 152 ms, 12 ms more than planned, 2 ranks>
+    >>> print(found.drifts[0])
+    BW of stage 0 takes 1.00x what the plan says
     """
     plan = planned(schedule, costs)
     exact = measured(plan, run)

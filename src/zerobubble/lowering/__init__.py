@@ -28,6 +28,17 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
 
     The result has no `program_faults`. Raises `ScheduleError` with every fault when the schedule is not legal, `InputError` for a
     negative `prefetch`.
+
+    Arguments:
+        schedule: the order to run; it must be legal.
+        prefetch: receives posted ahead on each channel beyond the one waited for. More of them hide late messages and take more buffers.
+
+    >>> import zerobubble as zb
+    >>> program = zb.lower(zb.make("1f1b", 2, 2))
+    >>> program
+    <Program 1f1b: 2 stages on 2 ranks (linear), 2 microbatches, 20 actions>
+    >>> print(*map(str, program.rows[1][:5]), sep="; ")
+    recv a0.0 from 0; recv a0.1 from 0; run 1F0; run 1BW0; send g1.0 to 0
     """
     if prefetch < 0:
         raise InputError(f"prefetch counts the receives posted ahead and must be >= 0, got {prefetch}")

@@ -102,6 +102,11 @@ def solve(
     The seconds are for seeds, search and the last check together, compiling the search apart. With 0 of either it is the best of
     `seeds` and the published schedules. `baseline` names a planner of the papers to ask instead.
     Ctrl-C gives the best so far. The answer is checked and played anew in plain Python. Raises `InputError` for a negative budget.
+
+    >>> import zerobubble as zb
+    >>> problem = zb.planning.Problem(zb.Placement.vee(2), 4, zb.Costs.uniform(4), zb.Limits((4_000_000,) * 2))
+    >>> zb.planning.solve(problem, seconds=0).status.value
+    'optimal'
     """
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if baseline is not None:
@@ -146,6 +151,26 @@ def plan(
     given. `memory` is the room on each rank in microbatches of all its stages, or in bytes as `Limits`; without it there is room for
     everything. The budget is for all placements together, and the rest is as in `solve`. Raises `InputError` for a part that cannot
     be used.
+
+    Arguments:
+        work: what whole ranks do (`Workload`), or what stages cost (`Costs`), measured by `Pipeline.profile` for example.
+        num_microbatches: slices of each batch.
+        memory: room for activations on each rank, in microbatches of all its stages, or in bytes as `Limits`; None for as much as it takes.
+        placements: where to look, such as "vee" or ["linear", "looped-2"]; "any", all families, for a `Workload` where nothing is said.
+        objective: "span", the longest time of a rank from its first pass to its last, or "makespan", where ranks meet after each step.
+        seconds: how long to search, over all placements; 0 takes the best published schedule.
+        evaluations: how many schedules to play instead, so that the answer is the same on every machine and rank.
+        seed: another one makes other random choices.
+        baseline: a planner of the papers to ask instead, such as "zb-heuristic".
+        progress: called now and then with how far the search is.
+
+    >>> import zerobubble as zb
+    >>> work = zb.Workload.uniform(4, times=(10, 10, 8), comm=0.3)
+    >>> found = zb.plan(work, 8, memory=4, placements=["linear", "vee"], seconds=0)
+    >>> found
+    <Plan of 2 placements, the best on vee over 4 ranks: zb-v-greedy, span 232.2 ms, bubble 3.53 % (bound 3.20 %), feasible>
+    >>> found.schedule.placement.name
+    'vee'
     """
     tried = placements_for(work, placements)
     problems = problems_of(work, num_microbatches, memory, tried, objective)

@@ -18,6 +18,14 @@ def save_plan(plan: Solved | Plan | LayersPlan, file: str | Path) -> None:
 
     The file holds everything the plan was made from: costs, placement, limits, objective, and the workload or the layers of each stage.
     Raises `InputError` when there is no schedule or the file cannot be written.
+
+    >>> import zerobubble as zb, tempfile
+    >>> from pathlib import Path
+    >>> file = Path(tempfile.mkdtemp()) / "plan.json"
+    >>> found = zb.plan(zb.Workload.uniform(2, times=(10, 10, 8)), 4, placements="vee", seconds=0)
+    >>> zb.io.save_plan(found, file)
+    >>> zb.io.load_plan(file).schedule == found.schedule
+    True
     """
     text = plan_text(plan)
     try:
@@ -39,6 +47,13 @@ def load_plan(file: str | Path) -> Solved:
     """The plan in `file`, its schedule checked and played anew: `Pipeline(..., schedule=load_plan("plan.json"))` trains with it.
 
     Raises `InputError` naming the file when it cannot be read, is no plan, or holds a schedule that cannot run.
+
+    >>> import zerobubble as zb, tempfile
+    >>> from pathlib import Path
+    >>> file = Path(tempfile.mkdtemp()) / "plan.json"
+    >>> zb.io.save_plan(zb.plan(zb.Workload.uniform(2, times=(10, 10, 8)), 4, placements="vee", seconds=0), file)
+    >>> zb.io.load_plan(file).problem
+    <Problem on vee over 2 ranks: 4 microbatches for the shortest span>
     """
     try:
         return Solved.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))

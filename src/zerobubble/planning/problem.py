@@ -49,6 +49,10 @@ class Problem(Displayed):
     Where the costs came from something larger, a plan keeps it: `workload` is the work of each rank that the stages share equally, and
     `layers_per_stage` says how many layers of the model each stage has. Neither changes the answer.
     Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
+
+    >>> import zerobubble as zb
+    >>> zb.planning.Problem(zb.Placement.vee(4), 8, zb.Costs.uniform(8), zb.Limits((8_000_000,) * 4))
+    <Problem on vee over 4 ranks: 8 microbatches for the shortest span>
     """
 
     placement: Placement
@@ -287,6 +291,12 @@ class Workload(Displayed):
     """What each rank does whatever the placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
 
     `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first.
+
+    >>> import zerobubble as zb
+    >>> zb.Workload.uniform(8, times=(18.5, 18.1, 9.3), comm=0.6)
+    <Workload of 8 ranks: F 18.5 ms, B 18.1 ms, W 9.3 ms, messages 0.6 ms>
+    >>> zb.Workload.from_ms([10, 12], [10, 12], [8, 9], comm=[0.5, 0.5]).costs(zb.Placement.vee(2))
+    <Costs of 4 stages: F 5 ms to 6 ms, B 5 ms to 6 ms, W 4 ms to 4.5 ms, messages 0.5 ms>
     """
 
     forward: tuple[int, ...]

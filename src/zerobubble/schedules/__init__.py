@@ -72,6 +72,19 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
 
     `options` are the schedule's own, such as `group` of interleaved-1f1b. Raises `InputError` for an unknown name or option (with the
     nearest known one), a count below 1, or a shape that the schedule does not allow.
+
+    Arguments:
+        name: a published, registered or installed schedule, such as "zb-v"; `known_schedules()` lists them.
+        num_ranks: processes of the pipeline.
+        num_microbatches: slices of each batch.
+        stages_per_rank: stages that each rank holds, for schedules in which that can be chosen; the schedule's usual number by default.
+        options: what the schedule offers beside, such as `group` of interleaved-1f1b.
+
+    >>> import zerobubble as zb
+    >>> zb.make("zb-v", 4, 8)
+    <Schedule zb-v: 8 stages on 4 ranks (vee), 8 microbatches, 192 passes>
+    >>> zb.make("interleaved-1f1b", 4, 8, stages_per_rank=3).num_stages
+    12
     """
     recipe = find(name)
     refusal = recipe.refusal(num_ranks, num_microbatches, stages_per_rank)
