@@ -31,40 +31,55 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def _row(down: int, back: int, ranks: int, microbatches: int) -> list[Op]:
-    row: list[Op] = []
-    count: dict[tuple[int, Kind], int] = {}
-    pending: deque[Op] = deque()
-
-    def run(stage: int, *kinds: Kind) -> None:
-        for kind in kinds:
-            op = Op(kind, stage, count.get((stage, kind), 0))
-            if op.microbatch < microbatches:
-                count[stage, kind] = op.microbatch + 1
-                row.append(op)
-                if kind is Kind.B:
-                    pending.append(Op(Kind.W, stage, op.microbatch))
-                if kind is Kind.W:
-                    pending.remove(op)
-
-    def left(stage: int, kind: Kind) -> bool:
-        return count.get((stage, kind), 0) < microbatches
-
-    run(down, *[Kind.F] * (2 * (ranks - down) - 1))
+    """The row of the rank with the stages `down` and `back`, by the rule of the docstring of `zb_v`."""
+    row = _Row(microbatches)
+    row.run(down, *[Kind.F] * (2 * (ranks - down) - 1))
     for _ in range(down):
-        run(back, Kind.F)
-        run(down, Kind.F)
+        row.run(back, Kind.F)
+        row.run(down, Kind.F)
     for _ in range(ranks - down):
-        run(back, Kind.F, Kind.B, Kind.W)
-    while left(back, Kind.F):
-        run(down, Kind.F, Kind.B, Kind.W)
-        run(back, Kind.F, Kind.B, Kind.W)
+        row.run(back, Kind.F, Kind.B, Kind.W)
+    while row.has_left(back, Kind.F):
+        row.run(down, Kind.F, Kind.B, Kind.W)
+        row.run(back, Kind.F, Kind.B, Kind.W)
     for _ in range(down):
-        run(down, Kind.B)
-        run(back, Kind.B)
-    while left(down, Kind.B):
-        run(down, Kind.B)
-        oldest = pending[0]
-        run(oldest.stage, Kind.W)
-    while pending:
-        run(pending[0].stage, Kind.W)
-    return row
+        row.run(down, Kind.B)
+        row.run(back, Kind.B)
+    while row.has_left(down, Kind.B):
+        row.run(down, Kind.B)
+        row.run_oldest_weight()
+    while row.pending:
+        row.run_oldest_weight()
+    return row.ops
+
+
+class _Row:
+    """A row in the making: `ops` so far, and `pending`, the W whose B has run, oldest first."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.ops: list[Op] = []
+        self.pending: deque[Op] = deque()
+        self._microbatches = microbatches
+        self._count: dict[tuple[int, Kind], int] = {}
+
+    def has_left(self, stage: int, kind: Kind) -> bool:
+        """Whether some microbatch has yet to run this pass."""
+        return self._count.get((stage, kind), 0) < self._microbatches
+
+    def run(self, stage: int, *kinds: Kind) -> None:
+        """Add the next pass of each kind, if there is one."""
+        for kind in kinds:
+            if self.has_left(stage, kind):
+                self._add(Op(kind, stage, self._count.get((stage, kind), 0)))
+
+    def run_oldest_weight(self) -> None:
+        """Add the next W of the stage whose W has waited longest."""
+        self.run(self.pending[0].stage, Kind.W)
+
+    def _add(self, op: Op) -> None:
+        self._count[op.stage, op.kind] = op.microbatch + 1
+        self.ops.append(op)
+        if op.kind is Kind.B:
+            self.pending.append(Op(Kind.W, op.stage, op.microbatch))
+        if op.kind is Kind.W:
+            self.pending.remove(op)

@@ -75,17 +75,7 @@ def anneal(
     path_length = 0
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)
-        kind = np.random.random()
-        if kind < INTO_GAP:
-            start, stop = draw_move_into_gap(tables, rows)
-        elif kind < 1 - ANY_PASS:
-            if path_length == 0:
-                path_length = critical_path(tables, rows, scratch.path)
-            start = scratch.path[np.random.randint(path_length)]
-            stop = start + np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1)
-        else:
-            start = np.random.randint(len(rows.code))
-            stop = start + np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1)
+        start, stop, path_length = draw_move(tables, rows, scratch.path, path_length)
         rank = tables.codes[rows.code[start]].rank
         stop = move_pass(tables, rows, rank, start, stop)
         if stop == start:
@@ -185,6 +175,22 @@ def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
         else:
             high = middle
     return low
+
+
+@inlined
+def draw_move(tables: Tables, rows: Rows, path: Ints, path_length: int) -> tuple[int, int, int]:
+    """A pass to move and where to, and the length of the critical path in `path`, which is filled in if it is needed and 0."""
+    kind = np.random.random()
+    if kind < INTO_GAP:
+        start, stop = draw_move_into_gap(tables, rows)
+        return start, stop, path_length
+    if kind < 1 - ANY_PASS:
+        if path_length == 0:
+            path_length = critical_path(tables, rows, path)
+        start = path[np.random.randint(path_length)]
+    else:
+        start = np.random.randint(len(rows.code))
+    return start, start + np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1), path_length
 
 
 @inlined

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zerobubble.planning.kernels.compiled import compiled
+from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.tables import Floats
 
 PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY = range(7)
@@ -50,8 +50,15 @@ def full_speed_policy(legs: int, allowance: float) -> Floats:
 
 @compiled
 def draw_policy(policy: Floats) -> None:
-    """Fill in a policy at random, with each parameter switched off as often as it helps to do without it."""
+    """Fill in a policy at random."""
     legs = len(policy) // 4 - 1
+    draw_paces_and_rests(policy, legs)
+    draw_parameters(policy[4 * legs :])
+
+
+@inlined
+def draw_paces_and_rests(policy: Floats, legs: int) -> None:
+    """Draw the pace and the rest of each leg, more often than not the same for all legs of one direction, and often full speed."""
     alike = np.random.random() < 0.6
     for at in range(4 * legs):
         if alike and at % legs > 0:
@@ -60,7 +67,11 @@ def draw_policy(policy: Floats) -> None:
             policy[at] = 1.0 if at < 2 * legs else 0.0
         else:
             policy[at] = 1 + 2.2 * np.random.random() if at < 2 * legs else np.random.normal(0, 4)
-    parameters = policy[4 * legs :]
+
+
+@inlined
+def draw_parameters(parameters: Floats) -> None:
+    """Draw the parameters of the dispatching rule, each switched off as often as it helps to do without it."""
     for at in range(len(parameters)):
         parameters[at] = NEVER
     parameters[PERIOD] = 1.0

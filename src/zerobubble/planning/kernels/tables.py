@@ -63,42 +63,61 @@ class Tables(NamedTuple):
 
 def tables_of(problem: Problem) -> Tables:
     """The arrays of `problem`."""
-    home, costs, m = problem.placement.routes[0], problem.costs, problem.num_microbatches
-    stages = len(home)
-    codes = [(kind, stage) for kind in PLANNED for stage in range(stages)]
-    maker, predecessor, lag = ([-1] * len(codes) for _ in range(3))
-    for code, (kind, stage) in enumerate(codes):
-        for stuff, at in used_stages(kind, stage, stages):
-            before = PLANNED.index(_MAKER[stuff]) * stages + at
-            if stuff in MOVES:
-                maker[code] = before
-                lag[code] = 0 if home[at] == home[stage] else costs.comm[min(at, stage)]
-            else:
-                predecessor[code] = before
-    user, successor = ([column.index(code) if code in column else -1 for code in range(len(codes))] for column in (maker, predecessor))
-    held = [costs.memory_change(kind, stage) for kind, stage in codes]
-    rank = [home[stage] for _, stage in codes]
-    time = [costs.time(kind, stage) for kind, stage in codes]
-    chain = _chain(maker, predecessor, user, successor)
-    begins = [code for code in chain if predecessor[code] < 0]
-    ranks, row, forward = [], 0, 0
-    for r, limit in enumerate(problem.limits.memory):
-        mine = [code for code in range(len(codes)) if rank[code] == r]
-        work, visits = m * sum(time[code] for code in mine), home.count(r)
-        ranks.append((row, row + m * len(mine), limit, work, forward, forward + visits))
-        row, forward = row + m * len(mine), forward + visits
+    ranks_of_stages = problem.placement.routes[0]
+    codes = _codes(problem)
+    chain = _chain(codes)
+    begins = [code for code in chain if codes["predecessor"][code] < 0]
     return Tables(
-        m,
+        problem.num_microbatches,
         problem.objective is Objective.MAKESPAN,
-        np.array(list(zip(rank, time, held, maker, lag, user, predecessor, successor, strict=True)), CODE),
-        np.array(ranks, RANK),
-        _ints(sorted(begins, key=rank.__getitem__)),
+        codes,
+        _ranks(problem, codes),
+        _ints(sorted(begins, key=lambda code: ranks_of_stages[code % len(ranks_of_stages)])),
         _ints(chain),
     )
 
 
-def _chain(maker: list[int], predecessor: list[int], user: list[int], successor: list[int]) -> list[int]:
-    """Follow the messages from the code that needs nothing, turning where the last reader's result stays."""
+def _codes(problem: Problem) -> Records:
+    """A `CODE` for each kind and stage."""
+    ranks_of_stages, costs = problem.placement.routes[0], problem.costs
+    stages = len(ranks_of_stages)
+    kinds = [(kind, stage) for kind in PLANNED for stage in range(stages)]
+    codes = np.full(len(kinds), -1, CODE)
+    for code, (kind, stage) in enumerate(kinds):
+        one = codes[code]
+        one["rank"] = ranks_of_stages[stage]
+        one["time"] = costs.time(kind, stage)
+        one["held"] = costs.memory_change(kind, stage)
+        for stuff, at in used_stages(kind, stage, stages):
+            before = PLANNED.index(_MAKER[stuff]) * stages + at
+            if stuff in MOVES:
+                is_local = ranks_of_stages[at] == ranks_of_stages[stage]
+                one["maker"] = before
+                one["lag"] = 0 if is_local else costs.comm[min(at, stage)]
+                codes[before]["user"] = code
+            else:
+                one["predecessor"] = before
+                codes[before]["successor"] = code
+    return codes
+
+
+def _ranks(problem: Problem, codes: Records) -> Records:
+    """A `RANK` for each rank."""
+    m = problem.num_microbatches
+    ranks, row, forward = [], 0, 0
+    for rank, limit in enumerate(problem.limits.memory):
+        times = codes["time"][codes["rank"] == rank]
+        row_end = row + m * len(times)
+        forward_end = forward + problem.placement.routes[0].count(rank)
+        ranks.append((row, row_end, limit, m * int(times.sum()), forward, forward_end))
+        row, forward = row_end, forward_end
+    return np.array(ranks, RANK)
+
+
+def _chain(codes: Records) -> list[int]:
+    """Follow the messages of one microbatch from the code that needs nothing, and turn where the last reader's result stays."""
+    maker, predecessor = codes["maker"].tolist(), codes["predecessor"].tolist()
+    user, successor = codes["user"].tolist(), codes["successor"].tolist()
     code = next(code for code in range(len(maker)) if maker[code] < 0 and predecessor[code] < 0)
     chain = []
     while user[code] >= 0 or successor[code] >= 0:
