@@ -313,7 +313,7 @@ def told(group: Any, split: Any) -> str:
     [
         ("graf", "split of stage 0 is one of deferred, graph, compiled, whole, did you mean 'graph'? got 'graf'"),
         ({5: "graph"}, "split names stage 5, this rank holds 0; give each rank its own"),
-        (3, "split is one of deferred, graph, compiled, whole, or one of them by stage, got int"),
+        (3, "split must be a str or a Mapping, got 3"),
     ],
 )
 def test_a_wrong_split_is_refused_on_every_rank(world: Ranks, split: Any, sentence: str) -> None:

@@ -37,7 +37,9 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, shape: _Shape, work: WeightWork) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.shape, ctx.work = weight, shape, work
+        ctx.parameter = weight
+        ctx.shape = shape
+        ctx.work = work
         return unaliased(shape.forward(x, weight, bias))
 
     @staticmethod
@@ -55,7 +57,9 @@ class _Convolution(torch.autograd.Function):
 
 def forward(layer: Conv, x: Tensor) -> Tensor:
     """`forward` of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`."""
-    weight, bias, spatial = layer.weight, layer.bias, len(layer.kernel_size)
+    weight = layer.weight
+    bias = layer.bias
+    spatial = len(layer.kernel_size)
     work = work_for(weight, x)
     if work is None or torch.is_autocast_enabled(x.device.type):
         y: Tensor = layer._conv_forward(x, weight, bias)
@@ -75,6 +79,7 @@ def _pad(layer: Conv, x: Tensor) -> tuple[Tensor, Ints]:
         return nn.functional.pad(x, before_after, mode=layer.padding_mode), [0] * spatial
     if not isinstance(layer.padding, str):
         return x, list(layer.padding)
-    before, after = before_after[::2], before_after[1::2]
+    before = before_after[::2]
+    after = before_after[1::2]
     more = [pad for b, a in zip(before, after, strict=True) for pad in (0, a - b)]
     return (nn.functional.pad(x, more) if any(more) else x), before[::-1]

@@ -1,4 +1,4 @@
-"""The door for layers of the user's own: their weight gradients wait for W, too."""
+"""`deferral`, by which autograd Functions of the user's own leave their weight gradients to W."""
 
 from __future__ import annotations
 

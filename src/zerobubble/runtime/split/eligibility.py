@@ -1,4 +1,8 @@
-"""Which weight gradients can wait: those that go to `.grad` and nowhere else, unwatched, from tensors our Functions understand."""
+"""Which weight gradients can wait for W: those that autograd would add to `.grad` and give to nobody else.
+
+A parameter is no candidate where a hook is to see its gradient or FSDP2 reduces it, and a call is none where its tensors are of kinds that
+our autograd Functions do not handle.
+"""
 
 from __future__ import annotations
 

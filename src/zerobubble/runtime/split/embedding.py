@@ -15,13 +15,16 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding_idx: int, work: WeightWork) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.parameter, ctx.padding_idx, ctx.work = weight, padding_idx, work
+        ctx.parameter = weight
+        ctx.padding_idx = padding_idx
+        ctx.work = work
         return torch.embedding(weight, tokens, padding_idx)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         (tokens,) = ctx.saved_tensors
-        rows, padding_idx = ctx.parameter.shape[0], ctx.padding_idx
+        rows = ctx.parameter.shape[0]
+        padding_idx = ctx.padding_idx
 
         def gradient(tokens: Tensor, dy: Tensor) -> Tensor:
             found: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding_idx, False)

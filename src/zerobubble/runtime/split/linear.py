@@ -53,7 +53,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     work = work_for(weight, x)
     if work is None:
         return nn.functional.linear(x, weight, bias)
-    lower, region = None, None
+    lower = None
+    region = None
     if torch.is_autocast_enabled(x.device.type):
         if torch.float64 in (x.dtype, weight.dtype):  # autocast leaves float64 alone
             return nn.functional.linear(x, weight, bias)

@@ -17,12 +17,17 @@ Call = Callable[..., Tensor]
 
 
 class _Product(torch.autograd.Function):
-    """`x @ weight`, or `weight @ x` where the weight stands `first`, and `bias` more; what is broadcast gets the sum of its gradients."""
+    """`x @ weight`, or `weight @ x` where the weight stands `first`, plus `bias`.
+
+    Gradients are those of complex numbers, too: torch wants the conjugate of the other factor. What was broadcast gets the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, first: bool, work: WeightWork) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.first, ctx.work = weight, first, work
+        ctx.parameter = weight
+        ctx.first = first
+        ctx.work = work
         ctx.bias_size = None if bias is None else bias.shape
         a, b = (weight, x) if first else (x, weight)
         return unaliased(a @ b) if bias is None else torch.baddbmm(bias, a, b)
@@ -55,7 +60,9 @@ class _Einsum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, terms: tuple[str, str, str], work: WeightWork) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.terms, ctx.work = weight, terms, work
+        ctx.parameter = weight
+        ctx.terms = terms
+        ctx.work = work
         of_x, of_weight, of_y = terms
         return unaliased(torch.einsum(f"{of_x},{of_weight}->{of_y}", x, weight))
 
@@ -75,12 +82,14 @@ class _Einsum(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The rows of `x` up to each of `ends` times a matrix of their own."""
+    """A product of rows and a stack of matrices: rows `ends[i-1]` to `ends[i]` of `x` are multiplied by matrix `i` of `weight`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, ends: Tensor, product: Call, work: WeightWork) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.parameter, ctx.product, ctx.work = weight, product, work
+        ctx.parameter = weight
+        ctx.product = product
+        ctx.work = work
         return product(x, weight, offs=ends)
 
     @staticmethod
@@ -98,8 +107,8 @@ class _Grouped(torch.autograd.Function):
         return None, dx, None, None, None
 
 
-def _work_for(weight: Tensor, x: Tensor) -> WeightWork | None:
-    """As `work_for`, but for autocast, whose copy of the weight these Functions do not know."""
+def _work_outside_autocast(weight: Tensor, x: Tensor) -> WeightWork | None:
+    """As `work_for`, and None under autocast: these Functions do not know the copy of the weight that autocast makes."""
     return None if torch.is_autocast_enabled(x.device.type) else work_for(weight, x)
 
 
@@ -111,7 +120,7 @@ def product(original: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) ->
     """`a @ b`, one of which is a parameter; `original` computes what cannot wait."""
     first = type(a) is nn.Parameter
     weight, x = (a, b) if first else (b, a)
-    work = _work_for(weight, x)
+    work = _work_outside_autocast(weight, x)
     if work is None or min(a.dim(), b.dim()) < 2:
         return original(a, b) if bias is None else original(bias, a, b)
     y: Tensor = _Product.apply(weight, x, bias, first, work)  # type: ignore[no-untyped-call]
@@ -130,9 +139,9 @@ def einsum(original: Call, equation: str, *operands: Tensor) -> Tensor:
         return original(equation, *operands)
     (of_a, of_b, of_y), (a, b) = terms.groups(), operands
     (of_x, of_weight), (x, weight) = ((of_b, of_a), (b, a)) if type(a) is nn.Parameter else ((of_a, of_b), (a, b))
-    work = _work_for(weight, x)
-    alone = (set(of_x) ^ set(of_weight)) - set(of_y)
-    if work is None or alone or any(len(set(term)) < len(term) for term in (of_x, of_weight)):
+    work = _work_outside_autocast(weight, x)
+    summed_alone = (set(of_x) ^ set(of_weight)) - set(of_y)
+    if work is None or summed_alone or any(len(set(term)) < len(term) for term in (of_x, of_weight)):
         return original(equation, a, b)
     y: Tensor = _Einsum.apply(weight, x, (of_x, of_weight, of_y), work)  # type: ignore[no-untyped-call]
     return y
@@ -140,7 +149,7 @@ def einsum(original: Call, equation: str, *operands: Tensor) -> Tensor:
 
 def grouped(original: Call, a: Tensor, b: Tensor, *, offs: Tensor | None = None) -> Tensor:
     """`torch._grouped_mm`, and with it `nn.functional.grouped_mm`, of rows and a stack of matrices."""
-    work = _work_for(b, a)
+    work = _work_outside_autocast(b, a)
     if work is None or offs is None or a.dim() != 2 or b.dim() != 3:
         return original(a, b) if offs is None else original(a, b, offs=offs)
     y: Tensor = _Grouped.apply(b, a, offs, original, work)  # type: ignore[no-untyped-call]

@@ -41,7 +41,8 @@ class SplitReports(tuple[SplitReport, ...]):
 
 def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[str, ...]:
     """A line for each parameter among `found`, those with a gradient, that is not `deferred`; `reasons` were known before the step."""
-    waits, has = set(deferred), set(found)
+    waits = set(deferred)
+    has = set(found)
     owners = {p: part for part in module.modules() for p in part.parameters(recurse=False)}
     named = module.named_parameters()
     return tuple(f"{name}: {_reason(owners[p], p, reasons.get(p))}" for name, p in named if p in has and p not in waits)

@@ -46,7 +46,8 @@ class Stages:
         """The stages for `schedule`; what was traced serves every schedule."""
         stages = {}
         for index, module in self.modules.items():
-            way, splits = self._ways[index], index in schedule.split_stages
+            way = self._ways[index]
+            splits = index in schedule.split_stages
             stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
             if way in TRACED:
                 self._traced[index] = stage
