@@ -36,8 +36,8 @@ _AVERAGING = {
 class Stage:
     """Runs the passes of one stage of the model: that of `module`, whose backward pass `splitter` takes apart.
 
-    `forward` takes and gives the tensors at the stage's boundaries, detached; `backward` takes the gradients of those outputs that
-    `differentiable` names and gives those of the inputs that can have one. `weight` does what the splitter left to it. `gradients` says
+    `forward` takes and gives the tensors at the stage's boundaries, detached. `backward` takes a gradient, or None, for each output that
+    requires one and gives one, or None, for each input that requires one. `weight` does what the splitter left to it. `gradients` says
     where weight gradients are summed.
 
     `forward` runs under the caller's autocast; `backward` and `weight` run outside of it, as torch asks, so that what was computed in full
@@ -103,7 +103,7 @@ class Stage:
             return (finish(output),) if finish else as_tensors(output, self.index)
 
     def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
-        """B: `gradients` of the differentiable outputs give those of the inputs. Weight gradients that do not wait for W are added.
+        """B: `gradients` of the outputs that require one give those of the inputs. Weight gradients that do not wait for W are added.
 
         As on one device, an output whose gradient is None is not gone back from, and an input that nothing came back to has None.
         """
