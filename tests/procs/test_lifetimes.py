@@ -120,8 +120,9 @@ def activations_after_a_failure(group: Any, victim: int, moment: str) -> tuple[i
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "weight"])
 def test_a_failure_gives_back_the_activations(world: Ranks, moment: str) -> None:
-    for made, alive in world.run(activations_after_a_failure, 1, moment, ranks=4):
-        assert made > 0
+    victim = 1
+    for rank, (made, alive) in enumerate(world.run(activations_after_a_failure, victim, moment, ranks=4)):
+        assert made > 0 or rank > victim, "those behind the victim may be told before the first activation reaches them"
         assert alive == 0
 
 
