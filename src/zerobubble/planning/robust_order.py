@@ -102,7 +102,7 @@ def most_robust_order(
     orders = [kernels.order_of(each) for each in fitting]
     found = kernels.most_robust(tables, orders, error, seconds=seconds, seed=seed, evaluations=evaluations)
     first = fitting[found.first]
-    robust = first if found.order is None else kernels.schedule_of(f"{first.name}, made robust", problem, tables, found.order)
+    robust = first if found.order is None else kernels.schedule_of_order(f"{first.name}, made robust", problem, tables, found.order)
     times = (problem.objective.of(simulate(schedule, problem.costs)) for schedule in (first, robust))
     before, after = (NoisyObjective(time, judged.noisy) for time, judged in zip(times, (found.before, found.after), strict=True))
     return RobustOrder(robust, before, after)

@@ -74,7 +74,7 @@ def search(
         interrupted = True
     if state.order is None:
         raise InputError("no schedule fits the memory limits: they must hold one microbatch of every rank's stages")
-    schedule = kernels.schedule_of("planned", problem, state.tables, state.order)
+    schedule = kernels.schedule_of_order("planned", problem, state.tables, state.order)
     return SearchResult(schedule, state.how, budget.used, budget.elapsed, interrupted)
 
 

@@ -4,7 +4,7 @@ from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_o
 from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
 from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
-from zerobubble.planning.kernels.tables import order_of, schedule_of, tables_of
+from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
 
 __all__ = [
     "BudgetMeter",
@@ -15,7 +15,7 @@ __all__ = [
     "most_robust",
     "order_of",
     "rows_of",
-    "schedule_of",
+    "schedule_of_order",
     "search_portfolio",
     "tables_of",
 ]

@@ -64,7 +64,7 @@ def most_robust(
     that with the best so far. Compiling is not counted.
     """
     sampled = draw_samples(tables, error, (seed, 0))
-    objectives = [evaluate(tables, sampled, order) for order in orders]
+    objectives = [sampled_objective(tables, sampled, order) for order in orders]
     shortest = min(one.measured for one in objectives)
     tied = [k for k, one in enumerate(objectives) if one.measured == shortest]
     found = orders[min(tied, key=lambda k: objectives[k].noisy)].copy()
@@ -80,7 +80,7 @@ def most_robust(
 
 def _on_fresh_samples(tables: Tables, order: Ints, error: float, seed: int) -> SampledObjective:
     """The objective of `order` on samples that no search has seen."""
-    objectives = [evaluate(tables, draw_samples(tables, error, (seed, turn)), order) for turn in range(1, FRESH_SAMPLES + 1)]
+    objectives = [sampled_objective(tables, draw_samples(tables, error, (seed, turn)), order) for turn in range(1, FRESH_SAMPLES + 1)]
     return SampledObjective(objectives[0].measured, float(np.mean([one.noisy for one in objectives])))
 
 
@@ -94,7 +94,7 @@ def draw_samples(tables: Tables, error: float, seed: tuple[int, ...]) -> Sampled
     return SampledTimes(duration, work)
 
 
-def evaluate(tables: Tables, sampled: SampledTimes, order: Ints) -> SampledObjective:
+def sampled_objective(tables: Tables, sampled: SampledTimes, order: Ints) -> SampledObjective:
     """The objective of `order`, which can run, by the measured and by the noisy times."""
     rows, _ = play_sampled(tables, sampled, order)
     longest = (sampled.work + rows.idle[tables.ranks["stop"] - 1]).max(axis=0)

@@ -148,7 +148,7 @@ def order_of(schedule: Schedule) -> Ints:
     return order
 
 
-def schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Schedule:
+def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints) -> Schedule:
     """The schedule whose rows are `order`."""
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)
     rows, letters = [], order.tolist()
