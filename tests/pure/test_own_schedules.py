@@ -187,6 +187,6 @@ def test_a_clash_names_both_packages(install: Install, offers: dict[str, str], t
 
 
 def test_pipeline_takes_a_schedule_of_ones_own() -> None:
-    repertoire = pytest.importorskip("zerobubble.runtime.executor.program_cache")
+    program_cache = pytest.importorskip("zerobubble.runtime.executor.program_cache")
     register()
-    assert repertoire.compose("mine", 2, 4) == zb.make("mine", 2, 4)
+    assert program_cache.schedule_for("mine", 2, 4) == zb.make("mine", 2, 4)
