@@ -21,16 +21,20 @@ _WARM_UP = 2
 
 
 class Slot:
-    """The static memory of one microbatch in flight, and the graphs of its passes, which share a pool: they run one after another."""
+    """The static memory of one microbatch in flight, and the graphs of its passes, which share a pool: they run one after another.
+
+    `has_all` tells whether every pass of the microbatch so far has run in the slot, so that its next pass finds there what it reads.
+    """
 
     def __init__(self) -> None:
         self.pool: Any = None
         self.recordings: WeakKeyDictionary[CapturedPart, _Recording] = WeakKeyDictionary()  # a trace that is dropped frees its memory
-        self.is_captured = False
+        self.has_all = False
 
     def storages(self) -> set[int]:
         """The storages that lie in the slot."""
-        return {t.untyped_storage().data_ptr() for r in self.recordings.values() for t in (*r.inputs, *r.outputs) if isinstance(t, Tensor)}
+        values = [value for recording in self.recordings.values() for value in (*recording.inputs, *recording.outputs)]
+        return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
 
 
 class Slots:
@@ -45,7 +49,7 @@ class Slots:
         """Let the passes that run now be those of `microbatch`, whose first is F."""
         if microbatch not in self._of_microbatch:
             slot = self._of_microbatch[microbatch] = self._free.pop() if self._free else Slot()
-            slot.is_captured = True
+            slot.has_all = True
         self.now = self._of_microbatch[microbatch]
 
     def leave(self, microbatch: int) -> None:
@@ -80,32 +84,36 @@ class CapturedPart:
     def __call__(self, tensors: list[Any]) -> Sequence[Any]:
         recording = self._recording(tensors)
         if recording is None:
-            self._slots.now.is_captured = False  # its later passes find nothing in the slot
+            self._slots.now.has_all = False
             self._calls += 1
             return self._part(tensors)
         recording.fill_in(tensors)
         tensors.clear()
         recording.replay()
-        copies = [t.clone() if isinstance(t, Tensor) else t for t in recording.outputs[: self._num_leaving]]
-        return [*copies, *recording.outputs[self._num_leaving :]]
+        leaving, staying = recording.outputs[: self._num_leaving], recording.outputs[self._num_leaving :]
+        return [*[value.clone() if isinstance(value, Tensor) else value for value in leaving], *staying]
 
     def _recording(self, tensors: Sequence[Any]) -> _Recording | None:
+        """What replays this part in the slot of the microbatch; None while the part is run as it is."""
         slot = self._slots.now
-        if self._calls < _WARM_UP or not slot.is_captured:
+        if self._calls < _WARM_UP or not slot.has_all:
             return None
         recording = slot.recordings.get(self)
         if recording is None or not recording.fits(tensors):
             slot.recordings.pop(self, None)
-            fixed = slot.storages() | {tensor.untyped_storage().data_ptr() for tensor in self._stays()}
-            inputs = [_static_memory_for(tensor, fixed) for tensor in tensors]
-            try:
-                slot.pool, replay, outputs = record(self._part, inputs, slot.pool)
-            except RuntimeError as error:
-                raise _refusal(str(error).strip().splitlines()[0]) from error
-            if any(tensor.layout is not torch.strided for tensor in outputs if isinstance(tensor, Tensor)):
-                raise _refusal("it gives a sparse tensor")
-            recording = slot.recordings[self] = _Recording(inputs, replay, outputs, _replaced(tensors, inputs))
+            recording = slot.recordings[self] = self._record(slot, tensors)
         return recording
+
+    def _record(self, slot: Slot, tensors: Sequence[Any]) -> _Recording:
+        stays = slot.storages() | {tensor.untyped_storage().data_ptr() for tensor in self._stays()}
+        inputs = [_static_memory_for(tensor, stays) for tensor in tensors]
+        try:
+            slot.pool, replay, outputs = record(self._part, inputs, slot.pool)
+        except RuntimeError as error:
+            raise _refusal(str(error).strip().splitlines()[0]) from error
+        if any(tensor.layout is not torch.strided for tensor in outputs if isinstance(tensor, Tensor)):
+            raise _refusal("it gives a sparse tensor")
+        return _Recording(inputs, replay, outputs, _replaced(tensors, inputs))
 
 
 class _Recording(NamedTuple):
@@ -118,11 +126,11 @@ class _Recording(NamedTuple):
 
     def fits(self, given: Sequence[Any]) -> bool:
         """Whether it can be replayed with these inputs."""
-        for place, (new, own) in enumerate(zip(given, self.inputs, strict=True)):
+        for position, (new, own) in enumerate(zip(given, self.inputs, strict=True)):
             if not isinstance(new, Tensor):
                 if new != own:
                     return False
-            elif place in self.copied_in:
+            elif position in self.copied_in:
                 if (new.shape, new.stride()) != (own.shape, own.stride()):
                     return False
             elif new.data_ptr() != own.data_ptr():
@@ -130,11 +138,11 @@ class _Recording(NamedTuple):
         return True
 
     def fill_in(self, given: Sequence[Any]) -> list[Any]:
-        """Copy in what is not in its place yet; the inputs in their places."""
-        for place in self.copied_in:
-            if given[place].data_ptr() != self.inputs[place].data_ptr():
-                copy_into(self.inputs[place], given[place])
-        return [own if place in self.copied_in else new for place, (new, own) in enumerate(zip(given, self.inputs, strict=True))]
+        """Copy in what is not in its static memory yet; gives the inputs where the graph reads them."""
+        for position in self.copied_in:
+            if given[position].data_ptr() != self.inputs[position].data_ptr():
+                copy_into(self.inputs[position], given[position])
+        return [own if position in self.copied_in else new for position, (new, own) in enumerate(zip(given, self.inputs, strict=True))]
 
 
 def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[[], object], Sequence[Any]]:
@@ -147,7 +155,7 @@ def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[
 
 
 def copy_into(static: Tensor, given: Tensor) -> None:
-    """Copy `given` into a tensor of its shape; where that one repeats itself, so must `given`."""
+    """Copy `given` into a tensor of its shape. Where the strides of `static` are 0, both hold one number many times, copied once."""
     once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in static.stride()])
     static[once].copy_(given[once])
 
@@ -156,9 +164,9 @@ def _refusal(reason: str) -> InputError:
     return InputError(f"a pass cannot be captured as a CUDA graph: {reason}; make the pipeline without cuda_graphs")
 
 
-def _static_memory_for(tensor: Any, fixed: set[int]) -> Any:
-    """Where a graph reads an input: where it is, or from a copy of the same layout."""
-    if not isinstance(tensor, Tensor) or tensor.untyped_storage().data_ptr() in fixed:
+def _static_memory_for(tensor: Any, stays: set[int]) -> Any:
+    """Where a graph reads an input: where it is, if its storage is among those that stay, or from a copy of the same layout."""
+    if not isinstance(tensor, Tensor) or tensor.untyped_storage().data_ptr() in stays:
         return tensor
     static = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     copy_into(static, tensor)
@@ -166,4 +174,5 @@ def _static_memory_for(tensor: Any, fixed: set[int]) -> Any:
 
 
 def _replaced(given: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(place for place, (new, own) in enumerate(zip(given, inputs, strict=True)) if new is not own)
+    """The positions where a graph reads a copy and not what was given."""
+    return tuple(position for position, (new, own) in enumerate(zip(given, inputs, strict=True)) if new is not own)
