@@ -17,7 +17,7 @@ from zerobubble.planning import plan_layers
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_fn": None}, "loss_fn must be a function (output, target) that gives the mean loss of a microbatch, got None"),
     ({"num_microbatches": "4"}, "num_microbatches must be a whole number, got '4': write 4 without quotes"),
-    ({"num_microbatches": 0}, "1f1b needs at least one of microbatches, got 0"),
+    ({"num_microbatches": 0}, "1f1b needs at least 1 microbatch, got 0"),
     ({"num_microbatches": 4.0}, "num_microbatches must be a whole number, got 4.0"),
     ({"schedule": 7}, "schedule must be a name or a Schedule or a Solved or a Plan"),
     ({"schedule": "1f1"}, "there is no schedule '1f1': did you mean '1f1b'?"),
