@@ -15,7 +15,7 @@ from zerobubble.runtime.split.eligibility import reasons_not_to_wait
 from zerobubble.runtime.split.layers import shadowing
 from zerobubble.runtime.split.report import SplitReport, at_once
 from zerobubble.runtime.split.splitter import arguments_of, go_back
-from zerobubble.runtime.split.weight_work import StepContext, WeightWork, in_pass
+from zerobubble.runtime.split.weight_work import StepContext, WeightWork
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 
@@ -63,7 +63,7 @@ class DeferredSplitter:
                 run = self._counted
 
         def call() -> Any:
-            with in_pass(work):
+            with work:
                 return run(*positional, **named)
 
         return call
@@ -77,8 +77,12 @@ class DeferredSplitter:
 
     def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
         work = self._works[microbatch]
-        with in_pass(work, backward=True):
-            go_back(edges, gradients)
+        work.goes_back = True
+        try:
+            with work:
+                go_back(edges, gradients)
+        finally:
+            work.goes_back = False
         if microbatch == self._sample:
             trained = (parameter for parameter in self._parameters if parameter.grad is not None)
             self._at_once = at_once(self._module, work.weights(), trained, self._reasons)

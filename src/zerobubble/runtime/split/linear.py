@@ -41,7 +41,10 @@ class _Linear(torch.autograd.Function):
 
 def as_rows(x: Tensor) -> Tensor:
     """`x` with all its dimensions but the last as one; unlike `reshape(-1, n)` this works where `n` is 0, too."""
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    dimensions = x.dim()
+    if dimensions == 2:
+        return x
+    return x.flatten(0, -2) if dimensions > 1 else x.unsqueeze(0)
 
 
 def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:

@@ -14,6 +14,13 @@ from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.split.autocast import AutocastCopies
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 
+_PASS = "zerobubble.pass_in_progress"
+"""The name of what torch keeps for the thread, and hands on to the threads on which its engine goes back."""
+# Looked up once: every layer and every pass calls them.
+_keep_for_thread = torch._C._stash_obj_in_tls
+_is_kept = torch._C._is_key_in_tls
+_kept_for_thread = torch._C._get_obj_in_tls
+
 
 @dataclass(frozen=True)
 class StepContext:
@@ -32,10 +39,11 @@ class StepContext:
 class WeightWork:
     """The weight gradients of one microbatch that B leaves for W, in the order B met them; `held` are the tensors kept for them.
 
-    Made for the F of the microbatch, whose layers remember it; filled in its B; run in its W.
+    Made for the F of the microbatch, whose layers remember it; filled in its B; run in its W. Inside `with work:` this thread runs a pass
+    of the microbatch. In its B `goes_back` is set, and gradients may be left for W.
     """
 
-    __slots__ = ("_accumulating_task", "_counted", "_entries", "_goes_back", "_versions", "context", "held")
+    __slots__ = ("_accumulating_task", "_counted", "_entries", "_outer", "_versions", "context", "goes_back", "held")
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -43,8 +51,17 @@ class WeightWork:
         self._versions: list[int] = []
         self._entries: list[tuple[Tensor, object, Callable[..., Tensor], list[Tensor]]] = []
         self._counted: list[Held] = []
-        self._goes_back = False
         self._accumulating_task: int | None = None
+        self._outer: WeightWork | None = None
+        self.goes_back = False
+
+    def __enter__(self) -> None:
+        self._outer = _kept_for_thread(_PASS) if _is_kept(_PASS) else None
+        _keep_for_thread(_PASS, self)
+
+    def __exit__(self, *_: object) -> None:
+        _keep_for_thread(_PASS, self._outer)
+        self._outer = None
 
     def may_take(self, node: Any) -> bool:
         """Whether the weight gradient that `node`, a Function whose first tensor is the weight, is asked for may wait.
@@ -52,7 +69,7 @@ class WeightWork:
         It may when the B of this microbatch is in progress, and what autograd runs adds to `.grad`. A model that asks for gradients in
         its own forward, which a checkpoint may run again within B, gets them at once, and so does one that will go back through them.
         """
-        if not self._goes_back or torch.is_grad_enabled():
+        if not self.goes_back or torch.is_grad_enabled():
             return False
         task = torch._C._current_graph_task_id()
         if task != self._accumulating_task:  # asking torch takes longer than comparing, and one run of its engine meets many layers
@@ -91,9 +108,13 @@ class WeightWork:
                     f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was changed in place between B and W; "
                     "give the layer a copy (x.clone()), or choose a schedule that does not split this stage"
                 )
-        with torch.no_grad():
+        was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what `torch.no_grad` does, in a tenth of its time: every W comes by here
+        try:
             for weight, gradient in self._totals().items():
                 self.context.gradients.add(weight, gradient)
+        finally:
+            torch._C._set_grad_enabled(was_enabled)
         self._entries.clear()
         self._counted.clear()
         self._versions.clear()
@@ -120,39 +141,11 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
-_PASS = "zerobubble.pass_in_progress"
-"""The name of what torch keeps for the thread, and hands on to the threads on which its engine goes back."""
-
-
 def pass_in_progress() -> WeightWork | None:
     """The weight work of the pass that this thread runs, None where the pass does not split.
 
     Torch calls a layer's forward without a handle of ours, and a checkpoint runs it again in B on a thread of autograd's engine. The
     pass is therefore kept where torch keeps what belongs to a thread and follows its work into the engine.
     """
-    work: WeightWork | None = torch._C._get_obj_in_tls(_PASS) if torch._C._is_key_in_tls(_PASS) else None
+    work: WeightWork | None = _kept_for_thread(_PASS) if _is_kept(_PASS) else None
     return work
-
-
-class in_pass:  # noqa: N801 a context manager, written as a class because every pass enters one
-    """Inside, this thread runs a pass of the microbatch whose weight work is `work`; with None, one that does not split.
-
-    With `backward`, the pass is its B, in which gradients may be left for W.
-    """
-
-    __slots__ = ("_backward", "_before", "_work")
-
-    def __init__(self, work: WeightWork | None, *, backward: bool = False) -> None:
-        self._work = work
-        self._backward = backward and work is not None
-
-    def __enter__(self) -> None:
-        self._before = pass_in_progress()
-        torch._C._stash_obj_in_tls(_PASS, self._work)
-        if self._backward:
-            self._work._goes_back = True  # type: ignore[union-attr]
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_PASS, self._before)
-        if self._backward:
-            self._work._goes_back = False  # type: ignore[union-attr]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from zerobubble.rules import used_stages
 from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.storages import addresses_of
-from zerobubble.runtime.split.autocast import outside_of_autocast
+from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocast
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
@@ -94,13 +94,18 @@ class Stage:
     def _run(self, ready: Callable[[Tensors], Callable[[], Any]], inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         """What the call that `ready` gives for `inputs` puts out, or the loss that `finish` makes of it; what autograd saves is metered."""
         call = ready(inputs)
-        with nullcontext() if self.meter is None else self.meter.counting():
-            try:
-                output = call()
-            except (RuntimeError, TypeError) as error:
-                error.add_note(_what_it_got(self.index, inputs, str(error)))
-                raise
-            return (finish(output),) if finish else as_tensors(output, self.index)
+        if self.meter is None:
+            return self._outputs_of(call, inputs, finish)
+        with self.meter.counting():
+            return self._outputs_of(call, inputs, finish)
+
+    def _outputs_of(self, call: Callable[[], Any], inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        try:
+            output = call()
+        except (RuntimeError, TypeError) as error:
+            error.add_note(_what_it_got(self.index, inputs, str(error)))
+            raise
+        return (finish(output),) if finish else as_tensors(output, self.index)
 
     def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
         """B: `gradients` of the outputs that require one give those of the inputs. Weight gradients that do not wait for W are added.
@@ -111,7 +116,10 @@ class Stage:
         without_gradient = [parameter for parameter in self.parameters if parameter.grad is None]
         if edges:
             edges, gradients = _with_gradient(edges, gradients)
-        with outside_of_autocast():
+        if is_autocast_on():
+            with outside_of_autocast():
+                self.splitter.backward(microbatch, edges, gradients)
+        else:
             self.splitter.backward(microbatch, edges, gradients)
         if self.splitter.splits:
             self._before_weight.add(microbatch)
@@ -125,7 +133,10 @@ class Stage:
     def weight(self, microbatch: int) -> None:
         """W: add the weight gradients that B of this microbatch left."""
         self._before_weight.discard(microbatch)
-        with outside_of_autocast():
+        if is_autocast_on():
+            with outside_of_autocast():
+                self.splitter.weight(microbatch)
+        else:
             self.splitter.weight(microbatch)
 
     def in_flight(self) -> tuple[int, int]:
