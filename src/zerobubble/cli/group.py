@@ -70,8 +70,8 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 def group(ctx: click.Context) -> None:
     """List, draw, make, check, compare and plan pipeline-parallel schedules, and hold runs against plans.
 
-    Commands that take a schedule take it by name, or as a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV. A plan brings the
-    costs that it was made for.
+    Commands that take a schedule take it by name, or as a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV. A plan brings
+    the costs that it was made for.
 
     \b
     Examples:

@@ -77,7 +77,7 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        outputs = carry(partial(self._run, partial(self.splitter.forward, microbatch)), inputs, finish, self.index)
+        outputs = carry(partial(self._run, microbatch), inputs, finish, self.index)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._after_forward[microbatch] = (leaves, edges)
@@ -85,15 +85,15 @@ class Stage:
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
-        return carry(partial(self._run, self._plain_call), inputs, finish, self.index)
+        return carry(self._run_plainly, inputs, finish, self.index)
 
-    def _plain_call(self, inputs: Tensors) -> Callable[[], Any]:
+    def _run_plainly(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         positional, named = arguments_of(inputs)
-        return partial(self.module, *positional, **named)
+        return self._outputs_of(partial(self.module, *positional, **named), inputs, finish)
 
-    def _run(self, ready: Callable[[Tensors], Callable[[], Any]], inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        """What the call that `ready` gives for `inputs` puts out, or the loss that `finish` makes of it; what autograd saves is metered."""
-        call = ready(inputs)
+    def _run(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+        """The outputs of a forward, or the loss that `finish` makes of them; what autograd saves is metered."""
+        call = self.splitter.forward(microbatch, inputs)
         if self.meter is None:
             return self._outputs_of(call, inputs, finish)
         with self.meter.counting():
