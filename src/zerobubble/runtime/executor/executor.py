@@ -308,7 +308,9 @@ class Executor:
         return self._timed(Doing.WAIT, source, taking) if source in self._received else taking
 
     def _compile_forward(self, op: Op) -> _Pass:
-        stage, microbatch, kept = self._stages[op.stage], op.microbatch, self._kept_for(op)
+        stage = self._stages[op.stage]
+        microbatch = op.microbatch
+        task = Task(stage, microbatch, self._kept_for(op))
         source, target = self._ends(op)
         run = run_of(op.kind)
 
@@ -323,15 +325,23 @@ class Executor:
         def work(inputs: Tensors) -> None:
             assert self._batch is not None
             finish = partial(self._batch.finish, microbatch) if target is None else None
-            training = self._training
-            outputs = run(Task(stage, microbatch, inputs, finish, kept)) if training else stage.infer(inputs, finish)
+            if not self._training:
+                outputs = stage.infer(inputs, finish)
+            else:
+                task.taken = inputs
+                task.finish = finish
+                try:
+                    outputs = run(task)
+                finally:
+                    task.taken = ()
+                    task.finish = None
             if target is not None:
                 self._values[target] = outputs
 
         return _Pass(op, take, work)
 
     def _compile_backward(self, op: Op) -> _Pass:
-        stage, microbatch, kept = self._stages[op.stage], op.microbatch, self._kept_for(op)
+        task = Task(self._stages[op.stage], op.microbatch, self._kept_for(op))
         source, target = self._ends(op)
         run = run_of(op.kind)
 
@@ -340,7 +350,11 @@ class Executor:
             return self._batch.seed
 
         def work(gradients: Cotangents) -> None:
-            outputs = run(Task(stage, microbatch, gradients, None, kept))
+            task.taken = gradients
+            try:
+                outputs = run(task)
+            finally:
+                task.taken = ()
             if target is not None:
                 self._values[target] = outputs
 
@@ -348,7 +362,7 @@ class Executor:
 
     def _compile_local(self, op: Op) -> _Pass:
         """A pass that waits for no other stage, such as W."""
-        task = Task(self._stages[op.stage], op.microbatch, (), None, self._kept_for(op))
+        task = Task(self._stages[op.stage], op.microbatch, self._kept_for(op))
         run = run_of(op.kind)
         return _Pass(op, tuple, lambda _: run(task))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -12,19 +13,20 @@ from zerobubble.kinds import Kind, Stuff, traits_of
 from zerobubble.runtime.stage.stage import Stage
 
 
-class Task(NamedTuple):
-    """One pass to run: that of `microbatch` on `stage`.
+@dataclass(slots=True)
+class Task:
+    """One pass to run: that of `microbatch` on `stage`. It is made with the program, and given what it works on in each step.
 
-    `taken` is what came from the neighbour: a forward's inputs, the gradients of a backward, an empty tuple for any other kind. `finish`
-    is given to the forwards of the last stage: it turns the model's output into the scalar to go back from. `kept` is one dictionary
-    for all passes of this microbatch on this stage, where those of added kinds leave things for each other.
+    `taken` is what came from the neighbour: a forward's inputs, the gradients of a backward, an empty tuple for any other kind and when
+    the pass is over. `finish` is given to the forwards of the last stage: it turns the model's output into the scalar to go back from.
+    `kept` is one dictionary for all passes of this microbatch on this stage, where those of added kinds leave things for each other.
     """
 
     stage: Stage
     microbatch: int
-    taken: Any
-    finish: Callable[[Any], Tensor] | None
     kept: dict[Stuff, Any]
+    taken: Any = ()
+    finish: Callable[[Any], Tensor] | None = None
 
 
 Run = Callable[[Task], Any]
