@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from zerobubble import InputError
+from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.layers import shadowing
 from zerobubble.runtime.stage.stage import make_stage
 
@@ -29,6 +30,8 @@ ROUNDED = {
     "matrix of the module, first",
 }
 """Kinds in which a weight is used by its Linear and elsewhere too: what waits is added last. All others keep every bit."""
+OWN_MATRICES = ("raw parameters", "matrix of the module", "checkpoint of a module with a matrix", "experts")
+"""Kinds of which torch before 2.8 does not tell who saves tensors: their weight gradients are right, and stay in B."""
 TOLERANCES = dict.fromkeys(ROUNDED, 1e-12) | {"autocast, gradient within the forward": 2**-7}
 """Under autocast that sum is one of bfloat16 numbers on one device."""
 
@@ -39,7 +42,7 @@ def test_the_split_leaves_what_autograd_leaves(name: str) -> None:
     kind = KINDS[name]
     mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
     assert difference(mine, oracle) <= TOLERANCES.get(name, 0)
-    assert bool(mine.waited) == kind.waits
+    assert bool(mine.waited) == (kind.waits and (CAN_SEE_HOOKS or not name.startswith(OWN_MATRICES)))
 
 
 class ChangesLater(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +19,33 @@ from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 _PASS = "zerobubble.pass_in_progress"
 """The name of what torch keeps for the thread, and hands on to the threads on which its engine goes back."""
 # Looked up once: every layer and every pass calls them.
-_keep_for_thread = torch._C._stash_obj_in_tls
 _is_kept = torch._C._is_key_in_tls
 _kept_for_thread = torch._C._get_obj_in_tls
+
+
+def _takes_a_reference() -> bool:
+    """Whether torch counts a reference to what it keeps. Version 2.6 does not, and yet gives one back when it lets go."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_PASS, probe)
+    takes = sys.getrefcount(probe) > before
+    if not takes:
+        _count_reference(probe)
+        _count_reference(None)
+    torch._C._stash_obj_in_tls(_PASS, None)
+    return takes
+
+
+def _keep_counted(name: str, value: object) -> None:
+    """Let torch keep `value`, with a reference counted for it."""
+    _count_reference(value)
+    torch._C._stash_obj_in_tls(name, value)
+
+
+_count_reference = ctypes.pythonapi.Py_IncRef
+_count_reference.argtypes = [ctypes.py_object]
+_count_reference.restype = None
+_keep_for_thread: Callable[[str, object], None] = torch._C._stash_obj_in_tls if _takes_a_reference() else _keep_counted
 
 
 @dataclass(frozen=True)
