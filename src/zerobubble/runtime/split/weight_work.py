@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,34 +17,28 @@ from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 
 _PASS = "zerobubble.pass_in_progress"
 """The name of what torch keeps for the thread, and hands on to the threads on which its engine goes back."""
-# Looked up once: every layer and every pass calls them.
-_is_kept = torch._C._is_key_in_tls
-_kept_for_thread = torch._C._get_obj_in_tls
+
+TORCH_KEEPS_REFERENCES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch counts a reference to an object that it keeps for a thread. It does in 2.13; 2.6 does not, and frees it too early."""
 
 
-def _takes_a_reference() -> bool:
-    """Whether torch counts a reference to what it keeps. Version 2.6 does not, and yet gives one back when it lets go."""
-    probe = object()
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(_PASS, probe)
-    takes = sys.getrefcount(probe) > before
-    if not takes:
-        _count_reference(probe)
-        _count_reference(None)
-    torch._C._stash_obj_in_tls(_PASS, None)
-    return takes
+class _PassOfThread(threading.local):
+    """The pass in progress where torch cannot keep it.
+
+    Autograd's engine has threads of its own for GPUs. There a checkpoint that runs again finds no pass, and leaves nothing for W.
+    """
+
+    work: WeightWork | None = None
 
 
-def _keep_counted(name: str, value: object) -> None:
-    """Let torch keep `value`, with a reference counted for it."""
-    _count_reference(value)
-    torch._C._stash_obj_in_tls(name, value)
+_here = _PassOfThread()
 
 
-_count_reference = ctypes.pythonapi.Py_IncRef
-_count_reference.argtypes = [ctypes.py_object]
-_count_reference.restype = None
-_keep_for_thread: Callable[[str, object], None] = torch._C._stash_obj_in_tls if _takes_a_reference() else _keep_counted
+def _keep(work: WeightWork | None) -> None:
+    if TORCH_KEEPS_REFERENCES:
+        torch._C._stash_obj_in_tls(_PASS, work)
+    else:
+        _here.work = work
 
 
 @dataclass(frozen=True)
@@ -82,11 +75,11 @@ class WeightWork:
         self.goes_back = False
 
     def __enter__(self) -> None:
-        self._outer = _kept_for_thread(_PASS) if _is_kept(_PASS) else None
-        _keep_for_thread(_PASS, self)
+        self._outer = pass_in_progress()
+        _keep(self)
 
     def __exit__(self, *_: object) -> None:
-        _keep_for_thread(_PASS, self._outer)
+        _keep(self._outer)
         self._outer = None
 
     def may_take(self, node: Any) -> bool:
@@ -173,5 +166,7 @@ def pass_in_progress() -> WeightWork | None:
     Torch calls a layer's forward without a handle of ours, and a checkpoint runs it again in B on a thread of autograd's engine. The
     pass is therefore kept where torch keeps what belongs to a thread and follows its work into the engine.
     """
-    work: WeightWork | None = _kept_for_thread(_PASS) if _is_kept(_PASS) else None
+    if not TORCH_KEEPS_REFERENCES:
+        return _here.work
+    work: WeightWork | None = torch._C._get_obj_in_tls(_PASS) if torch._C._is_key_in_tls(_PASS) else None
     return work
