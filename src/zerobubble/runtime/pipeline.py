@@ -196,7 +196,7 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once."""
-        return nn.ModuleList(self.modules.values()).parameters()
+        return self._steps.parameters()
 
     def attach(self, hook: StepHook) -> None:
         """Call `hook` from the next training step on, after those that are attached already.

@@ -34,7 +34,7 @@ def clip_grad_norm(
     total = total_norm(norms, norm_type).to(pipeline.device)
     if error_if_nonfinite:
         refuse(total, norm_type, spoilt, losses)
-    scale(nn.ModuleList(pipeline.modules.values()).parameters(), max_norm, total, gradients)
+    scale(pipeline.parameters(), max_norm, total, gradients)
     return total
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.hook import AttachedPipeline
@@ -26,8 +26,7 @@ def unscale(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler, optimizer:
 
 def _sums(pipeline: AttachedPipeline) -> list[Tensor]:
     """The gradients in `main_grad` of this rank."""
-    parameters = nn.ModuleList(pipeline.modules.values()).parameters()
-    return [total for parameter in parameters if (total := pipeline.gradients.of(parameter)) is not None]
+    return [total for parameter in pipeline.parameters() if (total := pipeline.gradients.of(parameter)) is not None]
 
 
 def _share_what_is_not_finite(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

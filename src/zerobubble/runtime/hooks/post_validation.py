@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -213,7 +213,7 @@ class PostValidation(StepHook):
 
     def _keep(self) -> None:
         """Keep what it takes to make this step again: its gradients and its options."""
-        held = [*self._parameters(), *(parameter for group in self.optimizer.param_groups for parameter in group["params"])]
+        held = [*self._pipeline.parameters(), *(parameter for group in self.optimizer.param_groups for parameter in group["params"])]
         self._gradients = {parameter: parameter.grad for parameter in held}
         self._options = self._options_now()
 
@@ -263,11 +263,8 @@ class PostValidation(StepHook):
             self._undo.undo()
         if not self._form.is_skipped(ledger):
             if self._max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters(), self._max_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(self._pipeline.parameters(), self._max_norm, norm)
             self.optimizer.step()
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return nn.ModuleList(self._pipeline.modules.values()).parameters()
 
     def _fault(self, pipeline: AttachedPipeline) -> str:
         """What is wrong with this rank's arguments; nothing when they will do."""

@@ -6,7 +6,7 @@ ready, before an optimizer uses gradients, and when the step ends. Evaluation, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -80,6 +80,9 @@ class AttachedPipeline(Protocol):
     @property
     def hooks(self) -> Sequence[StepHook]:
         """The hooks attached so far, in order."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, each once."""
 
     def activity(self, when: str) -> AbstractContextManager[None]:
         """Whatever fails inside ends the pipeline on every rank, and is told there as what happened `when`, such as "while saving"."""

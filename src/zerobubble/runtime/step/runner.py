@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
@@ -82,6 +82,10 @@ class StepRunner:
         """The loss of each microbatch of the last step; None before one and without targets."""
         return self._losses.losses
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """See `AttachedPipeline`."""
+        return nn.ModuleList(self.modules.values()).parameters()
+
     @property
     def hooks(self) -> Sequence[StepHook]:
         """The hooks attached so far, in order."""
@@ -120,7 +124,8 @@ class StepRunner:
             )
             self.step_hooks.begin(step, compiled.stages)
             with step.contexts:
-                self._play(executor, compiled, batch, given, step)
+                forwards_stand = self.step_hooks.forwards_stand if step.questions else None
+                self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory)
             step.loss = self._losses.close()
         assert step.loss is not None
         self._num_steps += 1
@@ -129,22 +134,29 @@ class StepRunner:
         self.step_hooks.end(step, compiled.stages)
         return step.loss
 
-    def _play(self, executor: Executor, compiled: CompiledProgram, batch: Batch, given: StepInputs, step: TrainingStep) -> None:
-        meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if step.measures_memory else None
+    def _play(
+        self,
+        compiled: CompiledProgram,
+        executor: Executor,
+        batch: Batch,
+        given: StepInputs,
+        forwards_stand: Callable[[], bool] | None = None,
+        *,
+        measures_memory: bool,
+    ) -> None:
+        """The passes of a training step."""
+        meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
         executor.meter = meter
         with self._stages.training(compiled.stages, meter):
-            executor.run(batch, self.step_hooks.forwards_stand if step.questions else None)
+            executor.run(batch, forwards_stand)
 
     def train_unheard(self, compiled: CompiledProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
         """A training step that no hook hears of."""
         executor = compiled.train
         assert executor is not None
-        meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
-        executor.meter = meter
         with self.guard.during_step(executor):
             batch = self._open(executor, given, None)
-            with self._stages.training(compiled.stages, meter):
-                executor.run(batch)
+            self._play(compiled, executor, batch, given, measures_memory=measures_memory)
             loss = self._losses.close()
         assert loss is not None
         return loss
