@@ -15,7 +15,7 @@ import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Op
 from zerobubble.runtime.transport import shared_memory
-from zerobubble.runtime.transport.shared_memory import Ring
+from zerobubble.runtime.transport.ring import Ring
 from zerobubble.runtime.values.shapes import TensorShape
 
 Step = Callable[[Tensor, Tensor], None]

@@ -14,7 +14,7 @@ import pytest
 import zerobubble as zb
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.transport import shared_memory
-from zerobubble.runtime.transport.shared_memory import Ring
+from zerobubble.runtime.transport.ring import Ring
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "executor"
 

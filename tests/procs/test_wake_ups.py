@@ -7,7 +7,7 @@ import select
 import socket
 from itertools import count
 
-from zerobubble.runtime.transport.shared_memory import Connection
+from zerobubble.runtime.transport.wake_up import Connection
 
 
 def test_a_sender_that_waits_leaves_its_wake_up_to_the_receiver() -> None:
