@@ -13,7 +13,7 @@ from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.kinds import HELD, MOVES, Kind, Stuff, kinds_making, traits_of
 from zerobubble.rules import makers, uses
-from zerobubble.timeline import Span, Timeline, together
+from zerobubble.timeline import Span, Timeline, steps_of
 
 __all__ = ["fit_comm", "fit_costs"]
 
@@ -91,7 +91,7 @@ def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list
     delays: dict[tuple[Stuff, int], list[int]] = defaultdict(list)
     for rank, row in enumerate(timeline.rows):
         free = timeline.start
-        for spans in together(row):
+        for spans in steps_of(row):
             for value in (value for value in uses(spans[0].op, num_stages) if value.stuff in MOVES):
                 source, sent = next((ended[op] for op in makers(value) if op in ended), (rank, 0))
                 if source == rank:
@@ -109,14 +109,14 @@ def _times(timeline: Timeline) -> Durations:
 
 
 def _alone(row: Sequence[Span]) -> list[Span]:
-    return [spans[0] for spans in together(row) if len(spans) == 1]
+    return [spans[0] for spans in steps_of(row) if len(spans) == 1]
 
 
 def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
     """Per stage, what the overlapped steps that begin with a pass of it take less than their passes apart."""
     saved: dict[int, list[int]] = defaultdict(list)
     for row in timeline.rows:
-        for first, second in (spans for spans in together(row) if len(spans) == 2):
+        for first, second in (spans for spans in steps_of(row) if len(spans) == 2):
             both = apart.step_time((first.op,)) + apart.step_time((second.op,))
             saved[first.op.stage].append(both - (max(first.end, second.end) - first.start))
     for stage in range(apart.num_stages):

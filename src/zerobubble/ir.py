@@ -257,8 +257,30 @@ def collect_head(head: dict[str, str], number: int, line: str) -> None:
     head[key] = rest.strip()
 
 
+class WithHead(Displayed):
+    """A value of a head and a row for each rank: a `Schedule` of passes or a `Program` of actions."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    microbatch_routes: tuple[int, ...]
+
+    @property
+    def head(self) -> Head:
+        """Everything but the rows."""
+        return Head(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+
 @dataclass(frozen=True, repr=False)
-class Schedule(Displayed):
+class Schedule(WithHead):
     """The order of passes on every rank: `rows[rank]` is what that rank runs, first to last.
 
     `microbatch_routes[j]` names the route microbatch `j` takes through the placement; empty means route 0 for all. `overlaps` are
@@ -304,19 +326,6 @@ class Schedule(Displayed):
     def _details(self) -> Iterator[str]:
         for rank, row in enumerate(self.steps):
             yield f"rank {rank}: {' '.join(map(_step_text, row[:COLUMNS]))}"
-
-    @property
-    def head(self) -> Head:
-        """Everything but the rows."""
-        return Head(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.placement.num_ranks
-
-    @property
-    def num_stages(self) -> int:
-        return self.placement.num_stages
 
     @cached_property
     def steps(self) -> tuple[tuple[Step, ...], ...]:

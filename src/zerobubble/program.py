@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import takes
-from zerobubble.display import COLUMNS, Displayed
+from zerobubble.display import COLUMNS
 from zerobubble.errors import ParseError, reading
-from zerobubble.ir import Head, Placement, Schedule, Step, collect_head, content_lines, parse_step
+from zerobubble.ir import Head, Placement, Schedule, Step, WithHead, collect_head, content_lines, parse_step
 from zerobubble.kinds import Kind, Stuff, kinds_making
 from zerobubble.rules import Value
 from zerobubble.units import counted
@@ -82,7 +82,7 @@ def channel_of(rank: int, action: Send | Recv) -> Channel:
 
 
 @dataclass(frozen=True, repr=False)
-class Program(Displayed):
+class Program(WithHead):
     """`rows[rank]` are the actions of that rank, first to last. Made by `lower`, checked by `verify_program.program_faults`.
 
     >>> import zerobubble as zb
@@ -107,19 +107,6 @@ class Program(Displayed):
     def _details(self) -> Iterator[str]:
         for rank, row in enumerate(self.rows):
             yield f"rank {rank}: {'; '.join(map(str, row[:COLUMNS]))}"
-
-    @property
-    def head(self) -> Head:
-        """Everything but the rows."""
-        return Head(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.placement.num_ranks
-
-    @property
-    def num_stages(self) -> int:
-        return self.placement.num_stages
 
     @property
     def is_forward_only(self) -> bool:

@@ -1,4 +1,4 @@
-"""What ran when. One type for simulated and measured runs, and every figure read off it."""
+"""A timeline: what ran when on each rank, in one type for simulated and measured runs, and every figure read off it."""
 
 from __future__ import annotations
 
@@ -92,13 +92,16 @@ class RankFigures:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Displayed):
-    """`rows[rank]` are that rank's spans in order; `memory[rank]` its held bytes as (time, bytes) steps, empty if unknown.
+    """What every rank ran, in ns since the timeline's origin.
 
-    `marks[rank]` is what a measured rank did outside its passes, in the order in which it ended; empty where nothing was recorded.
+    - `rows[rank]` are that rank's spans in the order of their starts. Only two neighbours may overlap, the passes of one step.
+    - `memory[rank]` are the activation bytes that it held, as steps of (time, bytes from then on); empty if unknown.
+    - `marks[rank]` is what a measured rank did outside its passes, in the order in which it ended; empty where nothing was recorded.
+    - `source` is "simulated" or "measured".
 
-    Two metrics: `makespan` runs from the first start to the last end over all ranks,
-    `span` is the longest time any single rank is busy from its own first start to its own last end. A bubble rate is the share
-    of rank time that is idle: 1 - total work / (ranks x metric).
+    Two metrics: `makespan` runs from the first start to the last end over all ranks, `span` is the longest that a single rank takes from
+    its own first start to its own last end. A bubble rate (`bubble_makespan`, `bubble_span`) is the share of that time, of all ranks
+    together, that is idle: 1 - total work / (ranks x metric).
 
     >>> import zerobubble as zb
     >>> timeline = zb.simulate(zb.make("zb-h1", 2, 3), zb.Costs.uniform(2, times=(10, 10, 8)))
@@ -142,7 +145,7 @@ class Timeline(Displayed):
 
     @cached_property
     def end(self) -> int:
-        return max((span.end for row in self.rows for span in row[-2:]), default=0)
+        return max(map(_end_of_row, filter(None, self.rows)), default=0)
 
     @property
     def makespan(self) -> int:
@@ -158,7 +161,7 @@ class Timeline(Displayed):
         peak = max((held for _, held in self.memory[rank]), default=0) if self.memory else None
         if not row:
             return RankFigures(rank, 0, self.makespan, 0, 0, peak)
-        end = max(row[-1].end, row[-2:][0].end)
+        end = _end_of_row(row)
         return RankFigures(rank, work, row[0].start - self.start, end - row[0].start - work, self.end - end, peak)
 
     @property
@@ -214,6 +217,11 @@ class Timeline(Displayed):
             return cls(str(data["name"]), rows, memory, str(data.get("source", "measured")), marks)
 
 
+def _end_of_row(row: Sequence[Span]) -> int:
+    """When the last of a rank's passes ends: of two that overlap it may be the first."""
+    return max(span.end for span in row[-2:])
+
+
 def _busy(row: tuple[Span, ...]) -> int:
     """The time in which at least one span runs; spans are in order of their starts."""
     busy, end = 0, row[0].start if row else 0
@@ -223,8 +231,8 @@ def _busy(row: tuple[Span, ...]) -> int:
     return busy
 
 
-def together(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
-    """The spans of a rank, alone or two that ran overlapped."""
+def steps_of(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
+    """The steps of a rank in order, each with its one span, or with the two that overlapped."""
     place = 0
     while place < len(row):
         pair = tuple(row[place : place + 2])

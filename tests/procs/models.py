@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+import zerobubble as zb
 
 
 class Block(nn.Module):
@@ -48,3 +53,30 @@ def one_device(modules: list[nn.Module], num_microbatches: int, inputs: Tensor, 
         loss.backward()
         total = total + loss.detach()
     return total
+
+
+class OneDevice(nn.Module):
+    """The oracle: the stages one after another, each called with what the one before it gave; `kwargs[s]` go to stage s."""
+
+    def __init__(self, stages: list[nn.Module], kwargs: dict[int, dict[str, Any]] | None = None) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.kwargs = kwargs or {}
+
+    def forward(self, x: Any) -> Any:
+        for index, stage in enumerate(self.stages):
+            named = self.kwargs.get(index, {})
+            given = x if isinstance(x, (tuple, list, dict)) else (x,)
+            x = stage(**given, **named) if isinstance(given, dict) else stage(*given, **named)
+        return x
+
+
+def gradient_error(pipe: zb.Pipeline, stages: Sequence[nn.Module]) -> float:
+    """The largest difference of this rank's gradients from those of the `stages` of one device; None must meet None."""
+    worst = 0.0
+    for index, module in pipe.modules.items():
+        for (name, mine), theirs in zip(module.named_parameters(), stages[index].parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), f"stage {index}, {name}: {mine.grad is None} {theirs.grad is None}"
+            if mine.grad is not None and theirs.grad is not None:
+                worst = max(worst, (mine.grad - theirs.grad).abs().max().item())
+    return worst

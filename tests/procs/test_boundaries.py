@@ -12,26 +12,10 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.endpoints import BareLines, of_group
-from tests.procs.models import Block, batch, loss_fn
+from tests.procs.models import Block, OneDevice, batch, loss_fn
 from tests.procs.ranks import Ranks
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
-
-
-class OneDevice(nn.Module):
-    """The oracle: the stages one after another, each called with what the one before it gave; `kwargs[s]` go to stage s."""
-
-    def __init__(self, stages: list[nn.Module], kwargs: dict[int, dict[str, Any]] | None = None) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self.kwargs = kwargs or {}
-
-    def forward(self, x: Any) -> Any:
-        for index, stage in enumerate(self.stages):
-            named = self.kwargs.get(index, {})
-            given = x if isinstance(x, (tuple, list, dict)) else (x,)
-            x = stage(**given, **named) if isinstance(given, dict) else stage(*given, **named)
-        return x
 
 
 def compare(pipe: zb.Pipeline, stages: list[nn.Module]) -> float:

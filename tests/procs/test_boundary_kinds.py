@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.endpoints import BareLines, of_group
-from tests.procs.models import batch, loss_fn
+from tests.procs.models import OneDevice, batch, loss_fn
 from tests.procs.ranks import Ranks
-from tests.procs.test_boundaries import OneDevice, Part, compare, train
+from tests.procs.test_boundaries import Part, compare, train
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 

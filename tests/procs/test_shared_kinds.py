@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.procs.models import batch, loss_fn, one_device
+from tests.procs.models import OneDevice, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_boundaries import Part
 
@@ -42,19 +42,6 @@ class Looking(Part):
         return x if self.is_last else (x, tokens)
 
 
-class Whole(nn.Module):
-    """The stages one after another."""
-
-    def __init__(self, stages: list[nn.Module]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-
-    def forward(self, x: Any) -> Any:
-        for stage in self.stages:
-            x = stage(*x) if isinstance(x, tuple) else stage(x)
-        return x
-
-
 def shared(group: Any, make_stage: Any, name: str, parameter: str) -> float:
     """The largest error of the gradients of this rank where all stages hold one `parameter`, after two steps."""
     count = zb.make(name, group.size(), 4).num_stages
@@ -66,7 +53,7 @@ def shared(group: Any, make_stage: Any, name: str, parameter: str) -> float:
             setattr(stage.get_submodule(module), leaf, stages[0].get_parameter(parameter))
         for seed in range(2):
             pipe.step(*batch(4, seed=seed))
-            one_device([Whole(stages)], 4, *batch(4, seed=seed))
+            one_device([OneDevice(stages)], 4, *batch(4, seed=seed))
         worst = 0.0
         for stage, own in pipe.modules.items():
             for mine, theirs in zip(own.parameters(), stages[stage].parameters(), strict=True):
@@ -173,7 +160,7 @@ def with_buffers(group: Any, make_stage: Any, name: str) -> tuple[float, float] 
             for stage in stages:
                 stage.eval()
             with torch.no_grad():
-                parts = [loss_fn(Whole(stages)(x), y) / 4 for x, y in zip(*(part.chunk(4) for part in batch(4, seed=2)), strict=True)]
+                parts = [loss_fn(OneDevice(stages)(x), y) / 4 for x, y in zip(*(part.chunk(4) for part in batch(4, seed=2)), strict=True)]
             assert evaluated is not None
             grads = states = 0.0
             for stage, own in pipe.modules.items():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.models import batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_peers import OUT_OF_ORDER
 
@@ -95,19 +95,13 @@ def grown(group: Any) -> float:
     """The largest error of gradients in an order where two B of the grown stage run before the W of the first."""
     with zb.Pipeline(Growing, zb.Schedule.from_text(OUT_OF_ORDER), 4, loss_fn, group=group) as pipe:
         stages = [Growing(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
-        worst = 0.0
         for step in range(3):
             pipe.step(*batch(4, seed=step))
             one_device(stages, 4, *batch(4, seed=step))
             if step == 0:
                 for module in [*stages, *pipe.modules.values()]:
                     module.grow()
-        for stage, module in pipe.modules.items():
-            for mine, theirs in zip(module.parameters(), stages[stage].parameters(), strict=True):
-                assert (mine.grad is None) == (theirs.grad is None)
-                if mine.grad is not None and theirs.grad is not None:
-                    worst = max(worst, (mine.grad - theirs.grad).abs().max().item())
-        return worst
+        return gradient_error(pipe, stages)
 
 
 def test_parameters_may_come_between_steps(world: Ranks) -> None:
@@ -222,11 +216,7 @@ def thawed(group: Any, schedule: str, split: str, frozen: tuple[int, ...]) -> fl
                 module.zero_grad()
             pipe.step(*batch(4, seed=step))
             one_device(stages, 4, *batch(4, seed=step))
-            for stage, module in pipe.modules.items():
-                for mine, theirs in zip(module.parameters(), stages[stage].parameters(), strict=True):
-                    assert (mine.grad is None) == (theirs.grad is None)
-                    if mine.grad is not None and theirs.grad is not None:
-                        worst = max(worst, (mine.grad - theirs.grad).abs().max().item())
+            worst = max(worst, gradient_error(pipe, stages))
     return worst
 
 

@@ -1,4 +1,9 @@
-"""The bounds of a whole placement: a claim for each rank and pair of visits, and the strongest of them in words."""
+"""The bounds of a whole placement: claims for every rank, and the strongest of them in words.
+
+A claim holds for one rank: a microbatch needs some time to reach it (the head), the rank has its work to do, a microbatch needs some time
+to return from it (the tail), and forwards may wait for room in its memory. A visit is one pass, F or B, of a microbatch on its rank, by
+its number in the order in which a microbatch makes them.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +63,9 @@ def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limi
     spans = [claim for here in by_rank for claim in _rank_alone(here, here.starts[0])]
     makespans = [claim for here in by_rank for claim in _rank_alone(here, 0)]
     for window in spans_of(by_rank, chain, costs):
-        spans.append(_in_window(by_rank, window, spans))
-    makespans.append(_in_window(by_rank, Window(None, 0, 0, ends(chain, chain, costs)), spans + makespans))
+        spans.append(_strongest_in(window, by_rank, spans))
+    whole_step = Window(None, 0, 0, ends(chain, chain, costs))
+    makespans.append(_strongest_in(whole_step, by_rank, spans + makespans))
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
@@ -98,46 +104,64 @@ class Claim(NamedTuple):
 
 
 def _strongest(claims: Sequence[Claim]) -> Bound:
-    best = max(claims, key=lambda claim: claim.time)
+    best = max(claims, key=_time_of)
     return Bound(best.time, best.why())
 
 
+def _time_of(claim: Claim) -> int:
+    return claim.time
+
+
 def _rank_alone(here: RankPasses, begin: int) -> Iterator[Claim]:
-    """What the rank needs from its first pass to its last, or from time 0 if that is `begin`."""
+    """Claims about the time (ns) from `begin` to the end of the rank's last pass, whatever other ranks do after it.
+
+    `begin` is the earliest start of the rank's first pass for a claim about its span, and 0 for one about the makespan.
+    """
     load = here.load
     for visit, start in enumerate(here.starts):
-        yield Claim(start - begin + load.work - load.before[visit], partial(head_reason, here, visit, start - begin - load.before[visit]))
+        idle = start - begin - load.before[visit]
+        yield Claim(idle + load.work, partial(head_reason, here, visit, idle))
     full = memory_energy(load, here.starts)
     yield Claim(here.starts[0] - begin + full, partial(energy_reason, here, full))
 
 
-def _in_window(by_rank: Sequence[RankPasses], window: Window, known: Sequence[Claim]) -> Claim:
-    """The strongest claim about `window`, those that are `known` among them."""
+def _strongest_in(window: Window, by_rank: Sequence[RankPasses], known: Sequence[Claim]) -> Claim:
+    """The strongest claim about the length of `window`, of those already `known` and those that follow from each rank."""
     claims = [*known, *(claim for here in by_rank for claim in _head_and_tail(here, window))]
-    best = max(claims, key=lambda claim: claim.time)
-    return max([best, *_waits_for_memory(by_rank, window, best.time)], key=lambda claim: claim.time)
+    best = max(claims, key=_time_of)
+    return max([best, *_waits_for_memory(by_rank, window, best.time)], key=_time_of)
 
 
 def _head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
-    """Head and tail: what `window` needs for the first microbatch to reach the rank, for its work, and for the last to return."""
+    """For each two visits: the time until the `first` can be made, the work that must lie between, and the time from the `last` to the end.
+
+    They hold where some microbatch makes the `first` visit before the last microbatch makes the `last`.
+    """
     load, visits = here.load, range(len(here.passes))
     for last in visits:
-        back = window.ends[here.places[last]] - here.starts[last]
-        if not window.ends[here.places[last]]:
+        end = window.ends[here.places[last]]
+        if not end:  # no W inside the window follows this visit
             continue
+        tail = end - here.starts[last]
         for first in visits:
             if here.places[first] >= window.place and load.in_order[first][last]:
-                there = here.starts[first] - window.start
+                head = here.starts[first] - window.start
                 between = load.work - load.before[first] - load.after[last] - load.pass_times[last]
-                yield Claim(there + max(0, between) + back, partial(head_and_tail_reason, here, window, first, last))
+                yield Claim(head + max(0, between) + tail, partial(head_and_tail_reason, here, window, first, last))
 
 
-def _waits_for_memory(by_rank: Sequence[RankPasses], window: Window, enough: int) -> Iterator[Claim]:
-    """What `window` needs so that forwards find room, each claim stronger than `enough` and the one before."""
+def _waits_for_memory(by_rank: Sequence[RankPasses], window: Window, threshold: int) -> Iterator[Claim]:
+    """Claims that the forwards of a visit wait for room, each stronger than `threshold` (ns) and than the claim before.
+
+    Weaker ones are left out because to work them out takes long.
+    """
+    strongest = threshold
     for here in by_rank:
         for visit in range(here.load.num_stages):
-            unhindered = window.ends[here.places[visit]] - window.start
-            between = memory_wait(here.load, here.starts, visit, enough - unhindered) if here.places[visit] >= window.place else 0
-            if unhindered + between > enough:
-                enough = unhindered + between
-                yield Claim(enough, partial(memory_wait_reason, here, visit, between))
+            if here.places[visit] < window.place:
+                continue
+            one_microbatch = window.ends[here.places[visit]] - window.start
+            wait = memory_wait(here.load, here.starts, visit, strongest - one_microbatch)
+            if one_microbatch + wait > strongest:
+                strongest = one_microbatch + wait
+                yield Claim(strongest, partial(memory_wait_reason, here, visit, wait))

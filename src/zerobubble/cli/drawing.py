@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zerobubble.export.palette import ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, traits_of
-from zerobubble.timeline import Span, Timeline, together
+from zerobubble.timeline import Span, Timeline, steps_of
 from zerobubble.units import ms, ticks
 
 EDGE, DARK = "▏", "#1b1f24"
@@ -64,7 +64,7 @@ def _boxes(row: Sequence[Span], scale: _Scale, coloured: bool) -> Iterator[tuple
 
     Two passes that ran overlapped are one box where there is room for both names and no colour to tell, or else share the columns.
     """
-    for spans in together(row):
+    for spans in steps_of(row):
         start, end = spans[0].start, spans[-1].end
         whole = scale.column(start), scale.column(end)
         if not coloured and len(_name(spans, [0] * len(spans))) <= whole[1] - whole[0]:

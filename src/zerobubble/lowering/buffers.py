@@ -12,24 +12,26 @@ from zerobubble.lowering.messages import earliest_from
 def release_points(graph: Graph, users: list[int]) -> list[int]:
     """For each message, by its maker: the pass of the sender after which it is freed; -1 where nothing is sent.
 
-    That is the first pass that uses something the receiver sent after it used the message, or the last of the row without one.
+    `users` are those of `lowering.messages`. A message has arrived when the sender uses anything that the receiver sent after it used the
+    message, so it is freed after the first pass that does. Where there is none, it is freed after the last pass of the sender's row.
     """
     points = [-1] * len(users)
-    answers = _answers(graph, users)
+    messages = _messages_by_ranks(graph, users)
     for maker, user in enumerate(users):
         if user >= 0:
-            here, peer = graph.rank[maker], graph.rank[user]
-            sent, used = answers[peer, here]
-            at = bisect_left(sent, user)
-            points[maker] = used[at] if at < len(sent) else graph.first[here + 1] - 1
+            sender, receiver = graph.rank[maker], graph.rank[user]
+            sent_back, used_from = messages[receiver, sender]
+            after_use = bisect_left(sent_back, user)
+            last_of_row = graph.first[sender + 1] - 1
+            points[maker] = used_from[after_use] if after_use < len(sent_back) else last_of_row
     return points
 
 
-def _answers(graph: Graph, users: list[int]) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
-    """Per (sender, receiver): the makers of its messages in order, and the earliest pass that uses any from there on."""
+def _messages_by_ranks(graph: Graph, users: list[int]) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+    """For each (sender, receiver): the makers of the messages between them, in order, and the first pass to use each or a later one."""
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     for maker, user in enumerate(users):
         if user >= 0:
             sent[graph.rank[maker], graph.rank[user]].append(maker)
-    answers = {pair: (makers, earliest_from([users[maker] for maker in makers])) for pair, makers in sent.items()}
-    return defaultdict(lambda: ([], []), answers)
+    messages = {ranks: (makers, earliest_from([users[maker] for maker in makers])) for ranks, makers in sent.items()}
+    return defaultdict(lambda: ([], []), messages)

@@ -8,7 +8,7 @@ A policy is a vector of three parts:
 
 - a pace for each leg forward and each leg back: the time from a due date to the next one, as a multiple of the pass's own time,
 - a rest after each leg forward and each leg back, in mean pass times,
-- the parameters of the parametersing rule (see `DISPATCH` of the list scheduler) without their units: `PATIENCE`, `STRICT` and `DELAY` in
+- the parameters of the dispatching rule (see `DISPATCH` of the list scheduler) without their units: `PATIENCE`, `STRICT` and `DELAY` in
   mean pass times, `PERIOD` in the work of the busiest rank for one microbatch, `BACKLOG` in microbatches, `ALLOWANCE` in the idle time
   that the bound says is unavoidable, `PATCH` in the time of the W in question. `NEVER` switches a parameter off.
 """
@@ -21,7 +21,7 @@ from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.tables import Floats
 
 PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY = range(7)
-"""The place of each parameter of the parametersing rule in the last part of a policy."""
+"""The place of each parameter of the dispatching rule in the last part of a policy."""
 
 NUM_PARAMETERS = 7
 

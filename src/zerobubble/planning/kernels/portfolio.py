@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from zerobubble.planning.kernels.anneal import seed_random
-from zerobubble.planning.kernels.coarse_to_fine import KEPT, policies_from_coarse
+from zerobubble.planning.kernels.coarse_to_fine import POOL_SIZE, policies_from_coarse
 from zerobubble.planning.kernels.policy import full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
@@ -57,7 +57,7 @@ def search_portfolio(state: SearchState, problem: Problem, seeds: Sequence[Ints]
         _anneal(state, state.order, moves, 0, 0.2)
     pool = policies_from_coarse(state, problem, 0.4 if near_bound else 0.8 if state.tables.size > LARGE else 0.5)
     state.improve_policies(pool, len(pool.costs))
-    _take_turns(state, pool.best(KEPT), fitting, near_bound, moves, tries)
+    _take_turns(state, pool.best(POOL_SIZE), fitting, near_bound, moves, tries)
 
 
 def _first_turn(state: SearchState, near_bound: bool) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def _take_turns(state: SearchState, pool: PolicyPool, seeds: Sequence[Ints], nea
         if near_bound or (seeds and turn > 0):
             _anneal(state, seeds[turn % min(len(seeds), ANNEALED_SEEDS)], moves, turn + 1, 0.2)
         if not state.done:
-            redated = state.improve_due_dates(pool.best(KEPT).policies[turn % KEPT], tries // 2)
+            redated = state.improve_due_dates(pool.best(POOL_SIZE).policies[turn % POOL_SIZE], tries // 2)
             _anneal(state, redated, moves, turn, 0.2)
         assert state.order is not None
         _anneal(state, state.order, moves, turn, 0.2)

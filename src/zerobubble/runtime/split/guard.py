@@ -1,4 +1,7 @@
-"""Tells a traced stage in which state of Python its module is, so that no trace runs in another state than the one it was made in."""
+"""Tells a traced stage in which Python state its module is, so that no trace runs in another state than the one it was made in.
+
+The Python state is what `python_state` reads: the numbers, flags, strings and functions that a forward can reach.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from torch import nn
 from zerobubble.runtime.split.python_state import State, read_state
 
 MOST_STATES = 8
-"""States whose traces are kept: a flag that goes to and fro costs nothing, and a number that always changes costs no memory."""
+"""States whose traces are kept: a flag that goes to and fro is not traced again, and a number that always changes does not fill memory."""
 
 
 class Guard:
     """Gives each state of `module` a number: equal numbers, equal states.
 
-    The state is read anew only where a look at it finds another object somewhere. When there are more than `MOST_STATES`, the one that was
-    met longest ago is given up: `forget` is called with its number, and the first time a warning says what keeps changing.
+    Reading a state takes long and looking whether it holds the same objects takes microseconds, so it is read anew only where a look finds
+    another object. When there are more than `MOST_STATES`, the one that was met longest ago is given up: `forget` is called with its
+    number, and the first time a warning that begins with `name` says what keeps changing.
     """
 
     def __init__(self, module: nn.Module, forget: Callable[[int], None], *, name: str) -> None:
@@ -28,8 +32,9 @@ class Guard:
         self._name = name
         self._state: State | None = None
         self._number = -1
-        self._next = 0
+        self._num_states_met = 0
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
+        """The number of each state that is kept, the one met longest ago first."""
         self._is_code_checked = False
         self._has_warned = False
 
@@ -39,20 +44,24 @@ class Guard:
 
     def number(self) -> int:
         """The number of the state in which the module is now. Raises `InputError` for a state that cannot be compared."""
-        state = self._state
-        if state is None or not state.watched.is_unchanged() or not (self._is_code_checked or state.watched_per_step.is_unchanged()):
+        if not self._is_unchanged():
             self._read()
         self._is_code_checked = True
         return self._number
 
+    def _is_unchanged(self) -> bool:
+        if self._state is None or not self._state.watched.is_unchanged():
+            return False
+        return self._is_code_checked or self._state.watched_per_step.is_unchanged()
+
     def _read(self) -> None:
-        before, self._state = self._state, None
+        before, self._state = self._state, None  # None stays if the state cannot be read
         now = read_state(self._module)
         self._state = now
         key = tuple(now.values.items())
         if key not in self._numbers:
-            self._numbers[key] = self._next
-            self._next += 1
+            self._numbers[key] = self._num_states_met
+            self._num_states_met += 1
         self._numbers.move_to_end(key)
         self._number = self._numbers[key]
         if len(self._numbers) > MOST_STATES:
@@ -63,8 +72,8 @@ class Guard:
         if not self._has_warned and before is not None:
             self._has_warned = True
             warnings.warn(
-                f"{self._name} is traced for the {self._next}th time, now since {before.changed_to(now)} changed, and tracing takes long; "
-                "keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers anew",
+                f"{self._name} is traced for the {self._num_states_met}th time, now since {before.changed_to(now)} changed, and tracing "
+                "takes long; keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers anew",
                 stacklevel=2,
             )
 
@@ -73,7 +82,7 @@ def global_state() -> Hashable:
     """The settings of torch that decide which operations a forward calls, beside autocast."""
     return (
         torch.get_default_dtype(),
-        torch._C._len_torch_function_stack() and str(torch.get_default_device()),
+        torch._C._len_torch_function_stack() and str(torch.get_default_device()),  # a default device is set by such a mode
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch._C._get_cudnn_enabled(),

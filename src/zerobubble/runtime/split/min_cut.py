@@ -1,12 +1,13 @@
 """Which nodes of a backward graph W computes, so that what B keeps for W has the fewest bytes: a minimum cut.
 
-Every node becomes two ends with an edge between, as is usual where nodes and not edges have a price:
+Every node of the graph becomes two ends with an edge between them, as is usual where nodes and not edges have a price:
 
 - the end "computed" is on W's side where W computes the node;
 - the end "available" is on W's side where W has its value, computed by W or kept by B;
 - the edge between them is cut where B keeps the value, at the price of its bytes.
 
-The source is W and the sink is B: of several minimum cuts `networkx` gives the one nearest to the sink, and W shall have what it can.
+The source is W and the sink is B, not the other way round: of several minimum cuts `networkx` gives the one nearest to the sink, so that W
+computes as much as it can at that price.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from zerobubble.runtime.split.fx_nodes import flops, is_getitem, is_pointwise, i
 _SOURCE = "W"
 _SINK = "B"
 _RECOMPUTE_PRICE = 1 / 16
-"""The price of a byte that W computes again though B has computed it, in bytes kept: W repeats pointwise operations only where it pays."""
+"""What a byte costs that W computes again though B has computed it, as a share of a byte kept: a pointwise operation is repeated where
+that keeps much less."""
 
 
 def cheapest_for_w(nodes: Collection[fx.Node], gradients: set[fx.Node], in_b: set[fx.Node], free: Collection[str]) -> set[fx.Node]:
-    """The nodes that W computes.
+    """Which of `nodes`, those of a backward graph, W computes.
 
-    W must have the `gradients` of the parameters, and computes all products that are not `in_b`, the nodes that B needs for itself.
-    Inputs named in `free` are there anyway and cost nothing to keep.
+    W must have the `gradients` of the parameters. `in_b` are the nodes that B computes for the gradients of its inputs; all products
+    beside them are W's. Inputs named in `free`, such as the parameters, are in memory anyway and cost nothing to keep.
     """
     network = networkx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))

@@ -37,11 +37,13 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.watch import ABSENT, Watch, content_of, items_of
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble"}
+"""Packages whose code counts as unchanging."""
 _PLAIN = (int, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types whose values are compared by their own equality, which tells all that a forward can read of them."""
 _MADE_BY_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: its parts, which are read one by one, and its hooks, which a traced stage refuses."""
 _LARGE = 256
-"""A container of more entries is compared once a step only."""
+"""Entries of a container above which it is compared once a step, and not before every pass."""
 
 
 class _Identity:
@@ -61,10 +63,15 @@ class _Identity:
 
 @dataclass
 class State:
-    """What `read_state` found. States with equal `values`, by the path from the module, give equal traces.
+    """What `read_state` found.
 
-    `watched` are the places of the objects, `watched_per_step` those of the code. `advanced` is what eager code may move on, but no traced
-    forward, and which is compared before and after tracing alone: random number generators and caches of functions.
+    - `values` has, by the path from the module, what a forward may read. States with equal values give equal traces.
+    - `advanced` has, by path, what eager code may move on but no traced forward: random number generators and caches of functions. It is
+      compared before and after tracing alone.
+    - `caches` are functions that remember their results, each with how many it had.
+    - `watched` are the places looked at before every pass: attributes of objects, submodules and containers.
+    - `watched_per_step` are those looked at once a step: classes, functions and globals, the tables of parameters and buffers, and large
+      containers.
     """
 
     values: dict[str, Hashable] = field(default_factory=dict)
@@ -74,10 +81,10 @@ class State:
     watched_per_step: Watch = field(default_factory=Watch)
 
     def changed_to(self, now: State) -> str | None:
-        """The path of the first difference."""
-        for mine, theirs in ((self.values, now.values), (self.advanced, now.advanced)):
-            for path in chain(mine, theirs):
-                if mine.get(path, ABSENT) != theirs.get(path, ABSENT):
+        """The path of the first difference from the later state `now`, None where there is none."""
+        for before, after in ((self.values, now.values), (self.advanced, now.advanced)):
+            for path in chain(before, after):
+                if before.get(path, ABSENT) != after.get(path, ABSENT):
                     return path
         return None
 
@@ -103,25 +110,26 @@ def read_state(module: nn.Module) -> State:
 
 
 def random_state() -> object:
-    """Where the generators of Python and numpy stand."""
+    """How far the random number generators of Python and numpy have come, to be compared with an earlier answer."""
     numpy: Any = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else str(numpy.random.get_state(legacy=False)["state"])
 
 
 class _Reader:
-    """Goes from object to object; `state` is what it found."""
+    """Goes from object to object and notes in `state` what it finds at each path, such as `layers.0.scale`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.state = State()
         self._own = {id(tensor): i for i, tensor in enumerate(chain(module.parameters(), module.buffers()))}
         self._seen: dict[int, tuple[Any, str]] = {}
+        """The objects met, by `id`, each with its path. They are kept, for the `id` of a freed object may be given to another."""
         self._is_in_code = False
 
     def read(self, value: Any, path: str) -> None:
         """Note what is at `path`, and go on from there."""
         values = self.state.values
         if isinstance(value, float):
-            values[path] = type(value), value.hex()
+            values[path] = type(value), value.hex()  # which tells 0.0 from -0.0, and is equal for NaN
         elif isinstance(value, Enum):
             values[path] = type(value), value.name
         elif isinstance(value, (complex, slice)):
@@ -137,7 +145,7 @@ class _Reader:
             self._read_object(value, path)
 
     def _read_object(self, value: Any, path: str) -> None:
-        for kinds, read in _WAYS:
+        for kinds, read in _READERS:
             if isinstance(value, kinds):
                 read(self, value, path)
                 return
@@ -251,7 +259,7 @@ class _Reader:
             elif path not in self.state.values:
                 self.read(value, path)
 
-    def _read_bound(self, method: MethodType, path: str) -> None:
+    def _read_method(self, method: MethodType, path: str) -> None:
         self.read(method.__func__, path)
         self.read(method.__self__, f"{path}'s self")
 
@@ -262,7 +270,7 @@ class _Reader:
 
     def _read_descriptor(self, descriptor: Any, path: str) -> None:
         self.state.values[path] = _Identity(type(descriptor))
-        for name in ("fget", "func", "__func__"):
+        for name in ("fget", "func", "__func__"):  # of a property, a cached property, and a static or class method
             if hasattr(descriptor, name):
                 self.read(getattr(descriptor, name), f"{path}'s function")
 
@@ -284,9 +292,6 @@ class _Reader:
         self.state.values[path] = _Identity(generator)
         self.state.advanced[f"the random numbers of {path}"] = generator.getstate()
 
-    def _read_namespace(self, namespace: Any, path: str) -> None:
-        self._read_instance(namespace, path)
-
     @property
     def _watch(self) -> Watch:
         return self.state.watched_per_step if self._is_in_code else self.state.watched
@@ -301,12 +306,12 @@ class _Reader:
             self._is_in_code = before
 
 
-_WAYS: tuple[tuple[Any, Callable[[_Reader, Any, str], None]], ...] = (
+_READERS: tuple[tuple[Any, Callable[[_Reader, Any, str], None]], ...] = (
     (nn.Module, _Reader._read_module),
     ((dict, MappingProxyType), _Reader._read_mapping),
     ((list, tuple, set, frozenset, deque), _Reader._read_sequence),
     (FunctionType, _Reader._read_function),
-    (MethodType, _Reader._read_bound),
+    (MethodType, _Reader._read_method),
     (functools.partial, _Reader._read_partial),
     (type, _Reader._read_type),
     ((property, staticmethod, classmethod, functools.cached_property), _Reader._read_descriptor),
@@ -314,8 +319,9 @@ _WAYS: tuple[tuple[Any, Callable[[_Reader, Any, str], None]], ...] = (
     (weakref.ref, _Reader._read_reference),
     ((GeneratorType, itertools.count, itertools.cycle), _Reader._read_iterator),
     (random.Random, _Reader._read_generator),
-    ((SimpleNamespace, Namespace), _Reader._read_namespace),
+    ((SimpleNamespace, Namespace), _Reader._read_instance),
 )
+"""How objects are read, by their class: the first row that fits. All others are read as of a library or as of the user."""
 
 
 def _is_of_library(name: str | None) -> bool:
@@ -330,6 +336,7 @@ def _names_in(code: CodeType) -> list[str]:
 
 
 def _slots(kind: type) -> list[str]:
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = chain.from_iterable([slots] if isinstance(slots, str) else slots for slots in found)
+    """The names of the attributes that a class and its bases declare in `__slots__`, which may be a single name."""
+    declared = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = chain.from_iterable([slots] if isinstance(slots, str) else slots for slots in declared)
     return [name for name in names if name not in ("__dict__", "__weakref__")]

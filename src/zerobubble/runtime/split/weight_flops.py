@@ -1,4 +1,7 @@
-"""Counts the FLOPs that the gradients of weights take: as many as the products of weights and activations in the forward."""
+"""Counts the FLOPs that the gradients of weights take: as many as the products of weights and activations in the forward.
+
+From y = x w follows w's gradient x^T dy, a product of the same three sizes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from zerobubble.runtime.measure.storages import addresses_of
 
 
 def _grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """The FLOPs of `torch._grouped_mm`, by whatever dimension of `a` and `b` the groups are told apart."""
+    """The FLOPs of `torch._grouped_mm`. Groups are a dimension of their own where both `a` and `b` have three, else rows or columns."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
@@ -32,44 +35,52 @@ _UNCOUNTED = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_trilinear"}
 class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sums in `total` the FLOPs of every product in which a tensor made from `weights` alone meets another.
 
-    `is_complete` tells whether the FLOPs of all these products are known. Parameters met on the way count as weights, too: FSDP2 computes
-    with others than it shows.
+    A tensor is made from weights alone if all tensors that its operation was given were. `is_complete` tells whether the FLOPs of all
+    these products are known. Parameters that are met on the way count as weights, too: FSDP2 computes with others than it shows.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self.is_complete = True
-        self._made: dict[int, Tensor] = {}
+        self._from_weights: dict[int, Tensor] = {}
+        """The weights and what was made from them alone, by the address of their memory, which they are kept to hold."""
         for weight in weights:
             self._remember(weight)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors_in((args, kwargs))
         for tensor in given:
             if isinstance(tensor, nn.Parameter):
                 self._remember(tensor)
-        from_weights = [self._is_made(tensor) for tensor in given]
-        flops = _FLOPS.get(func._overloadpacket)
-        is_product = any(from_weights) and not all(from_weights)
-        if is_product and flops is not None:
-            self.total += flops(*args, **kwargs, out_val=out)
-        elif is_product and func._overloadpacket._qualified_op_name.rpartition("::")[2] in _UNCOUNTED:
-            self.is_complete = False
+        from_weights = [self._is_from_weights(tensor) for tensor in given]
+        if any(from_weights) and not all(from_weights):
+            self._count(func._overloadpacket, args, kwargs, out)
         elif from_weights and all(from_weights):
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor):
-                    self._remember(leaf)
+            for tensor in _tensors_in(out):
+                self._remember(tensor)
         return out
+
+    def _count(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Weights met something else in `operation`: add its FLOPs if it is a product; what is in no table is taken for none."""
+        flops = _FLOPS.get(operation)
+        if flops is not None:
+            self.total += flops(*args, **kwargs, out_val=out)
+        elif operation._qualified_op_name.rpartition("::")[2] in _UNCOUNTED:
+            self.is_complete = False
 
     def _remember(self, tensor: Tensor) -> None:
         if tensor.numel():
-            self._made |= dict.fromkeys(addresses_of((tensor,)), tensor)
+            self._from_weights |= dict.fromkeys(addresses_of((tensor,)), tensor)
 
-    def _is_made(self, tensor: Tensor) -> bool:
-        return not self._made.keys().isdisjoint(addresses_of((tensor,)))
+    def _is_from_weights(self, tensor: Tensor) -> bool:
+        return not self._from_weights.keys().isdisjoint(addresses_of((tensor,)))
+
+
+def _tensors_in(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def flops_of(call: Callable[[], object]) -> int:
@@ -81,5 +92,5 @@ def flops_of(call: Callable[[], object]) -> int:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a part of `module` is compiled, which counting would disturb."""
-    kind = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()
-    return any(isinstance(part, kind) or part._compiled_call_impl is not None for part in module.modules())
+    wrapper = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()  # importing it takes seconds
+    return any(isinstance(part, wrapper) or part._compiled_call_impl is not None for part in module.modules())
