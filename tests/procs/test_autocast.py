@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import zerobubble as zb
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
+from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 
 
 class Mixed(nn.Module):
@@ -64,4 +65,6 @@ def largest_error(group: Any, schedule: str, split: str, way: str) -> float:
 def test_gradients_go_back_outside_of_autocast(world: Ranks, schedule: str, split: str, way: str) -> None:
     if (way, split) == ("compiled", "graph"):
         pytest.skip("a graph is traced from plain modules")
+    if (way, split) == ("checkpoint", "graph") and not CAN_SEE_HOOKS:
+        pytest.skip("a graph stage takes checkpoints from torch 2.8 on")
     assert max(world.run(largest_error, schedule, split, way, ranks=2)) <= 1e-6

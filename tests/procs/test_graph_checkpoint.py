@@ -16,6 +16,7 @@ import zerobubble as zb
 from benchmarks.split.run import Block
 from benchmarks.split_matrix.kinds import Way, checkpointed, selective
 from tests.procs.test_graph_split import products
+from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
@@ -49,6 +50,7 @@ def held(stage: Stage, x: Tensor) -> tuple[int, int]:
     return after_forward, between
 
 
+@needs_checkpoints_in_graphs
 @pytest.mark.parametrize(
     ("build", "states"),
     [
@@ -67,6 +69,7 @@ def test_a_graph_holds_what_eager_checkpoints_hold(build: Callable[[], nn.Module
     assert between <= x[..., 0].numel() * 4 * sum(linear.in_features + linear.out_features for linear in linears)
 
 
+@needs_checkpoints_in_graphs
 def test_a_selective_checkpoint_keeps_what_its_policy_saves_and_someone_needs() -> None:
     x = torch.randn(2, 8, WIDTH, requires_grad=True)
     stage = make_stage("graph", selective(Block(WIDTH)), 1)
@@ -77,6 +80,7 @@ def test_a_selective_checkpoint_keeps_what_its_policy_saves_and_someone_needs() 
     assert whole.in_flight() == (1, x.nbytes)
 
 
+@needs_checkpoints_in_graphs
 def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> None:
     stage = make_stage("graph", two(checkpointed)(), 1)
     held(stage, torch.randn(2, 8, WIDTH, requires_grad=True))
@@ -86,12 +90,14 @@ def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> Non
     assert stage.splitter.report().share == 1.0
 
 
+@needs_checkpoints_in_graphs
 def test_a_checkpoint_that_changes_a_buffer_is_refused() -> None:
     stage = make_stage("graph", checkpointed(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), 1)
     with pytest.raises(zb.InputError, match="a checkpoint in it changes a buffer or an input"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
 
+@needs_checkpoints_in_graphs
 def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
     def offloaded(m: Way, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
@@ -115,7 +121,7 @@ def branching(m: Way, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("wrap", [lambda module: module, checkpointed])
+@pytest.mark.parametrize("wrap", [lambda module: module, pytest.param(checkpointed, marks=needs_checkpoints_in_graphs)])
 def test_a_branch_is_traced_as_an_operation(wrap: Callable[[nn.Module], nn.Module]) -> None:
     module, x = Way(branching, linear=nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
     stage = make_stage("graph", wrap(module), 1)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from benchmarks.split_matrix.kinds import D, Kind, Way, lin, parameter
 from benchmarks.split_matrix.ways import Ours, Plain, difference, train
+from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 
 
 class Marked(Tensor):
@@ -126,4 +127,5 @@ def test_a_special_tensor_has_the_gradients_of_autograd(name: str) -> None:
     kind = SPECIAL[name]
     mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
     assert difference(mine, oracle) <= 1e-14
-    assert bool(mine.waited) == kind.waits
+    has_layers = any(True for _ in kind.build().children())
+    assert bool(mine.waited) == (kind.waits and (CAN_SEE_HOOKS or has_layers)), "a module's own matrices wait from torch 2.8 on"
