@@ -16,9 +16,9 @@ from zerobubble.planning import plan_layers
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_fn": None}, "loss_fn must be a function (output, target) that gives the mean loss of a microbatch, got None"),
-    ({"num_microbatches": "4"}, "num_microbatches must be a whole number, got '4': write 4 without quotes"),
+    ({"num_microbatches": "4"}, "num_microbatches must be a whole number of microbatches up to 10000, got '4': write 4 without quotes"),
     ({"num_microbatches": 0}, "1f1b needs at least 1 microbatch, got 0"),
-    ({"num_microbatches": 4.0}, "num_microbatches must be a whole number, got 4.0"),
+    ({"num_microbatches": 4.0}, "num_microbatches must be a whole number of microbatches up to 10000, got 4.0"),
     ({"schedule": 7}, "schedule must be a name or a Schedule or a Solved or a Plan"),
     ({"schedule": "1f1"}, "there is no schedule '1f1': did you mean '1f1b'?"),
     ({"schedule": zb.make("1f1b", 3, 4)}, "schedule '1f1b' is for 3 ranks, the process group has 2"),
@@ -28,8 +28,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"loss_weight": 0.5}, "loss_weight must be a function (target) that gives the weight of a microbatch, or None, got 0.5"),
     ({"on_loss": "print"}, "on_loss must be a function (microbatch, loss), or None, got 'print'"),
-    ({"timeout": "30"}, "timeout must be a number of seconds above 0, got '30': write 30 without quotes"),
-    ({"timeout": -1}, "timeout must be a number of seconds above 0, got -1"),
+    ({"timeout": "30"}, "timeout must be a number of seconds from 0.1 to 1000000, got '30': write 30 without quotes"),
+    ({"timeout": -1}, "timeout must be a number of seconds from 0.1 to 1000000, got -1"),
     ({"pace": (1, 1, 1)}, "pace must be Costs, or None, got (1, 1, 1): Costs.uniform(num_stages, times=(F, B, W))"),
     ({"split": True}, "split must be a str or a Mapping, got True"),
     ({"hooks": print}, "hooks must be a list or tuple of hooks, got a builtin_function_or_method"),
@@ -37,7 +37,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overlap": True}, "overlap must be a function (first, second) that runs both passes, or None, got True"),
     ({"tied": 3}, "tied must be a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')], got 3"),
     ({"cuda_graphs": "yes"}, "cuda_graphs must be a bool, got 'yes'"),
-    ({"loss_fn": None, "timeout": None}, "got None; timeout must be a number of seconds above 0, got None"),
+    ({"loss_fn": None, "timeout": None}, "got None; timeout must be a number of seconds from 0.1 to 1000000, got None"),
 ]
 
 
@@ -68,7 +68,7 @@ def wrong_on_one_rank(group: Any) -> str:
 
 def test_what_is_wrong_on_one_rank_is_told_on_all(world: Ranks) -> None:
     for text in world.run(wrong_on_one_rank, ranks=2):
-        assert "rank 1: timeout must be a number of seconds above 0, got None" in text
+        assert "rank 1: timeout must be a number of seconds from 0.1 to 1000000, got None" in text
 
 
 def test_without_a_process_group_the_remedy_is_told() -> None:

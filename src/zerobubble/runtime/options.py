@@ -26,6 +26,10 @@ from zerobubble.runtime.transport.endpoint import Endpoint
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
+SHORTEST_S, LONGEST_S = 0.1, 1e6
+"""The timeouts that make sense: a rank looks for failures ten times a second, and backends count in numbers that do not hold years."""
+MOST_MICROBATCHES = 10_000
+"""A schedule of more would be written, checked and compiled for longer than anyone waits."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,9 @@ WANTED: dict[str, Wanted | type] = {
         instance(Schedule, Solved, Plan, LayersPlan, Auto),
         function("(num_ranks, num_microbatches) -> Schedule"),
     ),
-    "num_microbatches": WHOLE,
+    "num_microbatches": Wanted(
+        f"a whole number of microbatches up to {MOST_MICROBATCHES}", lambda given: WHOLE.accepts(given) and given <= MOST_MICROBATCHES
+    ),
     "loss_fn": function("(output, target) that gives the mean loss of a microbatch"),
     "loss_weight": optional(function("(target) that gives the weight of a microbatch")),
     "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),
@@ -74,7 +80,10 @@ WANTED: dict[str, Wanted | type] = {
     "cuda_graphs": bool,
     "main_grad": optional(torch.dtype),
     "overlap": optional(function("(first, second) that runs both passes")),
-    "timeout": Wanted("a number of seconds above 0", lambda given: NUMBER.accepts(given) and given > 0),
+    "timeout": Wanted(
+        f"a number of seconds from {SHORTEST_S:g} to {LONGEST_S:.0f}",
+        lambda given: NUMBER.accepts(given) and SHORTEST_S <= given <= LONGEST_S,
+    ),
     "hooks": Wanted("a list or tuple of hooks", each(object).accepts),
     "on_loss": optional(function("(microbatch, loss)")),
     "pace": optional(Costs),
@@ -84,17 +93,39 @@ WANTED: dict[str, Wanted | type] = {
 
 
 def refuse_unreachable(options: PipelineOptions) -> None:
-    """Raise `InputError` where this rank cannot even talk to others: no process group, or something else in its place."""
-    require("Pipeline: group", options.group, optional(dist.ProcessGroup))
-    if not isinstance(options.transport, Endpoint) and not dist.is_initialized():
+    """Raise `InputError` where this rank cannot even talk to others: no process group, another one, or something else in its place."""
+    given: object = options.group
+    is_outside = given is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_outside:
+        require("Pipeline: group", given, optional(dist.ProcessGroup))
+    if isinstance(options.transport, Endpoint):
+        return
+    if not dist.is_initialized():
         raise InputError("a Pipeline connects the ranks of a process group: call torch.distributed.init_process_group first")
+    if is_outside or _rank_in(options.group) < 0:
+        raise InputError("Pipeline: this rank is not in `group`: make a Pipeline on the ranks of the group alone")
+
+
+def _rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's number in the group, below 0 where it has none there."""
+    try:
+        return dist.get_rank(group)
+    except ValueError as error:
+        raise InputError(f"Pipeline: group cannot be used on this rank: {error}") from error
 
 
 def refuse_wrong(options: PipelineOptions) -> None:
     """Raise `InputError` with every argument that is not what it must be."""
-    faults = [fault for field in fields(options) if field.name in WANTED for fault in _faults(field.name, getattr(options, field.name))]
+    faults = faults_in(options)
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError(faults)
+
+
+def faults_in(options: PipelineOptions) -> str:
+    """Every argument that is not what it must be, in one sentence; empty where all are."""
+    return "; ".join(
+        fault for field in fields(options) if field.name in WANTED for fault in _faults(field.name, getattr(options, field.name))
+    )
 
 
 def _faults(name: str, value: Any) -> list[str]:

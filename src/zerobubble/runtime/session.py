@@ -6,22 +6,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from zerobubble.errors import InputError, PipelineError, ZeroBubbleError
+from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Schedule
 from zerobubble.planning import LayersPlan, Plan, Solved
 from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channel, proved, schedule_for
 from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.failure.patience import Patience
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, read_tied
-from zerobubble.runtime.options import PipelineOptions, planned_schedule, refuse_unreachable, refuse_wrong, usable_timeout
+from zerobubble.runtime.options import PipelineOptions, faults_in, planned_schedule, refuse_unreachable, refuse_wrong, usable_timeout
 from zerobubble.runtime.stage.rank_stages import Stages, modules_of
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
+from zerobubble.runtime.transport.meeting import Arrival
+from zerobubble.runtime.transport.terms import Terms, Told, faults_of, versions
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
+
+COMPARING = "comparing arguments"
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,13 @@ class Session:
     setup: Setup
     shared: SharedGradients
 
-    def agree(self, fault: str, terms: Mapping[str, str]) -> None:
-        """See `agree`."""
-        agree(self.transport, self.guard, fault, terms)
+    def agree(self, fault: str, terms: Terms) -> None:
+        """Compare `terms` with every rank; where something is wrong, close, and raise the same `InputError` on all, with every fault."""
+        agree(self.guard, self._gather, fault, terms)
+
+    def _gather(self, told: Told) -> list[Told]:
+        with self.transport.collective(COMPARING):
+            return self.transport.gather_objects(told)
 
 
 def connect(options: PipelineOptions) -> Session:
@@ -64,28 +73,22 @@ def connect(options: PipelineOptions) -> Session:
     one of them fails or does not come.
     """
     refuse_unreachable(options)
-    transport, guard = _meet(options)
+    transport = transport_for(options.transport, options.group, usable_timeout(options), Arrival(faults_in(options), versions()))
+    guard = FailureGuard(transport)
+    patience = Patience(transport, guard, usable_timeout(options))
+    with guard.during("while meeting the other ranks"):
+        patience.bear(transport.connect, "meeting the other ranks")
     with guard.during("while building its stages"):
         setup, fault = _build(options, transport)
-    agree(transport, guard, fault, _terms(options, setup))
+    agree(guard, lambda told: patience.bear(lambda: transport.gather_objects(told), COMPARING), fault, _terms(options, setup))
     assert setup is not None
-    with guard.opening("while connecting the ranks"), transport.collective("connecting the ranks"):
-        transport.open(setup.stages.device, every_channel(setup.schedule.placement))
+    device, channels = setup.stages.device, every_channel(setup.schedule.placement)
+    with guard.opening("while connecting the ranks"):
+        patience.bear(lambda: transport.open(device, channels), "connecting the ranks")
     shared = SharedGradients(setup.schedule.placement, setup.stages.modules, transport, setup.tied, setup.gradients)
     with guard.opening("while making the copies of stages equal"):
         shared.broadcast_initial_values()
     return Session(transport, guard, setup, shared)
-
-
-def _meet(options: PipelineOptions) -> tuple[Transport, FailureGuard]:
-    try:
-        transport = transport_for(options.transport, options.group, usable_timeout(options))
-    except RuntimeError as error:
-        raise PipelineError(f"the ranks of the group did not all come to make a Pipeline: {error}") from error
-    guard = FailureGuard(transport)
-    with guard.during("while meeting the other ranks"), transport.collective("meeting the other ranks"):
-        transport.connect()
-    return transport, guard
 
 
 def _build(options: PipelineOptions, transport: Transport) -> tuple[Setup | None, str]:
@@ -126,10 +129,11 @@ def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Sched
     return planned_schedule(given) if isinstance(given, (Solved, Plan, LayersPlan)) else given, None
 
 
-def _terms(options: PipelineOptions, setup: Setup | None) -> dict[str, str]:
-    """What all ranks must have alike, in words; behind # stand the digits that tell apart what reads the same."""
+def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
+    """What all ranks must have alike."""
     transport = options.transport
     terms = {
+        **versions(),
         "timeout": f"{usable_timeout(options):g} s",
         "pace": _fingerprint(options.pace),
         "overlap function": "one" if options.overlap else "none",
@@ -143,29 +147,12 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> dict[str, str]:
     return terms
 
 
-def agree(transport: Transport, guard: FailureGuard, fault: str, terms: Mapping[str, str]) -> None:
+def agree(guard: FailureGuard, gather: Callable[[Told], list[Told]], fault: str, terms: Terms) -> None:
     """Compare `terms` with every rank; where something is wrong, close, and raise the same `InputError` on all, with every fault."""
     with guard.opening("while comparing arguments"):
-        with transport.collective("comparing arguments"):
-            told: list[tuple[str, Mapping[str, str]]] = transport.gather_objects((fault, terms))
-        faults = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
-        faults += _disagreements([theirs for _, theirs in told])
+        faults = faults_of(gather((fault, terms)))
         if faults:
-            raise InputError("; ".join(faults))
-
-
-def _disagreements(told: Sequence[Mapping[str, str]]) -> list[str]:
-    """Where the terms that the ranks have told differ; what is told by some ranks only is compared among these."""
-    faults = []
-    for what in dict.fromkeys(name for terms in told for name in terms):
-        found = {rank: terms[what] for rank, terms in enumerate(told) if what in terms}
-        if len(set(found.values())) > 1:
-            shown = {rank: value.split(" #")[0] for rank, value in found.items()}
-            if len(set(shown.values())) > 1:
-                found = shown
-            listed = ", ".join(f"rank {rank} has {value}" for rank, value in found.items())
-            faults.append(f"ranks disagree on the {what}: {listed}")
-    return faults
+            raise InputError(faults)
 
 
 def _fingerprint(value: object) -> str:

@@ -44,6 +44,11 @@ class FailureGuard:
         self._release: weakref.WeakMethod[Callable[[bool], None]] | None = None
         self._watch = FailureWatch(transport.group, self._status)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether this rank has heard that one of them failed."""
+        return self._watch.has_report.is_set()
+
     def on_closing(self, release: Callable[[bool], None]) -> None:
         """Call `release(failed)`, a bound method that is held weakly, to drop whatever keeps connections open."""
         self._release = weakref.WeakMethod(release)

@@ -56,8 +56,10 @@ class FailureWatch:
         self._group = group
         self._store = _MeasuredStore(group.store)
         self._store_answers = True
+        self.has_report = threading.Event()
         over = threading.Event()
-        listener = threading.Thread(target=_listen, args=(group, over, weakref.WeakMethod(status)), name="zerobubble-listener", daemon=True)
+        arguments = (group, over, self.has_report, weakref.WeakMethod(status))
+        listener = threading.Thread(target=_listen, args=arguments, name="zerobubble-listener", daemon=True)
         listener.start()
         self._end = weakref.finalize(self, _stop, over, listener, group.timing.answer_s)
 
@@ -107,6 +109,7 @@ class FailureWatch:
 
     def _publish(self, report: FailureReport) -> FailureReport:
         first: bytes = self._store.compare_set(_REPORT, "", json.dumps(report))
+        self._store.compare_set(_ALARM, "", str(self._group.rank))
         return _read_report(first)
 
     def _diagnose_together(self, status: RankStatus) -> FailureReport:
@@ -158,13 +161,15 @@ def _read_report(text: bytes) -> FailureReport:
     return FailureReport(rank, op, message, tuple(absent))
 
 
-def _listen(group: Group, over: threading.Event, status: weakref.WeakMethod[Callable[[], RankStatus]]) -> None:
+def _listen(group: Group, over: threading.Event, has_report: threading.Event, status: weakref.WeakMethod[Callable[[], RankStatus]]) -> None:
     """Answer the alarm once, if there ever is one. A pipeline that is closed publishes that it is, and that nobody need wait for it."""
     try:
         while not over.wait(group.timing.listen_s):
             if group.store.check([_ALARM]):
                 group.store.compare_set(_status_key(group.rank), "", json.dumps(_status_now(status)))
-                over.wait()
+                if group.store.check([_REPORT]):
+                    has_report.set()
+                    over.wait()
         group.store.compare_set(_status_key(group.rank), "", json.dumps(CLOSING))
         group.store.set(_left_key(group.rank), "1")
     except RuntimeError:  # without a store there is no alarm

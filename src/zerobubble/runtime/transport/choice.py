@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +14,10 @@ import torch.distributed as dist
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.transport.endpoint import Endpoint, Group
 from zerobubble.runtime.transport.gloo import GlooEndpoint
+from zerobubble.runtime.transport.meeting import Arrival, meet
 from zerobubble.runtime.transport.nccl import NcclEndpoint
 from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint, is_supported
+from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
 AUTO = "auto"
@@ -42,14 +43,14 @@ def choose(name: str, topics: GlooEndpoint, device: torch.device) -> Endpoint:
     return MAKERS[name](topics)
 
 
-def transport_for(given: str | Endpoint, group: dist.ProcessGroup | None, timeout: float) -> Transport:
+def transport_for(given: str | Endpoint, group: dist.ProcessGroup | None, timeout: float, arrival: Arrival | None = None) -> Transport:
     """The transport of a pipeline that was given this one, by name or as this rank's endpoint; an unknown name counts as "auto".
 
-    Raises `RuntimeError` when not all ranks of `group` call it.
+    The ranks of a process group meet for it, and raise what `meet` raises. Those that bring an endpoint have met already.
     """
     if isinstance(given, Endpoint):
         return Transport(given)
-    topics = over_torch(group, timeout)
+    topics = over_torch(group, timeout, arrival)
     name = given if isinstance(given, str) and given in MAKERS else AUTO
     return Transport(topics, lambda device: choose(name, topics, device))
 
@@ -75,15 +76,19 @@ def _boot() -> str:
     return identity.read_text() if identity.exists() else ""
 
 
-def over_torch(group: dist.ProcessGroup | None, timeout: float) -> GlooEndpoint:
+def over_torch(group: dist.ProcessGroup | None, timeout: float, arrival: Arrival | None = None) -> GlooEndpoint:
     """The endpoint for topics among the ranks of a process group, with a part of torch's store that belongs to it alone.
 
-    Raises `RuntimeError` when not all of them call it.
+    All of them call it; it raises what `meet` raises.
     """
-    name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
-    store = dist.distributed_c10d.PrefixStore(f"zerobubble/{name[0]}", dist.distributed_c10d._get_default_store())
-    return GlooEndpoint(Group(dist.get_rank(group), dist.get_world_size(group), store, _store_host(group), name[0]), timeout)
+    world = group or dist.group.WORLD
+    assert world is not None
+    store = dist.distributed_c10d._get_default_store()
+    ranks = dist.get_process_group_ranks(world)
+    place = f"zerobubble/meeting/{world.group_name}/{'-'.join(map(str, ranks))}"
+    meeting = Group(dist.get_rank(group), len(ranks), dist.distributed_c10d.PrefixStore(place, store), _store_host(group))
+    name = meet(meeting, arrival or Arrival("", versions()), timeout)
+    return GlooEndpoint(meeting._replace(store=dist.distributed_c10d.PrefixStore(f"zerobubble/{name}", store), name=name), timeout)
 
 
 def _store_host(group: dist.ProcessGroup | None) -> int | None:

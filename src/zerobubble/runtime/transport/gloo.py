@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,7 +15,8 @@ from torch import Tensor
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.control import Topic
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, Work
+from zerobubble.runtime.transport.endable_store import EndableStore
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Work
 
 STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
 """What stages exchange, in the order of the tags and communicators."""
@@ -36,19 +38,26 @@ class GlooEndpoint(Endpoint):
         self.timeout = timeout
         self._for_topics: list[Any] = []
         self._for_tensors: list[Any] = []
+        self._stores: list[EndableStore] = []
+        self._over = threading.Event()
         # A backend still open when the interpreter ends would abort the process.
-        self._end = weakref.finalize(self, _drop, self._for_topics, self._for_tensors)
+        self._end = weakref.finalize(self, _drop, self._over, self._for_topics, self._for_tensors, self._stores)
 
     def connect(self) -> None:
-        self._for_topics.append(self._backend("control"))
+        self._make("control", self._for_topics)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
-        self._for_tensors.append(self._backend("lines"))
+        self._make("lines", self._for_tensors)
 
-    def _backend(self, name: str) -> Any:
+    def _make(self, name: str, backends: list[Any]) -> None:
+        """Make a backend, which blocks until all ranks have come; raises `PeerGoneError` when this rank closes meanwhile."""
         rank, size, store, *_ = self.group
-        prefixed = dist.distributed_c10d.PrefixStore(name, store)
-        return dist.distributed_c10d.ProcessGroupGloo(prefixed, rank, size, timeout=timedelta(seconds=self.timeout))
+        endable = EndableStore(dist.distributed_c10d.PrefixStore(name, store), self._over, self.timeout)
+        self._stores.append(endable)
+        backends.append(dist.distributed_c10d.ProcessGroupGloo(endable, rank, size, timeout=timedelta(seconds=self.timeout)))
+        if self._over.is_set():
+            backends.clear()
+            raise PeerGoneError("this rank has given up")
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         backends, tag, peer = self._backends(line), tag_of(line), line.destination
@@ -84,6 +93,7 @@ def lane_of(line: Line) -> int:
     return 2 * STUFF.index(line.carries) + (line.source < line.destination)
 
 
-def _drop(*backends: list[Any]) -> None:
-    for held in backends:
-        held.clear()
+def _drop(over: threading.Event, *held: list[Any]) -> None:
+    over.set()
+    for each in held:
+        each.clear()

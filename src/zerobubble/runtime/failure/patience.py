@@ -1,0 +1,41 @@
+"""While a pipeline is made, this rank waits for others in calls that may block for long and hear nothing: it listens beside them.
+
+Backends are connected by constructors that go on, whatever happens, until several of their timeouts have passed. So each such call is made
+in a thread of its own. This rank leaves it behind when it has heard of a failure, or has waited for as long as it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.transport.background import in_background
+from zerobubble.runtime.transport.endpoint import PeerGoneError
+from zerobubble.runtime.transport.transport import Transport
+
+Answer = TypeVar("Answer")
+
+
+class Patience:
+    """The `timeout` seconds that a rank waits for others while a pipeline is made, in all calls together."""
+
+    def __init__(self, transport: Transport, guard: FailureGuard, timeout: float) -> None:
+        self._transport = transport
+        self._guard = guard
+        self._left_s = timeout
+
+    def bear(self, call: Callable[[], Answer], doing: str) -> Answer:
+        """What `call`, which all ranks make together, gives or raises.
+
+        Raises `LostContactError` when its connections are gone, when another rank has failed, and when there is no time left.
+        """
+        with self._transport.collective(doing):
+            return in_background(call, self._listen)
+
+    def _listen(self, seconds: float) -> None:
+        self._left_s -= seconds
+        if self._guard.is_told:
+            raise PeerGoneError("another rank has failed")
+        if self._left_s <= 0:
+            raise PeerGoneError("no answer within `timeout`")

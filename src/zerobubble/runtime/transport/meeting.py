@@ -1,0 +1,182 @@
+"""How the ranks of a group meet before there is any connection between them: in the store of torch.distributed, round by round.
+
+Every rank writes into the round that is open that it has come, with what is wrong with its arguments and the versions it runs. The first
+rank of the group waits until all have come, and decides the round: the ranks go on under a name, or a fault is told to all. A rank that
+has waited for long enough decides it, too: those that did not come are named. The first decision counts and is read by all; the rank that
+comes next opens a new round. So ranks meet again after a failure, also when one of them has made more attempts than another.
+
+What is written is JSON, and the versions are compared first, so that two revisions of this package can still tell that they differ. The
+store may be gone or frozen with the process that hosts it, so nobody bears its silence for longer than a few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from zerobubble.errors import InputError, PipelineError
+from zerobubble.runtime.transport.background import in_background
+from zerobubble.runtime.transport.endpoint import Group, StoreTiming
+from zerobubble.runtime.transport.terms import Terms, faults_of
+
+_SHORTEST_S, _LONGEST_S = 0.005, 0.1
+"""Between two looks into the store."""
+_STAY_S = 1.0
+"""How long a process that was told to end stays to tell the others."""
+_ROUND = "round"
+"""The key of the round that was opened last."""
+_ONE_AT_A_TIME = threading.Lock()
+"""Two threads of a process that came to one round would be taken for one rank."""
+
+
+class Arrival(NamedTuple):
+    """What a rank says when it comes: what is wrong with its arguments, and what all ranks must have alike."""
+
+    fault: str
+    terms: Terms
+
+
+class Decision(NamedTuple):
+    """How a round ended: the ranks go on under the name `session`, or all raise an error: one of input, or the failure of `rank`."""
+
+    session: str = ""
+    input_error: str = ""
+    failure: str = ""
+    rank: int = -1
+
+
+def meet(group: Group, arrival: Arrival, timeout: float) -> str:
+    """Meet the other ranks of `group` in its store, a part of it that belongs to the group of processes: a name for what they do together.
+
+    Raises `InputError` on every rank when something is wrong on one of them or differs, and `PipelineError` on every rank when one does
+    not come within `timeout` seconds, or the store does not answer.
+    """
+    with _ONE_AT_A_TIME:
+        decision = _Attendance(group, arrival, timeout).decision()
+    if decision.input_error:
+        raise InputError(decision.input_error)
+    if decision.failure:
+        raise PipelineError(decision.failure, rank=decision.rank if decision.rank >= 0 else None)
+    return decision.session
+
+
+class _Attendance:
+    """One rank's part in a round. The store is asked in a thread of its own, which this rank leaves behind when the store is silent."""
+
+    def __init__(self, group: Group, arrival: Arrival, timeout: float) -> None:
+        self._group = group
+        self._arrival = arrival
+        self._timeout = timeout
+        self._missed = Decision()
+        self._waited_s = self._silence_s = 0.0
+        self._over = threading.Event()
+        self._left = threading.Event()
+        self._reason = Decision()
+
+    def decision(self) -> Decision:
+        """How the round ended."""
+        try:
+            return in_background(self._attend, self._count)
+        except (_SilentError, RuntimeError):
+            return self._leave(_without_store(self._group))
+        except BaseException as error:  # this process was told to end, as by KeyboardInterrupt
+            rank = self._group.rank
+            self._leave(Decision(failure=f"rank {rank} failed while meeting the other ranks: {type(error).__name__}", rank=rank))
+            self._left.wait(_STAY_S)
+            raise
+
+    def _count(self, seconds: float) -> None:
+        """Count the time in which nothing happened."""
+        self._waited_s += seconds
+        self._silence_s += seconds
+        if self._waited_s >= self._timeout:
+            self._over.set()
+        if self._silence_s >= min(StoreTiming().silence_s, self._timeout):
+            raise _SilentError
+
+    def _leave(self, reason: Decision) -> Decision:
+        """Give up for this reason, which the others hear once the store answers."""
+        self._reason = reason
+        self._over.set()
+        return reason
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        answer = getattr(self._group.store, name)(*args)
+        self._silence_s = 0.0
+        return answer
+
+    def _attend(self) -> Decision:
+        current = self._open_round()
+        everybody = [f"{current}/{rank}" for rank in range(self._group.size)]
+        self._ask("set", everybody[self._group.rank], json.dumps(self._arrival))
+        pause_s = _SHORTEST_S
+        while not self._ask("check", [_decision_key(current)]):
+            if self._group.rank == 0 and self._ask("check", everybody):
+                return self._decide(current, self._judge(everybody))
+            if self._over.wait(pause_s):
+                decision = self._decide(current, self._give_up(everybody))
+                self._left.set()
+                return decision
+            pause_s = min(1.5 * pause_s, _LONGEST_S)
+        return self._read(current)
+
+    def _open_round(self) -> str:
+        """The round that is not decided yet; a new one where there is none."""
+        current = self._ask("compare_set", _ROUND, "", uuid.uuid4().hex).decode()
+        while self._ask("check", [_decision_key(current)]):
+            if not self._ask("check", [f"{current}/{self._group.rank}"]):
+                self._missed = self._read(current)
+            current = self._ask("compare_set", _ROUND, current, uuid.uuid4().hex).decode()
+        return str(current)
+
+    def _decide(self, current: str, decision: Decision) -> Decision:
+        """Decide the round, unless another rank has done so: then its decision counts."""
+        return _as_decision(self._ask("compare_set", _decision_key(current), "", json.dumps(decision._asdict())))
+
+    def _read(self, current: str) -> Decision:
+        return _as_decision(self._ask("get", _decision_key(current)))
+
+    def _judge(self, everybody: Sequence[str]) -> Decision:
+        """All have come: whether they can go on together."""
+        told = [json.loads(self._ask("get", key)) for key in everybody]
+        faults = faults_of([(fault, terms) for fault, terms, *_ in told])
+        return Decision(input_error=faults) if faults else Decision(session=uuid.uuid4().hex)
+
+    def _give_up(self, everybody: Sequence[str]) -> Decision:
+        """Who is to blame that this rank has waited for so long."""
+        if self._reason.failure:
+            return self._reason
+        missing = [rank for rank, key in enumerate(everybody) if not self._ask("check", [key])]
+        if self._missed.failure and len(missing) == self._group.size - 1:
+            return self._missed  # the others had given up when this rank came, and did not come again
+        if not missing:
+            gone = "rank 0 is gone or frozen: it came to make a Pipeline and then did not answer"
+            return Decision(failure=f"{gone} within {self._timeout:g} s; see the log there", rank=0)
+        named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:-1]))} and {missing[-1]}"
+        remedy = "see the log there, or raise `timeout` if it may take that long"
+        return Decision(failure=f"{named} did not come to make a Pipeline within {self._timeout:g} s; {remedy}", rank=missing[0])
+
+
+class _SilentError(Exception):
+    """The store has been silent for too long."""
+
+
+def _decision_key(current: str) -> str:
+    return f"{current}/decision"
+
+
+def _as_decision(text: bytes) -> Decision:
+    """What is written there, perhaps by another revision with more to say."""
+    written = json.loads(text)
+    return Decision(**{name: written[name] for name in Decision._fields if name in written})
+
+
+def _without_store(group: Group) -> Decision:
+    host = group.store_host
+    if host is None:
+        return Decision(failure="the store of torch.distributed does not answer: see the log of the one who started it")
+    silent = "the store of torch.distributed, in its process, does not answer"
+    return Decision(failure=f"rank {host} is gone or frozen: {silent}; see the log there", rank=host)

@@ -1,0 +1,280 @@
+"""All of `Pipeline(...)` ends in bounded time whatever a rank does, with one error that names it, and the ranks meet again after that."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import Moment, judge_all, kill, replaced, stop, struck
+from zerobubble.runtime import session
+from zerobubble.runtime.executor.program_cache import ProgramCache
+from zerobubble.runtime.hooks.shared_gradients import SharedGradients
+from zerobubble.runtime.transport import choice, meeting
+from zerobubble.runtime.transport.endable_store import EndableStore
+from zerobubble.runtime.transport.gloo import GlooEndpoint
+from zerobubble.runtime.transport.terms import versions
+from zerobubble.runtime.transport.transport import Transport
+
+RANKS = 4
+TIMEOUT, ANSWER_S, SPARE_S = 3.0, 3.0, 3.0
+"""The timeout of the pipelines here, how long it may take beyond until all are told, and what a busy machine may add."""
+
+
+class Ended(NamedTuple):
+    """How `Pipeline(...)` ended on a rank: the error's type, text and rank, and after how many seconds."""
+
+    kind: str
+    text: str
+    rank: int | None
+    seconds: float
+
+
+def construct(group: Any, **options: Any) -> Ended:
+    """Make a pipeline that cannot be made."""
+    began = time.monotonic()
+    try:
+        zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, **{"timeout": TIMEOUT} | options)
+    except BaseException as error:
+        return Ended(type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - began)
+    raise AssertionError("nothing went wrong")
+
+
+def one_right_step(group: Any) -> float:
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, timeout=60.0) as pipe:
+        return pipe.step(*batch(4)).item()
+
+
+# 1. The ranks meet.
+
+
+def come_late(group: Any, late: int) -> tuple[Ended, float]:
+    if dist.get_rank(group) == late:
+        time.sleep(TIMEOUT + 1)
+    end = construct(group)
+    dist.barrier(group)
+    return end, one_right_step(group)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late: int) -> None:
+    told = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
+    text = f"rank {late} did not come to make a Pipeline within 3 s; see the log there, or raise `timeout` if it may take that long"
+    assert {end[:3] for end in told} == {("PipelineError", text, late)}
+    assert max(end.seconds for end in told) < TIMEOUT + ANSWER_S
+
+
+def try_again(group: Any) -> list[Ended]:
+    """Rank 0 makes three attempts before the others make their first, which is its fourth."""
+    attempts = [construct(group, timeout=0.5) for _ in range(3)] if dist.get_rank(group) == 0 else []
+    dist.barrier(group)
+    one_right_step(group)
+    return attempts
+
+
+def test_ranks_meet_after_different_numbers_of_attempts(world: Ranks) -> None:
+    attempts, *_ = world.run(try_again, ranks=3)
+    assert [Ended(*end).text.split(" within")[0] for end in attempts] == ["ranks 1 and 2 did not come to make a Pipeline"] * 3
+
+
+def be_interrupted(group: Any) -> Ended | None:
+    """Rank 1 is told to end while it waits for rank 2, which does not come."""
+    rank = dist.get_rank(group)
+    if rank == 2:
+        return None
+    if rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return construct(group, timeout=60.0)
+
+
+def test_an_interrupt_while_meeting_is_told_to_the_others(world: Ranks) -> None:
+    first, second, _ = world.run(be_interrupted, ranks=3)
+    assert Ended(*second).kind == "KeyboardInterrupt"
+    assert Ended(*first)[:3] == ("PipelineError", "rank 1 failed while meeting the other ranks: KeyboardInterrupt", 1)
+    assert Ended(*first).seconds < 30
+
+
+def of_other_versions(group: Any, what: str, other: str) -> str:
+    mine = {**versions(), what: other} if dist.get_rank(group) == 1 else versions()
+    with ExitStack() as stack:
+        stack.enter_context(replaced(session, "versions", lambda: mine))
+        stack.enter_context(replaced(choice, "versions", lambda: mine))
+        return construct(group).text
+
+
+@pytest.mark.parametrize(("what", "other"), [("version of torch", "2.4.0"), ("version of zerobubble", "9.0 #12345678")])
+def test_other_versions_are_told_when_the_ranks_meet(world: Ranks, what: str, other: str) -> None:
+    (text,) = set(world.run(of_other_versions, what, other, ranks=3))
+    mine = versions()[what].split(" #")[0]
+    assert text == f"ranks disagree on the {what}: rank 0 has {mine}, rank 1 has {other.split(' #')[0]}, rank 2 has {mine}"
+
+
+def silent_store(group: Any, act: Callable[[], None]) -> Ended:
+    """Rank 0, in whose process the store is, is struck before it comes."""
+    if dist.get_rank(group) == 0:
+        time.sleep(0.5)
+        act()
+    return construct(group)
+
+
+@pytest.mark.parametrize("act", [kill, stop])
+def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_told(act: Callable[[], None]) -> None:
+    world = Ranks(3, hosted=True)
+    try:
+        world.start(silent_store, act, ranks=3)
+        ended = [Ended(*world.outcome(rank)[1]) for rank in (1, 2)]
+    finally:
+        world.kill()
+    assert {(end.kind, end.rank) for end in ended} == {("PipelineError", 0)}, ended
+    assert len({end.text for end in ended}) == 1, ended
+    assert "the store of torch.distributed, in its process, does not answer" in ended[0].text
+    assert max(end.seconds for end in ended) < TIMEOUT + ANSWER_S
+
+
+# 2. Arguments are judged before anything is connected, and told to all.
+
+WRONG: list[tuple[str, Any]] = [
+    *(("timeout", value) for value in (0, -1, math.nan, math.inf, 1e12, 1e-9, "10", None, True)),
+    *(("num_microbatches", value) for value in (2.5, "8", True, None, 10**6)),
+    *(("pace", 3), ("overlap", 3), ("on_loss", 3), ("loss_fn", None), ("split", 3), ("hooks", 3), ("tied", 3), ("main_grad", 3)),
+]
+
+
+def of_wrong_arguments(group: Any, where: int | None) -> list[tuple[str, float]]:
+    """What is told of each wrong argument, given on rank `where` or on all, and whether ranks were connected for it."""
+
+    def refuse(endpoint: GlooEndpoint) -> None:
+        raise AssertionError("connected")
+
+    told = []
+    with replaced(GlooEndpoint, "connect", refuse):
+        for name, value in WRONG:
+            options = {"build_or_modules": build, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": loss_fn, "timeout": 20.0}
+            if where in (None, dist.get_rank(group)):
+                options[name] = value
+            began = time.monotonic()
+            with pytest.raises(zb.InputError) as caught:
+                zb.Pipeline(**options, group=group)
+            told.append((str(caught.value), time.monotonic() - began))
+    return told
+
+
+@pytest.mark.parametrize("where", [0, 1, None])
+def test_wrong_arguments_are_told_to_all_before_ranks_connect(world: Ranks, where: int | None) -> None:
+    told = world.run(of_wrong_arguments, where, ranks=3)
+    for (name, value), *ended in zip(WRONG, *told, strict=True):
+        (text,) = {text for text, _ in ended}
+        ranks = range(3) if where is None else [where]
+        assert [f"rank {rank}: {name} must be " in text for rank in range(3)] == [rank in ranks for rank in range(3)]
+        assert f", got {value!r}" in text
+        assert text.count(";") == len(ranks) - 1
+        assert max(seconds for _, seconds in ended) < 10
+
+
+def outside_of_its_group(group: Any) -> list[str]:
+    part = dist.new_group([0])
+    if dist.get_rank() == 0:
+        with zb.Pipeline(build, "1f1b", 4, loss_fn, group=part) as pipe:
+            pipe.step(*batch(4))
+        dist.destroy_process_group(part)
+    return [construct(part).text, construct(3).text]
+
+
+def test_a_rank_outside_of_the_group_is_told_so(world: Ranks) -> None:
+    inside, *others = world.run(outside_of_its_group, ranks=4)
+    assert inside[0].startswith("Pipeline: group cannot be used on this rank: ")
+    assert {other[0] for other in others} == {"Pipeline: this rank is not in `group`: make a Pipeline on the ranks of the group alone"}
+    assert all("Pipeline: group must be a ProcessGroup, or None, got 3" in told for _, told in (inside, *others))
+
+
+# 3. A rank ends or stands still inside.
+
+INSIDE = {
+    "coming": Moment(meeting._Attendance, "_open_round", 0, ""),
+    "hearing": Moment(meeting._Attendance, "_read", 0, ""),
+    "meeting the others": Moment(Transport, "connect", 0, ""),
+    "giving its address": Moment(EndableStore, "set", 0, ""),
+    "asking for addresses": Moment(EndableStore, "get", 1, ""),
+    "comparing": Moment(Transport, "gather_objects", 0, ""),
+    "connecting": Moment(GlooEndpoint, "open", 0, ""),
+    "first values": Moment(SharedGradients, "broadcast_initial_values", 0, ""),
+    "programs": Moment(ProgramCache, "play", 0, ""),
+}
+
+
+class Case(NamedTuple):
+    """`act` at a moment of construction on `rank`; the store is in the process of rank 0 where `hosted`, else a file."""
+
+    act: Callable[[], None]
+    moment: str
+    rank: int
+    hosted: bool
+
+    def __str__(self) -> str:
+        return f"{self.act.__name__} in {self.moment} of rank {self.rank}{' with the store in rank 0' if self.hosted else ''}"
+
+
+def be_struck(group: Any, case: Case) -> Ended:
+    """Make a pipeline and step, with the fault."""
+    began = time.monotonic()
+    with ExitStack() as stack:
+        if dist.get_rank(group) == case.rank:
+            stack.enter_context(struck(INSIDE[case.moment], case.act))
+        try:
+            with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, timeout=TIMEOUT) as pipe:
+                pipe.step(*batch(4))
+        except BaseException as error:
+            return Ended(type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - began)
+    raise AssertionError("nothing went wrong")
+
+
+def judge(case: Case) -> None:
+    world = Ranks(RANKS, hosted=case.hosted)
+    try:
+        world.run(one_right_step, ranks=RANKS)  # what is imported at first takes its time
+        world.start(be_struck, case, ranks=RANKS)
+        outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
+        assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
+        judge_ended(str(case), case.rank, {rank: Ended(*end) for rank, (_, end) in outcomes.items()}, case.hosted and case.rank == 0)
+        if case.act is stop:
+            os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)
+            state, woken = world.outcome(case.rank)
+            assert state == "ok", f"{case}: {woken}"
+            assert len(set(world.run(one_right_step, ranks=RANKS))) == 1
+    finally:
+        world.kill()
+
+
+def judge_ended(case: str, victim: int, ended: dict[int, Ended], without_store: bool) -> None:
+    for end in ended.values():
+        assert end.kind == "PipelineError", f"{case}: {ended}"
+        assert end.rank == victim, f"{case}: {ended}"
+        assert end.seconds < TIMEOUT + ANSWER_S + SPARE_S, f"{case}: {ended}"
+    assert without_store or len({end.text for end in ended.values()}) == 1, f"{case}: {ended}"
+
+
+def diagonal() -> list[Case]:
+    return [Case((kill, stop)[i % 2], moment, (i // 2) % RANKS, hosted=i % 3 == 0) for i, moment in enumerate(INSIDE)]
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None:
+    judge_all(judge, diagonal(), at_once=3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("act", [kill, stop])
+def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_told_to_the_living(act: Callable[[], None]) -> None:
+    judge_all(judge, [Case(act, moment, rank, hosted) for moment in INSIDE for rank in range(RANKS) for hosted in (False, True)], at_once=3)
