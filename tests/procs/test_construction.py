@@ -202,7 +202,7 @@ def test_a_rank_outside_of_the_group_is_told_so(world: Ranks) -> None:
 
 INSIDE = {
     "coming": Moment(meeting._Attendance, "_open_round", 0, ""),
-    "hearing": Moment(meeting._Attendance, "_read", 0, ""),
+    "having met": Moment(GlooEndpoint, "__init__", 0, ""),
     "meeting the others": Moment(Transport, "connect", 0, ""),
     "giving its address": Moment(EndableStore, "set", 0, ""),
     "asking for addresses": Moment(EndableStore, "get", 1, ""),
