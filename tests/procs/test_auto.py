@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.ranks import Ranks
 from tests.procs.test_profile import Doze
+from zerobubble.planning import background
 from zerobubble.runtime.hooks import auto
 
 M = 6
@@ -108,6 +116,11 @@ def refused(group: Any, options: zb.Auto) -> str:
     [
         (zb.Auto(memory_limit=10), "no schedule fits into the memory limit"),
         (zb.Auto(memory_limit=[1000, 1000]), "the bytes of each of 4 ranks"),
+        (
+            zb.Auto(memory_limit=1e9),
+            "memory_limit of Auto must be a whole number or a list or tuple of whole number, or None, got 1000000000.0",
+        ),
+        (zb.Auto(7), "placement of Auto must be a str or a Placement, got 7"),
         (zb.Auto("lineer"), "did you mean 'linear'"),
         (zb.Auto(zb.make("chimera", 4, 4).placement), "give its schedule by name"),
     ],
@@ -115,6 +128,117 @@ def refused(group: Any, options: zb.Auto) -> str:
 def test_what_cannot_be_planned_is_refused_on_every_rank(world: Ranks, options: zb.Auto, words: str) -> None:
     for said in world.run(refused, options, ranks=4):
         assert words in said
+
+
+class Heard(logging.Handler):
+    """The warnings of the package on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def train_on(group: Any, steps: int, warnings: int, **patches: Any) -> tuple[list[str], list[str]]:
+    """Steps with parts of the planner replaced, each with the loss of one device: so many, and until rank 0 has so many warnings.
+
+    Gives the warnings of this rank and the schedules."""
+    heard = Heard()
+    logger = logging.getLogger("zerobubble")
+    logger.addHandler(heard)
+    names: list[str] = []
+    wanted = reference(2, 1)[0][0]
+    with ExitStack() as stack:
+        stack.callback(logger.removeHandler, heard)
+        for name, value in patches.items():
+            module = background if hasattr(background, name) else auto
+            stack.enter_context(mock.patch.object(module, name, value))
+        pipe = stack.enter_context(zb.Pipeline(dozing, "auto", M, nn.functional.mse_loss, group=group))
+        end = time.monotonic() + 100
+        while steps > 0 or is_first_true(group, len(heard.texts) < warnings and time.monotonic() < end):
+            steps -= 1
+            assert abs(pipe.step(data(0), data(0)).item() - wanted) < 1e-12
+            names += [pipe.schedule.name] * (pipe.schedule.name not in names)
+    return heard.texts, names
+
+
+def is_first_true(group: Any, mine: bool) -> bool:
+    """What rank 0 says, on every rank."""
+    said = torch.tensor([float(mine)])
+    dist.broadcast(said, 0, group=group)
+    return bool(said)
+
+
+def failing(group: Any, program: str, margin: float) -> tuple[list[str], list[str]]:
+    """Passes always seem to take another time, so that a plan is asked for again and again, of a process that runs `program`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "program.py")
+        file.write_text(program)
+        return train_on(group, 8, auto.MOST_FAILURES, PROGRAM=file, MARGIN_S=margin, SECONDS=0.1, REVIEW=1, DRIFT=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("raise ValueError('boom')", "its process ended with code 1: .*boom"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process was killed by SIGKILL"),
+        pytest.param(
+            "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "its process gave no answer in 0.6 s", marks=pytest.mark.long
+        ),
+        ("print('{garbage')", "its process ended without a plan that can be read"),
+    ],
+    ids=["crashing", "killed", "frozen", "garbage"],
+)
+def test_a_planner_that_fails_is_advice_that_does_not_come(world: Ranks, program: str, words: str) -> None:
+    """Three times, each told once by the rank that asked; then it is asked no more."""
+    (warned, names), (others, same) = world.run(failing, program, 0.5 if "SIGSTOP" in program else 60.0, ranks=2)
+    assert len(warned) == auto.MOST_FAILURES
+    assert others == []
+    for text in warned:
+        assert re.search(f"a search for a plan failed, and training goes on in '{names[-1]}'; .*: {words}", text), text
+    assert ["no more are started" in text for text in warned] == [False, False, True]
+    assert names == same
+    assert names[0] == "one by one"
+    assert len(names) == 2, "the published schedule stays"
+
+
+def unable(group: Any, ranks: list[int], steps: int) -> tuple[list[str], list[str]]:
+    """Some ranks cannot compare the published schedules."""
+
+    def solve(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+    return train_on(group, steps, 0, **({"solve": solve} if group.rank() in ranks else {}))
+
+
+@pytest.mark.parametrize("ranks", [[0], [1]])
+def test_a_rank_that_cannot_compare_schedules_follows_one_that_can(world: Ranks, ranks: list[int]) -> None:
+    outcomes = world.run(unable, ranks, 5, ranks=2)
+    for rank, (warned, names) in enumerate(outcomes):
+        assert len(names) == 2
+        assert names == outcomes[0][1]
+        wanted = [f"the published schedules could not be compared on rank {rank}: MemoryError: no room"]
+        assert warned == (wanted if rank in ranks else [])
+
+
+def test_where_no_rank_can_training_goes_on_as_it_began(world: Ranks) -> None:
+    for warned, names in world.run(unable, [0, 1], 5, ranks=2):
+        assert names == ["one by one"]
+        assert len(warned) == 1
+
+
+def test_memory_limits_that_differ_are_told(world: Ranks) -> None:
+    for said in world.run(limited_apart, ranks=2):
+        assert said == (
+            "ranks disagree on the planning: rank 0 has auto with a memory limit of 20000, 20000 bytes, "
+            "rank 1 has auto with a memory limit of 20000, 30000 bytes"
+        )
+
+
+def limited_apart(group: Any) -> str:
+    return refused(group, zb.Auto(memory_limit=[20_000, 20_000 + 10_000 * group.rank()]))
 
 
 def test_costs_are_corrected_by_what_was_measured() -> None:

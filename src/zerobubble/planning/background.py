@@ -1,6 +1,6 @@
-"""A plan made in the background of other work: in a process of its own, at low priority.
+"""A plan made in the background of other work: in a process of its own, at low priority, which can do no harm to the work.
 
-`python -m zerobubble.planning.background PROBLEM ANSWER SECONDS` is that process.
+Whatever becomes of that process, killed, frozen, broken or never started, is a `PlannerError` and no more: a plan is advice.
 """
 
 from __future__ import annotations
@@ -8,51 +8,117 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+import weakref
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
-from zerobubble.errors import InputError
-from zerobubble.planning.competition import solve
+from zerobubble.errors import ZeroBubbleError
 from zerobubble.planning.problem import Problem, Solved
+
+PROGRAM = Path(__file__).with_name("search_process.py")
+MARGIN_S = 120.0
+"""What a search may take beyond its seconds: to start, to compile what searches, and to check the answer."""
+_REAPED_S = 2.0
+"""How long to wait for a process that was killed to be gone."""
+_MOST_BYTES = 2**28
+"""How much of what a process has written is read."""
+_MOST_WORDS = 600
+"""Characters of its errors that are told."""
+
+
+class PlannerError(Exception):
+    """There will be no plan from this process; the message says what became of it."""
 
 
 class BackgroundPlanner:
-    """Searches `seconds` for the best schedule for `problem`; ask `answer` now and then, and `close` what is not needed any more."""
+    """Searches `seconds` for the best schedule for `problem`; ask `answer` now and then, and `close` what is not needed any more.
+
+    Raises `PlannerError` where no process can be started.
+    """
 
     def __init__(self, problem: Problem, seconds: float) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zerobubble-plan-")
-        self._answer = Path(self._folder.name, "answer.json")
-        asked = Path(self._folder.name, "problem")
-        asked.write_bytes(pickle.dumps(problem))
-        self._stderr = Path(self._folder.name, "stderr")
-        with self._stderr.open("wb") as stderr:
-            command = [sys.executable, "-m", "zerobubble.planning.background", str(asked), str(self._answer), str(seconds)]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
+        self._problem = problem
+        self._longest_s = seconds + MARGIN_S
+        self._deadline = time.monotonic() + self._longest_s
+        try:
+            with ExitStack() as files:
+                self._written, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+                self._process = _start(problem, seconds, self._longest_s, self._written, self._errors)
+                self._end = weakref.finalize(self, _end, self._process, files.pop_all())
+        except (OSError, TypeError, ValueError) as error:  # no interpreter, no room, no more processes
+            raise PlannerError(f"its process cannot be started: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
 
     def answer(self) -> Solved | None:
-        """The plan, None while it is being made. Raises `InputError` with the last line of its errors when it failed."""
+        """The plan, None while it is being made. Raises `PlannerError` when there will be none."""
         code = self._process.poll()
         if code is None:
+            if time.monotonic() > self._deadline:
+                raise PlannerError(f"its process gave no answer in {self._longest_s:g} s{self._last_words()}")
             return None
         if code != 0:
-            words = self._stderr.read_text(errors="replace").strip().splitlines()
-            raise InputError(f"the planner ended with code {code}: {words[-1] if words else 'it said nothing'}")
-        return Solved.from_dict(json.loads(self._answer.read_text(encoding="utf-8")))
+            raise PlannerError(f"its process {_ended(code)}{self._last_words()}")
+        return self._read()
 
     def close(self) -> None:
-        """End the process if it still runs, and remove its files."""
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+        """End the process if it still runs, frozen or not, and give back all that it held."""
+        self._end()
+
+    def _read(self) -> Solved:
+        """The answer of a process that has ended well."""
+        try:
+            lines = _last_bytes(self._written, _MOST_BYTES).splitlines()
+            solved = Solved.from_dict(json.loads(lines[-1]))
+        except (IndexError, ValueError, RecursionError, ZeroBubbleError) as error:
+            raise PlannerError(f"its process ended without a plan that can be read ({error}){self._last_words()}") from error
+        if solved.problem != self._problem:
+            raise PlannerError("its process answered another question")
+        return solved
+
+    def _last_words(self) -> str:
+        """The end of what the process wrote to stderr, in one line, with a colon before it; nothing where it wrote nothing."""
+        told = _last_bytes(self._errors, 4 * _MOST_WORDS).decode(errors="replace")
+        words = " | ".join(line.strip() for line in told.splitlines() if line.strip())
+        return f": {words[-_MOST_WORDS:]}" if words else ""
 
 
-def _main(asked: str, answer: str, seconds: str) -> None:
-    os.nice(10)
-    solved = solve(pickle.loads(Path(asked).read_bytes()), seconds=float(seconds))
-    Path(answer).write_text(json.dumps(solved.to_dict()), encoding="utf-8")
+def _start(problem: Problem, seconds: float, longest_s: float, written: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The process, with what it is asked on its stdin. Files without a name carry all of it, so none can be left behind."""
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    command = [sys.executable, "-I", str(PROGRAM), str(os.getpid()), str(seconds), str(longest_s), *folders]
+    with tempfile.TemporaryFile() as asked:
+        asked.write(pickle.dumps(problem))
+        asked.seek(0)
+        return subprocess.Popen(command, stdin=asked, stdout=written, stderr=errors)
 
 
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+def _end(process: subprocess.Popen[bytes], files: ExitStack) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_REAPED_S)
+    files.close()
+
+
+def _ended(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _last_bytes(file: IO[bytes], most: int) -> bytes:
+    """The last bytes of a file that another process writes; it must write no more where its place in the file matters."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - most))
+    return file.read(most)

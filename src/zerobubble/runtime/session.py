@@ -144,6 +144,11 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         schedule = setup.schedule
         terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"
         terms["kind of device"] = setup.stages.device.type
+        terms["planning"] = "none" if setup.planner is None else f"auto with {setup.planner.limits_in_words}"
+        rewinding = [type(hook).__name__ for hook in options.hooks if getattr(hook, "needs_rollback_point", False)]
+        terms["hooks that let steps start over"] = ", ".join(rewinding) or "none"
+        if schedule.num_stages - 1 in setup.stages.modules:
+            terms["loss_weight"] = "none" if options.loss_weight is None else "a function"
     return terms
 
 

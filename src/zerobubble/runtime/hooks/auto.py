@@ -3,6 +3,8 @@
 It trains from the first step on: microbatches go through one by one, which needs the least memory and measures passes undisturbed, then in
 the best published schedule until the plan is there. Later steps are held against the plan's costs, and where passes have come to
 take another time, there is a new plan.
+
+A plan is advice. Where none can be made, for whatever reason, a warning says why and training goes on in the schedule there is.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from zerobubble.arguments import WHOLE, each, either, instance, optional, require
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Problem, Solved, seeds, solve
-from zerobubble.planning.background import BackgroundPlanner
+from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
@@ -32,6 +35,8 @@ REVIEW = 50
 """Steps between two looks at whether the plan's costs still hold."""
 DRIFT = 0.2
 """By how much of itself the time of a stage's passes must be off in two steps running before it is planned anew."""
+MOST_FAILURES = 3
+"""Searches that may fail before no more are started."""
 
 _log = logging.getLogger("zerobubble")
 
@@ -67,10 +72,16 @@ class AutoPlanner(StepHook):
         self._measured: list[Timeline] = []
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
+        self._failures = 0
         self._is_waiting = False
         self._steps = 0
         self._drifted = False
         self._pipeline: AttachedPipeline
+
+    @property
+    def limits_in_words(self) -> str:
+        """What bounds the memory of its plans; all ranks must have it alike."""
+        return "no memory limit" if self._limits is None else f"a memory limit of {', '.join(map(str, self._limits.memory))} bytes"
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Plan for this pipeline."""
@@ -110,6 +121,7 @@ class AutoPlanner(StepHook):
                 f"the saved plan is for {solved.problem.placement} and {solved.problem.num_microbatches} microbatches, this pipeline has "
                 f"{wanted[0]} and {wanted[1]}: make the pipeline as it was, or leave the plan out of the checkpoint"
             )
+        self.on_close()
         self._problem = solved.problem
         self._is_waiting = False
         better = self._change(solved)
@@ -139,33 +151,67 @@ class AutoPlanner(StepHook):
             raise InputError(f"no schedule fits into the memory limit: {self._problem.shortage_reason}")
         self._measured.clear()
         self._is_waiting = True
-        return self._change(solve(self._problem, evaluations=0))
+        published = self._best_published()
+        return None if published is None else self._change(published)
+
+    def _best_published(self) -> Solved | None:
+        """The best published schedule, as the first rank found it that could, None where none could.
+
+        Every rank looks for it, so that none waits for another's search.
+        """
+        assert self._problem is not None
+        found = None
+        try:
+            found = solve(self._problem, evaluations=0)
+        except Exception as error:  # noqa: BLE001 - a plan is advice
+            _log.warning(
+                "the published schedules could not be compared on rank %d: %s: %s", self._pipeline.rank, type(error).__name__, error
+            )
+        able = self._pipeline.gather(found is not None, "choosing a published schedule")
+        if not any(able):
+            return None
+        teller = able.index(True)
+        mine = found.to_dict() if found is not None and self._pipeline.rank == teller else None
+        return Solved.from_dict(self._pipeline.gather(mine, "choosing a published schedule")[teller])
 
     def _wait(self) -> Schedule | None:
-        """Ask for the plan, on rank 0, which makes it; the others hear of it."""
-        assert self._problem is not None
-        if self._pipeline.rank == 0 and self._planner is None:
-            self._planner = BackgroundPlanner(self._problem, SECONDS)
-        found = self._planner.answer() if self._planner is not None else None
-        told = self._pipeline.gather(None if found is None else found.to_dict(), "waiting for a plan")[0]
-        if told is None:
+        """Ask for the plan, on rank 0, which makes it; the others hear of it, or that there will be none."""
+        is_over, plan = self._pipeline.gather(self._search() if self._pipeline.rank == 0 else None, "waiting for a plan")[0]
+        if not is_over:
             return None
         self.on_close()
         self._is_waiting, self._steps = False, 0
-        return self._change(Solved.from_dict(told))
+        return None if plan is None else self._change(Solved.from_dict(plan))
+
+    def _search(self) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the search is over, and the plan in its JSON form, None where there is none."""
+        assert self._problem is not None
+        if self._failures >= MOST_FAILURES:
+            return True, None
+        try:
+            if self._planner is None:
+                self._planner = BackgroundPlanner(self._problem, SECONDS)
+            found = self._planner.answer()
+        except PlannerError as error:
+            self._failures += 1
+            again = "no more are started" if self._failures >= MOST_FAILURES else "the next may be started when passes take another time"
+            _log.warning("a search for a plan failed, and training goes on in %r; %s: %s", self.schedule.name, again, error)
+            return True, None
+        return found is not None, None if found is None else found.to_dict()
 
     def _review(self, timeline: Timeline) -> Schedule | None:
-        """Hold a step against the plan's costs; the second in a row that is off starts a new plan."""
+        """Hold a step against the plan's costs; the second in a row that is off starts a new plan, and so it does where there is none."""
         assert self._problem is not None
         now = corrected(self._problem.costs, timeline)
         off = how_far(self._problem.costs, now)
-        if off <= DRIFT:
+        if off <= DRIFT and self.solved is not None:
             self._steps, self._drifted = 0, False
             return None
         if not self._drifted:
             self._drifted = True
             return None
-        _log.info("passes take up to %.0f %% more or less than planned: planning anew", 100 * off)
+        if off > DRIFT:
+            _log.info("passes take up to %.0f %% more or less than planned: planning anew", 100 * off)
         self._problem = replace(self._problem, costs=now)
         self._is_waiting, self._drifted = True, False
         return self._wait()
@@ -182,6 +228,7 @@ class AutoPlanner(StepHook):
 
 
 def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
+    require("placement of Auto", placement, instance(str, Placement))
     laid = family(placement, num_ranks) if isinstance(placement, str) else placement
     if laid.num_ranks != num_ranks:
         raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the process group has {num_ranks}")
@@ -191,12 +238,13 @@ def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
 
 
 def _limits_for(memory: int | Sequence[int] | None, num_ranks: int) -> Limits | None:
+    require("memory_limit of Auto", memory, optional(either(WHOLE, each(WHOLE))))
     if memory is None:
         return None
-    each = (memory,) * num_ranks if isinstance(memory, int) else tuple(memory)
-    if len(each) != num_ranks:
-        raise InputError(f"memory_limit names the bytes of each of {num_ranks} ranks, or one number for all, got {len(each)}")
-    return Limits(each)
+    of_ranks = (memory,) * num_ranks if isinstance(memory, int) else tuple(memory)
+    if len(of_ranks) != num_ranks:
+        raise InputError(f"memory_limit names the bytes of each of {num_ranks} ranks, or one number for all, got {len(of_ranks)}")
+    return Limits(of_ranks)
 
 
 def corrected(planned: Costs, timeline: Timeline) -> Costs:

@@ -7,11 +7,13 @@ makes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zerobubble.arguments import shown
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.values.gradients import Gradients
@@ -25,12 +27,13 @@ def clip_grad_norm(
 ) -> Tensor:
     """Clip the gradients of all ranks by their common norm, which is given back; see `Pipeline.clip_grad_norm_`."""
     gradients = pipeline.gradients
+    arguments = ClipArguments.of(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     with pipeline.activity("while clipping gradients"):
-        parts = counted(pipeline.modules, pipeline.counted_elsewhere)
+        parts = {} if arguments.fault else counted(pipeline.modules, pipeline.counted_elsewhere)
+        norm_type = norm_type if arguments.fault else float(norm_type)
         mine = norms_of(parts, norm_type, gradients)
-        arguments = ClipArguments.of(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         norms, spoilt, told = gather_norms(mine, spoilt_in(pipeline.modules, parts, mine, gradients), arguments, pipeline)
-    refuse_other_arguments(told)
+    refuse_wrong_arguments(told)
     total = total_norm(norms, norm_type).to(pipeline.device)
     if error_if_nonfinite:
         refuse(total, norm_type, spoilt, losses)
@@ -74,23 +77,37 @@ def spoilt_in(
 
 
 class ClipArguments(NamedTuple):
-    """What a rank is called with, in words: every rank must be called with the same."""
+    """What a rank is called with, in words: every rank must be called with the same. `fault` says what is wrong with it, if anything is."""
 
     max_norm: str
     norm_type: str
     error_if_nonfinite: str
+    fault: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items() if name != "fault")
 
     @classmethod
     def of(cls, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> ClipArguments:
         """These arguments, of which numbers may be tensors or text such as "inf", too."""
-        return cls(repr(float(max_norm)), repr(float(norm_type)), str(bool(error_if_nonfinite)))
+        numbers = []
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            try:
+                numbers.append(float(value))
+            except (TypeError, ValueError, RuntimeError):
+                return cls("", "", "", f"{name} must be a number, got {shown(value)}")
+        if not numbers[0] >= 0 or isnan(numbers[1]):
+            return cls(
+                "", "", "", f"max_norm must be at least 0 and norm_type an order such as 2 or inf, got {numbers[0]} and {numbers[1]}"
+            )
+        return cls(repr(numbers[0]), repr(numbers[1]), str(bool(error_if_nonfinite)))
 
 
-def refuse_other_arguments(told: Sequence[ClipArguments]) -> None:
-    """Raise `InputError`, the same on every rank, where ranks were called with other arguments."""
+def refuse_wrong_arguments(told: Sequence[ClipArguments]) -> None:
+    """Raise `InputError`, the same on every rank, where ranks were called with wrong arguments, or with other ones."""
+    faults = [f"rank {rank}: clip_grad_norm_: {arguments.fault}" for rank, arguments in enumerate(told) if arguments.fault]
+    if faults:
+        raise InputError("; ".join(faults))
     if len(set(told)) > 1:
         found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in enumerate(told))
         raise InputError(f"clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}")

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
 from zerobubble.runtime.step.hook import AttachedPipeline
 
 
 def unscale(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """`scaler.unscale_(optimizer)` on this rank, of `main_grad` where gradients are there, and what it found on any rank told to all.
 
-    Raises `InputError` when the ranks' scalers differ in their scale.
+    Raises `InputError` when the ranks' scalers differ in their scale, and when the last step was given one on some ranks, but not where it
+    scales: on those with a last stage.
     """
     with pipeline.activity("while unscaling gradients"):
         if pipeline.gradients.dtype is None:
@@ -33,15 +35,26 @@ def _share_what_is_not_finite(pipeline: AttachedPipeline, scaler: torch.amp.Grad
     """Let the scaler of every rank know whether any of them found a gradient that is not finite."""
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     mine = float(sum(flag.item() for flag in found.values()) > 0)
-    told: list[tuple[float, float]] = pipeline.gather((mine, scaler.get_scale()), "sharing which gradients are not finite")
-    if len({scale for _, scale in told}) > 1:
-        scales = ", ".join(f"rank {rank} has {scale:g}" for rank, (_, scale) in enumerate(told))
-        remedy = "make them alike, and unscale with all of them in every step"
-        raise InputError(f"the scalers of the ranks differ in their scale: {scales}; {remedy}")
-    anywhere = max(flag for flag, _ in told)
+    told: list[tuple[float, float, bool]] = pipeline.gather(
+        (mine, scaler.get_scale(), pipeline.was_given_scaler), "sharing which gradients are not finite"
+    )
+    _refuse_differences([scale for _, scale, _ in told], [was_given for _, _, was_given in told], pipeline.schedule)
+    anywhere = max(flag for flag, _, _ in told)
     for flag in found.values():
         flag.fill_(anywhere)
     found.setdefault(pipeline.device, torch.full((), anywhere, device=pipeline.device))
+
+
+def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule) -> None:
+    """Raise `InputError` for scalers that differ, by what each rank has told of its own."""
+    if len(set(scales)) > 1:
+        listed = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in enumerate(scales))
+        remedy = "make them alike, and unscale with all of them in every step"
+        raise InputError(f"the scalers of the ranks differ in their scale: {listed}; {remedy}")
+    lacking = sorted({route[-1] for route in schedule.placement.routes if not was_given[route[-1]]})
+    if lacking and any(was_given):
+        where = f"rank {was_given.index(True)}, but not on rank {lacking[0]}, whose last stage begins the backward pass"
+        raise InputError(f"the last step was given a scaler on {where}: give it to step on every rank")
 
 
 def _unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, sums: list[Tensor]) -> None:

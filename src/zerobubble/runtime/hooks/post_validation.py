@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from zerobubble.arguments import NUMBER, shown
 from zerobubble.errors import InputError
 from zerobubble.runtime.hooks.clip import counted, norms_of
 from zerobubble.runtime.hooks.forward_snapshot import Snapshot
@@ -70,7 +71,7 @@ class PostValidation(StepHook):
         self.optimizer = optimizer
         self.norm: Tensor | None = None
         self._max_norm = max_norm
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaler = None if isinstance(scaler, GradScaler) and not scaler.is_enabled() else scaler
         self._way = undo
         self._verdict: bool | None = True
         self._has_stepped = False
@@ -274,8 +275,10 @@ class PostValidation(StepHook):
             return "the pipeline has a PostValidation already; use that, or make a new Pipeline"
         if pipeline.gradients.dtype is not None:
             return "an optimizer's step reads .grad, which main_grad leaves None; clip with pipe.clip_grad_norm_, or leave main_grad out"
-        if self._max_norm is not None and not self._max_norm > 0:
-            return f"max_norm must be above 0, or None to clip nothing, got {self._max_norm}"
+        if self._max_norm is not None and not (NUMBER.accepts(self._max_norm) and self._max_norm > 0):
+            return f"max_norm must be a number above 0, or None to clip nothing, got {shown(self._max_norm)}"
+        if self._scaler is not None and not isinstance(self._scaler, GradScaler):
+            return f"scaler must be a torch.amp.GradScaler, or None, got {shown(self._scaler)}"
         if self._way not in ("copy", "arithmetic", None):
             return f"undo must be 'copy', 'arithmetic' or None, got {self._way!r}"
         return self._cannot_undo(pipeline.device)

@@ -130,10 +130,10 @@ def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
     return torch.stack(outputs) if sizes_of_a_sample == {None} else torch.cat(outputs)
 
 
-def refuse_other_size(size: int, batch_size: int) -> None:
-    """Raise `InputError` where targets and inputs were both given whole and with another number of samples."""
+def refuse_other_size(what: str, size: int, batch_size: int) -> None:
+    """Raise `InputError` where `what` has another number of samples than the first rank's inputs, both being given whole."""
     if GIVEN_AS_LIST not in (size, batch_size) and size != batch_size:
         raise InputError(
-            f"inputs have batch size {batch_size} and targets {size}, so that their microbatches would not belong together; "
+            f"inputs have batch size {batch_size} and {what} {size}, so that their microbatches would not belong together; "
             "give both as long, or as lists of the microbatches"
         )

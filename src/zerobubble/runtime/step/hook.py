@@ -65,7 +65,7 @@ class AttachedPipeline(Protocol):
 
     `modules` are this rank's, by stage. `gradients` tells where their gradients are summed (`.grad` or `.main_grad`).
     `schedule` is what is played now. `counted_elsewhere` are shared parameters that another rank, or another stage, already counts in the
-    norm of the whole model.
+    norm of the whole model. `was_given_scaler` says whether the last training step was called with a scaler on this rank.
     """
 
     rank: int
@@ -76,6 +76,7 @@ class AttachedPipeline(Protocol):
     counted_elsewhere: AbstractSet[nn.Parameter]
     transport: Transport
     schedule: Schedule
+    was_given_scaler: bool
 
     @property
     def hooks(self) -> Sequence[StepHook]:
@@ -88,7 +89,10 @@ class AttachedPipeline(Protocol):
         """Whatever fails inside ends the pipeline on every rank, and is told there as what happened `when`, such as "while saving"."""
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """Everyone's picklable `value`, in rank order, on every rank; all ranks must call it. `doing` tells a rank that waits in vain."""
+        """Everyone's `value`, in rank order, on every rank; all ranks must call it. `doing` tells a rank that waits in vain.
+
+        The value is made of numbers, text, None and torch's dtypes, in tuples, lists, sets and dicts; tensors go by torch.distributed.
+        """
 
     def timeline(self) -> Timeline:
         """What every rank did in the last step; all ranks must call it."""

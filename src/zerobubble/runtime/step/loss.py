@@ -20,6 +20,8 @@ LossFunction = Callable[[Any, Any], Tensor]
 LossWeight = Callable[[Any], "float | Tensor"]
 OnLoss = Callable[[int, Tensor], object]
 
+_WEIGHINGS = 2**52
+"""How many ways to weigh microbatches can be told apart by a float64, in which Python gives equal weights equal hashes on every machine."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -28,22 +30,24 @@ class LossReport:
     """The losses that a rank knows, each in the place of its microbatch and 0 elsewhere; `dtype` is None where there are no targets.
 
     `number` is the mean of all losses, from the rank that has it, or the weight of all microbatches, from a rank that tells its losses.
+    `weighing` differs where the weights of single microbatches do.
     """
 
     topic: ClassVar[Topic] = Topic.LOSS
 
     dtype: torch.dtype | None
     number: float
+    weighing: int
     losses: tuple[float, ...]
 
     def numbers(self) -> tuple[float, ...]:
         dtype = -1 if self.dtype is None else _DTYPES.index(self.dtype)
-        return (float(dtype), self.number, *self.losses)
+        return (float(dtype), self.number, self.weighing, *self.losses)
 
     @classmethod
     def read(cls, numbers: Tensor) -> LossReport:
-        dtype, number, *losses = numbers.tolist()
-        return cls(None if dtype < 0 else _DTYPES[int(dtype)], number, tuple(losses))
+        dtype, number, weighing, *losses = numbers.tolist()
+        return cls(None if dtype < 0 else _DTYPES[int(dtype)], number, int(weighing), tuple(losses))
 
 
 class StepLosses:
@@ -101,6 +105,7 @@ class StepLosses:
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
         self._weights = weights if len(set(weights)) > 1 else None
+        self._weighing = hash(tuple(weights)) % _WEIGHINGS if len(set(loss_ranks)) > 1 else 0
         self._outputs = outputs
         self._known = [None] * len(loss_ranks)
         self._shares = [None] * len(loss_ranks)
@@ -109,7 +114,7 @@ class StepLosses:
         self._result = self.losses = None
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
-        self._expected = {source: self._transport.listen(LossReport, len(loss_ranks) + 2, source) for source in sources}
+        self._expected = {source: self._transport.listen(LossReport, len(loss_ranks) + 3, source) for source in sources}
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
         """The share of one microbatch in the mean loss; the output itself when evaluating without targets."""
@@ -156,7 +161,7 @@ class StepLosses:
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
-        return LossReport(known[0].dtype if known else None, number, losses)
+        return LossReport(known[0].dtype if known else None, number, self._weighing, losses)
 
     def close(self) -> Tensor | None:
         """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the messages of other ranks."""
@@ -184,10 +189,11 @@ class StepLosses:
             self._known = list(values)
             self._result = torch.tensor(report.number, dtype=report.dtype, device=device)
             return
-        if report.number != self._total_weight:
+        if (report.number, report.weighing) != (self._total_weight, self._weighing):
             raise InputError(
-                f"ranks {self._summing_rank} and {source} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all: "
-                "every rank with a last stage needs the targets of the whole batch"
+                f"ranks {self._summing_rank} and {source} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all"
+                f"{', and one by one otherwise' * (report.number == self._total_weight)}: "
+                "every rank with a last stage needs the targets of the whole batch, and the same loss_weight"
             )
         for microbatch, value in enumerate(values):
             if source == self._loss_ranks[microbatch]:

@@ -76,6 +76,7 @@ class StepRunner:
         self._input_gradients = InputGradients()
         self._num_steps = 0
         self._seed = torch.ones((), device=stages.device)
+        self.was_given_scaler = False
 
     @property
     def losses(self) -> Tensor | None:
@@ -112,6 +113,7 @@ class StepRunner:
         compiled = self.choose(num_microbatches)
         assert compiled.train is not None
         executor = self.last = compiled.train
+        self.was_given_scaler = given.scaler is not None
         with self.guard.during_step(executor):
             batch = self._open(executor, given, None)
             step = TrainingStep(
@@ -189,7 +191,8 @@ class StepRunner:
         targets = split_batch(given.targets, count, "targets", gradients) if has_targets else NO_BATCH
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         known, announced, size = executor.handshake.open(inputs, batch.batch_size, executor.trained)
-        refuse_other_size(targets.batch_size, size)
+        refuse_other_size(f"those of rank {self.rank}", batch.batch_size, size)
+        refuse_other_size("targets", targets.batch_size, size)
         named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)

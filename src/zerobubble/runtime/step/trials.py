@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+from itertools import starmap
+
+from zerobubble.arguments import WHOLE, shown
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.profile import Progress, costs_of, telling
-from zerobubble.runtime.split.report import SplitReports
+from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
 from zerobubble.timeline import Timeline
 
 
 def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> Costs:
     """What the passes and messages of each stage take and hold, as `Pipeline.profile` describes it."""
-    if steps < 1:
-        raise InputError(f"a profile takes at least 1 step, got {steps}")
+    _agree_on_steps(runner, steps)
     runner.settle()
     timelines: list[Timeline] = []
     with (
@@ -30,6 +33,18 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
     return costs_of(runner.schedule.placement, timelines[0], timelines[1:])
 
 
+def _agree_on_steps(runner: StepRunner, steps: int) -> None:
+    """Raise `InputError` on every rank where one of them is given no number of steps, or another one."""
+    told = runner.gather(steps if WHOLE.accepts(steps) else shown(steps), "comparing how many steps to profile")
+    wrong = [count for count in told if not (WHOLE.accepts(count) and count >= 1)]
+    if wrong:
+        raise InputError(f"a profile takes at least 1 step, got {wrong[0]}")
+    if len(set(told)) > 1:
+        raise InputError(
+            "ranks disagree on the steps of a profile: " + ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(told))
+        )
+
+
 def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
     """How each stage splits its backward pass, as `Pipeline.describe` describes it."""
     runner.settle()
@@ -39,6 +54,6 @@ def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
             for stage in compiled.stages.values():
                 stage.splitter.count()
             runner.train_unheard(compiled, given)
-        told = runner.gather([stage.splitter.report() for stage in compiled.stages.values()], "describing the split")
-    found = {report.stage: report for reports in reversed(told) for report in reports}
+        told = runner.gather([astuple(stage.splitter.report()) for stage in compiled.stages.values()], "describing the split")
+    found = {report.stage: report for reports in reversed(told) for report in starmap(SplitReport, reports)}
     return SplitReports(found[stage] for stage in sorted(found))

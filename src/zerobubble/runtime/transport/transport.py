@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.contact import STARTING, LostContactError, Waiting, reason_of
 from zerobubble.runtime.transport.control import ControlPayload, Expected, P, Sending
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Work
+from zerobubble.runtime.values.plain_values import read_plain, write_plain
 from zerobubble.runtime.values.shapes import Shapes
 
 
@@ -104,13 +104,13 @@ class Transport:
         return Expected(kind, start(numbers), numbers, peer, self.wait)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's `value`, in rank order, on every rank. Call it in a `collective`."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """Everyone's `value`, in rank order, on every rank, as `write_plain` takes it. Call it in a `collective`."""
+        data = write_plain(value)
         sizes = self._for_topics.gather(torch.tensor([data.numel()]))
         room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
         room[: data.numel()] = data
         parts = self._for_topics.gather(room)
-        return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+        return [read_plain(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def collective(self, doing: str) -> AbstractContextManager[None]:
         """A context for what all ranks do together; its failure is told as `LostContactError` with everybody."""

@@ -6,7 +6,6 @@ the activations they belong to; with them comes which of them there are, for a s
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from zerobubble.program import Channel
 from zerobubble.rules import Value
 from zerobubble.runtime.values.payload import Structure
+from zerobubble.runtime.values.plain_values import read_plain, write_plain
 
 
 class TensorShape(NamedTuple):
@@ -75,10 +75,10 @@ def have_shapes(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
 
 def write_announcement(shapes: Shapes, structure: Structure, device: torch.device) -> Tensor:
     """What goes before a message whose shapes the receiver does not know: bytes that tell them."""
-    return torch.frombuffer(bytearray(pickle.dumps((shapes, structure))), dtype=torch.uint8).to(device)
+    return write_plain((shapes, structure)).to(device)
 
 
 def read_announcement(announcement: Tensor) -> tuple[Shapes, Structure]:
     """The shapes that an announcement tells, and the structure, None where the tensors are positional arguments."""
-    shapes, structure = pickle.loads(bytes(announcement.tolist()))
+    shapes, structure = read_plain(announcement)
     return shapes, structure

@@ -1,0 +1,204 @@
+"""The planner's process: whatever becomes of it, it is told, nothing of it stays, and it outlives nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zerobubble import Costs, Limits, Placement, make
+from zerobubble.planning import Problem, Solved, background, solve
+from zerobubble.planning.background import BackgroundPlanner, PlannerError
+from zerobubble.simulation import peak_memory
+
+PROBLEM = Problem(Placement.vee(2), 4, Costs.uniform(4), Limits((4_000_000,) * 2))
+V_HALF = make("v-half", 8, 32)
+DICE = random.Random(1)
+UNEVEN = Costs.from_ms(*[[DICE.uniform(0.5, 1.5) for _ in range(16)] for _ in range(3)], 0.3)
+LONG = Problem(V_HALF.placement, 32, UNEVEN, Limits(peak_memory(V_HALF, UNEVEN)))
+"""A problem that keeps a search busy."""
+START = 60.0
+"""Seconds in which a process comes up, on a busy machine too."""
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process, not even one that has ended and was not asked after."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def started() -> Iterator[list[BackgroundPlanner]]:
+    """Planners that a test has started; afterwards nothing of them is left."""
+    files, named = open_files(), set(os.listdir(tempfile.gettempdir()))
+    planners: list[BackgroundPlanner] = []
+    yield planners
+    for planner in planners:
+        planner.close()
+        assert is_gone(planner.pid)
+    assert open_files() == files
+    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - named if "zerobubble" in name]
+
+
+def start(planners: list[BackgroundPlanner], problem: Problem = PROBLEM, seconds: float = 0.0) -> BackgroundPlanner:
+    planners.append(BackgroundPlanner(problem, seconds))
+    return planners[-1]
+
+
+def outcome(planner: BackgroundPlanner) -> Solved | str:
+    """The plan, or why there is none."""
+    found: list[Solved | str] = []
+
+    def asked() -> bool:
+        try:
+            answer = planner.answer()
+        except PlannerError as error:
+            found.append(str(error))
+            return True
+        found.extend([] if answer is None else [answer])
+        return bool(found)
+
+    assert until(asked, START)
+    return found[0]
+
+
+def test_it_answers_what_it_was_asked(started: list[BackgroundPlanner]) -> None:
+    answer = outcome(start(started))
+    assert isinstance(answer, Solved)
+    assert answer.problem == PROBLEM
+    assert answer.time == solve(PROBLEM, seconds=0).time
+
+
+SHADOWS = ("random", "numpy", "numba", "json", "pickle", "zerobubble")
+
+
+@pytest.mark.parametrize("where", ["working directory", "PYTHONPATH", "sys.path"])
+def test_no_file_stands_in_for_a_module(
+    started: list[BackgroundPlanner], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SHADOWS:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
+    if where == "working directory":
+        monkeypatch.chdir(tmp_path)
+    elif where == "PYTHONPATH":
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+    answer = outcome(start(started, LONG, 1.0))
+    assert isinstance(answer, Solved), answer
+    assert answer.how.startswith("planned by"), "what searches was found, and numba for it"
+
+
+def test_one_that_is_killed_is_told(started: list[BackgroundPlanner]) -> None:
+    planner = start(started, LONG, 60.0)
+    os.kill(planner.pid, signal.SIGKILL)
+    assert outcome(planner) == "its process was killed by SIGKILL"
+
+
+def test_one_that_is_frozen_is_given_up_and_ended(started: list[BackgroundPlanner], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MARGIN_S", 0.3)
+    planner = start(started)
+    os.kill(planner.pid, signal.SIGSTOP)
+    assert outcome(planner) == "its process gave no answer in 0.3 s"
+
+
+def test_one_that_takes_too_long_ends_by_itself(started: list[BackgroundPlanner], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MARGIN_S", -57.0)
+    planner = start(started, LONG, 60.0)
+    monkeypatch.setattr(planner, "_deadline", time.monotonic() + START)
+    told = outcome(planner)
+    assert isinstance(told, str)
+    assert told.startswith("its process ended with code 1: ")
+    assert " | File " in told, "where it was"
+
+
+OTHER = json.dumps(solve(Problem(Placement.vee(2), 6, PROBLEM.costs, PROBLEM.limits), seconds=0).to_dict())
+WRONG = {
+    "raise ValueError('boom')": "its process ended with code 1: Traceback ",
+    "import os; os._exit(3)": "its process ended with code 3",
+    "import os; os.abort()": "its process was killed by SIGABRT",
+    "pass": "its process ended without a plan that can be read (list index out of range)",
+    "print('{garbage')": "its process ended without a plan that can be read (",
+    "print('[' * 200_000)": "its process ended without a plan that can be read (",
+    "import sys; sys.stdout.buffer.write(bytes(range(256)))": "its process ended without a plan that can be read (",
+    f"print({OTHER!r})": "its process answered another question",
+}
+
+
+@pytest.mark.parametrize("program", WRONG, ids=range(len(WRONG)))
+def test_one_that_goes_wrong_is_told(
+    started: list[BackgroundPlanner], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program.py").write_text(f"{program}\n")
+    monkeypatch.setattr(background, "PROGRAM", tmp_path / "program.py")
+    told = outcome(start(started))
+    assert isinstance(told, str)
+    assert told.startswith(WRONG[program])
+    assert len(told) < 1500
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("interpreter", ["/no/such/python", "", None])
+def test_one_that_cannot_be_started_is_told(interpreter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = open_files()
+    monkeypatch.setattr(sys, "executable", interpreter)
+    with pytest.raises(PlannerError, match="its process cannot be started: "):
+        BackgroundPlanner(PROBLEM, 0.0)
+    assert open_files() == files
+
+
+PARENT = """
+import sys, time
+from tests.pure.test_background import LONG
+from zerobubble.planning.background import BackgroundPlanner
+
+planner = BackgroundPlanner(LONG, 100.0)
+print(planner.pid, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3, 4.0])
+def test_it_ends_with_its_parent(after: float) -> None:
+    """At once, while it starts, and while it compiles or searches."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent, parent.stdout:
+        pid = int(parent.stdout.readline())
+        time.sleep(after)
+        assert not is_gone(pid)
+        parent.kill()
+    assert until(lambda: is_gone(pid) or state_of(pid) == "Z", 15)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as Linux has it; Z for one that has ended, whoever has to ask after it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
