@@ -319,26 +319,28 @@ class Executor:
         def take() -> Tensors:
             assert self._batch is not None
             inputs = self._batch.inputs[microbatch] if received is None else received()
-            named = self._batch.named_arguments.get(op.stage)
-            return inputs if named is None else with_keywords(inputs, named[microbatch])
+            named = self._batch.named_arguments
+            return with_keywords(inputs, named[op.stage][microbatch]) if op.stage in named else inputs
 
-        def work(inputs: Tensors) -> None:
+        def train(inputs: Tensors) -> None:
             assert self._batch is not None
-            finish = partial(self._batch.finish, microbatch) if target is None else None
-            if not self._training:
-                outputs = stage.infer(inputs, finish)
-            else:
-                task.taken = inputs
-                task.finish = finish
-                try:
-                    outputs = run(task)
-                finally:
-                    task.taken = ()
-                    task.finish = None
+            task.taken = inputs
+            task.finish = partial(self._batch.finish, microbatch) if target is None else None
+            try:
+                outputs = run(task)
+            finally:
+                task.finish = None
+                task.taken = ()
             if target is not None:
                 self._values[target] = outputs
 
-        return _Pass(op, take, work)
+        def infer(inputs: Tensors) -> None:
+            assert self._batch is not None
+            outputs = stage.infer(inputs, partial(self._batch.finish, microbatch) if target is None else None)
+            if target is not None:
+                self._values[target] = outputs
+
+        return _Pass(op, take, train if self._training else infer)
 
     def _compile_backward(self, op: Op) -> _Pass:
         task = Task(self._stages[op.stage], op.microbatch, self._kept_for(op))

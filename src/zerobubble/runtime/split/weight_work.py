@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,10 @@ class _PassOfThread(threading.local):
 
 
 _here = _PassOfThread()
-
-
-def _keep(work: WeightWork | None) -> None:
-    if TORCH_KEEPS_REFERENCES:
-        torch._C._stash_obj_in_tls(_PASS, work)
-    else:
-        _here.work = work
+_keep: Callable[[WeightWork | None], None] = (
+    partial(torch._C._stash_obj_in_tls, _PASS) if TORCH_KEEPS_REFERENCES else partial(setattr, _here, "work")
+)
+_kept: Callable[[], WeightWork] = partial(torch._C._get_obj_in_tls, _PASS)
 
 
 @dataclass(frozen=True)
@@ -168,5 +166,7 @@ def pass_in_progress() -> WeightWork | None:
     """
     if not TORCH_KEEPS_REFERENCES:
         return _here.work
-    work: WeightWork | None = torch._C._get_obj_in_tls(_PASS) if torch._C._is_key_in_tls(_PASS) else None
-    return work
+    try:
+        return _kept()
+    except RuntimeError:  # this thread has run no pass yet
+        return None

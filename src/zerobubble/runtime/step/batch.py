@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGr
     structure = flatten_pytree(dict(batch) if isinstance(batch, Mapping) else batch, tensors, opaque=True)
     size = _batch_size(batch, tensors, num_microbatches, what)
     rows = rows_of(size, num_microbatches)
-    microbatches = [unflatten_pytree(structure, (gradients.part(tensor, what, own) for tensor in tensors)) for own in rows]
+    parts = [gradients.parts(tensor, what, rows) for tensor in tensors]
+    microbatches = [unflatten_pytree(structure, iter(of_one)) for of_one in zip(*parts, strict=True)]
     return SplitBatch(microbatches, [own.stop - own.start for own in rows], size)
 
 
@@ -69,11 +71,12 @@ def _batch_size(batch: Any, tensors: list[Tensor], num_microbatches: int, what: 
     return size
 
 
-def rows_of(size: int, num_microbatches: int) -> list[slice]:
+@lru_cache(64)
+def rows_of(size: int, num_microbatches: int) -> tuple[slice, ...]:
     """The samples of each microbatch of a batch of `size`, as `torch.tensor_split` has them."""
     rest = size % num_microbatches
     ends = [size // num_microbatches * j + min(j, rest) for j in range(num_microbatches + 1)]
-    return [slice(start, end) for start, end in pairwise(ends)]
+    return tuple(slice(start, end) for start, end in pairwise(ends))
 
 
 def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:

@@ -6,6 +6,7 @@ the tensors that were given: a leaf of the user's has it in `.grad`, and the gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -49,6 +50,13 @@ class InputGradients:
             part.requires_grad_()
             part.register_post_accumulate_grad_hook(partial(self._add, given, rows))  # type: ignore[no-untyped-call]
         return part
+
+    def parts(self, given: Tensor, what: str, rows: Sequence[slice]) -> list[Tensor]:
+        """`part` for every microbatch of a batch whose samples are cut into these `rows`."""
+        if given.requires_grad and torch.is_grad_enabled():
+            return [self.part(given, what, own) for own in rows]
+        apart = given.detach()
+        return [apart.narrow(0, own.start, own.stop - own.start) for own in rows]
 
     def _add(self, given: Tensor, rows: slice | None, part: Tensor) -> None:
         """Take the gradient that a backward pass left in `part`."""
