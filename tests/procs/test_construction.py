@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zerobubble as zb
@@ -278,3 +280,71 @@ def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None
 @pytest.mark.parametrize("act", [kill, stop])
 def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_told_to_the_living(act: Callable[[], None]) -> None:
     judge_all(judge, [Case(act, moment, rank, hosted) for moment in INSIDE for rank in range(RANKS) for hosted in (False, True)], at_once=3)
+
+
+# 4. A rank ends or stands still at a random moment.
+
+
+class RandomCase(NamedTuple):
+    """`rank` is struck after this part of the time that a construction takes."""
+
+    signal: int
+    part: float
+    rank: int
+    hosted: bool
+
+    def __str__(self) -> str:
+        return f"signal {self.signal} after {self.part:.3f} to rank {self.rank}{' with the store in rank 0' if self.hosted else ''}"
+
+
+def be_struck_at_random(group: Any, case: RandomCase) -> tuple[Ended, bool]:
+    """How the pipeline ended, with the seconds counted from the fault; and whether that was while it was made.
+
+    Two pipelines are made before, to see how long it takes.
+    """
+    for _ in range(2):
+        dist.barrier(group)
+        began = time.monotonic()
+        with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, timeout=60.0):
+            strikes_after = torch.tensor([case.part * (time.monotonic() - began)])
+    dist.broadcast(strikes_after, case.rank, group)
+    is_made = False
+    dist.barrier(group)
+    began = time.monotonic()
+    if dist.get_rank(group) == case.rank:
+        threading.Timer(strikes_after.item(), os.kill, (os.getpid(), case.signal)).start()
+    try:
+        with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, timeout=TIMEOUT) as pipe:
+            is_made = True
+            while True:
+                pipe.step(*batch(4))
+    except Exception as error:
+        seconds = time.monotonic() - began - strikes_after.item()
+        return Ended(type(error).__name__, str(error), getattr(error, "rank", None), seconds), not is_made
+
+
+def judge_random(case: RandomCase) -> list[tuple[float, bool]]:
+    """The seconds it took to tell each of the living, and whether that was while the pipeline was made."""
+    world = Ranks(RANKS, hosted=case.hosted)
+    try:
+        world.start(be_struck_at_random, case, ranks=RANKS)
+        outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
+        assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
+        ended = {rank: Ended(*end) for rank, (_, (end, _)) in outcomes.items()}
+        judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
+        return [(end[3], inside) for _, (end, inside) in outcomes.values()]
+    finally:
+        world.kill()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_kills_and_freezes_at_random_moments_inside_are_told_to_the_living(number: int) -> None:
+    chance = random.Random(int(number))
+    cases = [RandomCase(number, chance.uniform(0, 0.9), chance.randrange(RANKS), chance.random() < 0.5) for _ in range(100)]
+    told: list[tuple[float, bool]] = []
+    judge_all(lambda case: told.extend(judge_random(case)), cases, at_once=3)
+    inside = [seconds for seconds, is_inside in told if is_inside]
+    assert len(inside) > len(told) / 2, "the moments must lie inside"
+    print(f"{len(inside)} of {len(told)} told inside, after {max(inside):.1f} s at most")
