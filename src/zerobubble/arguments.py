@@ -173,6 +173,7 @@ _REMEDIES = {
     ("Placement", "int"): "Placement.linear({value}) puts one stage on each of so many ranks",
     ("Block", "str"): "blocks.known_block({value!r}, num_ranks) gives a published one",
     ("Timeline", "tuple"): "give each timeline as an argument of its own, or put * before the list",
+    ("number of microbatches", "int"): "make them bigger, or spread the batch over several steps",
     ("a str", "function"): "write the name first, as in @schedules.register('early-w')",
     ("Op", "str"): "Op.parse({value!r}) reads a pass",
     ("Problem", "Workload"): "plan(workload, num_microbatches) plans it on any placement",

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, require
+from zerobubble.arguments import NUMBER, Wanted, each, either, instance, optional, require
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning import LayersPlan, Plan, Solved
 from zerobubble.runtime.executor.executor import Overlap
-from zerobubble.runtime.executor.program_cache import MakeSchedule
+from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.stage.rank_stages import Build
@@ -28,8 +28,6 @@ TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
 """The timeouts that make sense: a rank looks for failures ten times a second, and backends count in numbers that do not hold years."""
-MOST_MICROBATCHES = 10_000
-"""A schedule of more would be written, checked and compiled for longer than anyone waits."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,7 @@ WANTED: dict[str, Wanted | type] = {
         instance(Schedule, Solved, Plan, LayersPlan, Auto),
         function("(num_ranks, num_microbatches) -> Schedule"),
     ),
-    "num_microbatches": Wanted(
-        f"a whole number of microbatches up to {MOST_MICROBATCHES}", lambda given: WHOLE.accepts(given) and given <= MOST_MICROBATCHES
-    ),
+    "num_microbatches": MICROBATCHES,
     "loss_fn": function("(output, target) that gives the mean loss of a microbatch"),
     "loss_weight": optional(function("(target) that gives the weight of a microbatch")),
     "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),

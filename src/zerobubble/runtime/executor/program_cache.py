@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import WHOLE, Wanted, require
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ProgramError
 from zerobubble.ir import Placement, Schedule
@@ -24,6 +25,9 @@ from zerobubble.verify_program import program_faults
 
 MakeSchedule = Callable[[int, int], Schedule]
 """A function `(num_ranks, num_microbatches) -> Schedule`."""
+_MOST = 10_000
+MICROBATCHES = Wanted(f"a whole number of microbatches up to {_MOST}", lambda given: WHOLE.accepts(given) and given <= _MOST)
+"""A schedule of more would be written, checked and compiled for longer than anyone waits."""
 
 
 class CompiledProgram(NamedTuple):
@@ -129,6 +133,7 @@ class ProgramCache:
 
 def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
     """The schedule for `num_microbatches`; raises `InputError` where there is none or it does not fit."""
+    require("num_microbatches", num_microbatches, MICROBATCHES)
     if isinstance(given, str):
         made: Any = make(given, ranks, num_microbatches)
     else:

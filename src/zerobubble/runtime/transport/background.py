@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+import torch
+
 Answer = TypeVar("Answer")
 
 _TICK_S = 0.1
@@ -21,7 +23,8 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
     raises leaves the call behind. The time in which this rank itself was frozen or starved does not count as waiting.
     """
     future: Future[Answer] = Future()
-    thread = threading.Thread(target=_settle, args=(future, call), name="zerobubble-background", daemon=True)
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    thread = threading.Thread(target=_settle, args=(future, call, device), name="zerobubble-background", daemon=True)
     thread.start()
     try:
         told = time.monotonic()
@@ -35,8 +38,10 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
         del future  # its error holds this frame
 
 
-def _settle(future: Future[Answer], call: Callable[[], Answer]) -> None:
+def _settle(future: Future[Answer], call: Callable[[], Answer], device: int | None) -> None:
     try:
+        if device is not None:  # each thread has a current device of its own
+            torch.cuda.set_device(device)
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
         future.set_exception(error)

@@ -115,7 +115,8 @@ class Endpoint(ABC):
     """One rank's end of a transport among the ranks of `group`.
 
     An endpoint belongs to one pipeline, which calls `connect`, then `open`, then `open_channels`, on every rank, and `close` at the end. It
-    decides itself how long it waits for another rank.
+    decides itself how long it waits for another rank. While the pipeline is made it is called in a thread of its own, which is left behind
+    when another rank fails or `Pipeline(timeout=...)` has passed; `close` may be called meanwhile.
     """
 
     group: Group

@@ -38,7 +38,9 @@ class NcclEndpoint(Endpoint):
 
     def backend(self, name: str) -> Any:
         """The communicators between any two ranks for one kind of tensors and direction."""
-        rank, size, store, *_ = self.group
+        rank, size, shared, *_ = self.group
+        # Communicators wait in the store, which meanwhile serves nobody else on the same connection. Before torch 2.8 there is but one.
+        store = shared.clone() if hasattr(shared, "clone") else shared
         options = dist.distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         return dist.distributed_c10d.ProcessGroupNCCL(dist.distributed_c10d.PrefixStore(name, store), rank, size, options)
