@@ -15,7 +15,7 @@ def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> 
     }
     note = diagnose(words, 4, 0)
     assert (note.rank, note.absent) == (1, (1,))
-    assert note.message.startswith("rank 1 is gone or frozen: rank 2 lost contact with rank 1 while waiting for a message")
+    assert note.message.startswith("rank 1 does not answer: rank 2 lost contact with rank 1 while waiting for a message")
 
 
 def test_the_chain_of_those_who_wait_ends_at_the_culprit() -> None:
@@ -45,7 +45,7 @@ def test_ranks_that_wait_for_each_other_are_told_to_make_the_same_calls() -> Non
 def test_several_silent_ranks_are_all_named() -> None:
     note = diagnose({1: RankStatus("gathering norms", EVERYBODY, IN_TIME)}, 3, 1)
     assert note.absent == (0, 2)
-    assert note.message.startswith("ranks 0, 2 are gone or frozen: rank 1 lost contact while gathering norms")
+    assert note.message.startswith("ranks 0, 2 do not answer: rank 1 lost contact while gathering norms")
 
 
 def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
@@ -67,3 +67,21 @@ def test_a_broken_connection_is_no_wait() -> None:
     note = diagnose(words, 2, 0)
     assert note.rank == -1
     assert note.message.startswith("ranks that live lost contact (Connection reset by peer): rank 0 was waiting for the loss, ")
+
+
+def test_of_a_rank_that_does_not_answer_no_more_is_told_than_is_known() -> None:
+    words = {0: RankStatus("waiting for the loss", 2, IN_TIME), 2: RankStatus("waiting for a message", 1, "Connection closed by peer")}
+    note = diagnose(words, 4, 0)
+    assert (note.rank, note.absent) == (1, (1, 3))
+    assert "gone" not in note.message
+    assert "memory" not in note.message
+    assert "its process is frozen or has ended, or the network between is cut: see the log there" in note.message
+    assert note.message.endswith("; rank 3 does not answer either")
+
+
+def test_of_several_that_do_not_answer_the_one_that_another_waits_for_is_named() -> None:
+    """Rank 0 only has its threads held up by code that keeps Python's lock."""
+    words = {1: RankStatus("waiting for a message", 2, "Connection closed by peer"), 3: RankStatus("waiting for a message", 2)}
+    note = diagnose(words, 4, 1)
+    assert (note.rank, note.absent) == (2, (0, 2))
+    assert note.message.startswith("rank 2 does not answer: rank 1 lost contact with rank 2 ")

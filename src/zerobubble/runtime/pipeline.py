@@ -309,11 +309,11 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, failed: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, failed: BaseException | None, trace: object) -> None:
         if failed is None:
             self.close()
         elif self._session.guard.closed is None:
-            self._session.guard.close("the pipeline is closed")
+            self._session.guard.close_after(failed, "the pipeline is closed")
 
     def _refuse_to_train(self) -> None:
         if self.schedule.is_forward_only:

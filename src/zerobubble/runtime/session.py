@@ -13,6 +13,7 @@ from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Schedule
 from zerobubble.planning import LayersPlan, Plan, Solved
 from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channel, proved, schedule_for
+from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.patience import Patience
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
@@ -96,9 +97,9 @@ def _build(options: PipelineOptions, transport: Transport) -> tuple[Setup | None
     try:
         return _set_up(options, transport), ""
     except ZeroBubbleError as error:
-        return None, str(error)
+        return None, text_of(error)
     except Exception as error:  # noqa: BLE001 - the user's build function may raise anything
-        return None, f"{type(error).__name__}: {error}"
+        return None, describe(error)
 
 
 def _set_up(options: PipelineOptions, transport: Transport) -> Setup:

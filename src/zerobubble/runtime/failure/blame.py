@@ -1,6 +1,11 @@
-"""Who is to blame when messages stay out: every rank says what it does, and the chain of who waits for whom ends at the culprit."""
+"""Who is to blame when messages stay out: every rank says what it does, and the chain of who waits for whom ends at the culprit.
+
+A rank that does not answer may be gone, frozen or behind a network that is cut: from its silence nobody can tell which.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
 from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, NOBODY, STARTING
@@ -8,12 +13,15 @@ from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, NOBODY, STA
 CLOSING = RankStatus("closing the pipeline")
 """The status of a rank that has left the others."""
 
+NO_ANSWER = "frozen or has ended, or the network between is cut"
+"""What is known of the process of a rank that does not answer."""
+
 
 def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> FailureReport:
     """Who keeps the ranks waiting, by the statuses of those that answered, among them the `caller` who lost contact.
 
-    A rank that does not answer is gone or frozen. If all answer, the culprit is the one at the end of the chain of those who wait. Where
-    the chain leads back to a rank on it, the ranks make different calls, or the culprit came too late, after another had given it up.
+    A rank that does not answer comes first. If all answer, the culprit is the one at the end of the chain of those who wait. Where the
+    chain leads back to a rank on it, the ranks make different calls, or the culprit came too late, after another had given it up.
     """
     absent = tuple(rank for rank in range(size) if rank not in statuses)
     if absent:
@@ -27,15 +35,26 @@ def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> Failure
     return FailureReport(culprit, statuses[culprit].op, message)
 
 
+def lost_contact(rank: int, status: RankStatus) -> str:
+    """How `rank` lost contact, in words."""
+    return f"rank {rank} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
+
+
 def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], caller: int) -> FailureReport:
-    """Ranks that do not answer are gone or frozen; who lost contact with one of them is named, else the `caller`."""
-    lost_it = [rank for rank, status in statuses.items() if status.reason and status.peer in absent]
-    witness = lost_it[0] if lost_it else caller
-    status = statuses[witness]
-    named = f"rank {absent[0]} is" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} are"
-    lost = f"rank {witness} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
-    remedy = "see the log there: a process that was killed often ran out of memory"
-    return FailureReport(absent[0], "", f"{named} gone or frozen: {lost}; {remedy}", absent)
+    """Of the ranks that do not answer, one with which another lost contact is to blame; else all of them."""
+    lost_it = [(rank, status.peer) for rank, status in statuses.items() if status.reason and status.peer in absent]
+    witness = lost_it[0][0] if lost_it else caller
+    blamed = sorted({peer for _, peer in lost_it}) or absent
+    process = "its process is" if len(blamed) == 1 else "each process is"
+    message = f"{_named(blamed)} not answer: {lost_contact(witness, statuses[witness])}; {process} {NO_ANSWER}: see the log there"
+    others = [rank for rank in absent if rank not in blamed]
+    either = f"; {_named(others)} not answer either" if others else ""
+    return FailureReport(blamed[0], "", f"{message}{either}", absent)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """`rank 1 does` or `ranks 1, 2 do`."""
+    return f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} do"
 
 
 def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureReport:

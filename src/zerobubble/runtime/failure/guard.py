@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn, Protocol
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure.blame import CLOSING
+from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.contact import LostContactError
@@ -47,7 +48,7 @@ class FailureGuard:
     @property
     def is_told(self) -> bool:
         """Whether this rank has heard that one of them failed."""
-        return self._watch.has_report.is_set()
+        return self._watch.heard is not None
 
     def on_closing(self, release: Callable[[bool], None]) -> None:
         """Call `release(failed)`, a bound method that is held weakly, to drop whatever keeps connections open."""
@@ -73,8 +74,8 @@ class FailureGuard:
         outer, self.activity = self.activity, when
         try:
             yield
-        except InputError:
-            self.close(NEVER_OPENED)
+        except InputError as error:
+            self.close_after(error, NEVER_OPENED)
             raise
         except PipelineError:
             raise
@@ -104,29 +105,52 @@ class FailureGuard:
             raise PipelineError(f"{self.closed}; make a new Pipeline to go on")
 
     def fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
-        """Tell all ranks of `error`, or find out who is lost; close, and raise what all of them raise."""
-        lost = isinstance(error, LostContactError)
-        if isinstance(error, LostContactError):
-            report = self._watch.find_culprit(RankStatus(error.what, error.peer, error.reason, action))
-        else:
-            rank = self._transport.rank
-            message = f"rank {rank} failed {when}: {describe_error(error, self.stages)}"
-            report = self._watch.publish(FailureReport(rank, action, message))
+        """Tell all ranks of `error`, or find out who is lost; close, and raise what all of them raise.
+
+        Whatever goes wrong meanwhile, connections are closed and `error` is told: this needs no new thread, no store that answers, no
+        text that can be made and no hook that can be closed.
+        """
+        is_lost = isinstance(error, LostContactError)
+        try:
+            report = self._tell(error, when, action)
+        except BaseException:  # such as a second Ctrl-C
+            self.close(f"rank {self._transport.rank} failed {when}")
+            raise
         self._transport.waiting.forget()
         forget_locals(error)
-        self.close(report.message, report)
-        if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: this process was told to end
-            raise error
-        raise error_of(report) from (None if lost else error)
+        ends_process = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit: this process was told to end
+        raised = error if ends_process else error_of(report)
+        self.close_after(raised, report.message, report)
+        if ends_process:
+            raise raised
+        raise raised from (None if is_lost else error)
+
+    def _tell(self, error: BaseException, when: str, action: str) -> FailureReport:
+        """What all ranks tell of `error`, which may be their error, too."""
+        if isinstance(error, LostContactError):
+            return self._watch.find_culprit(RankStatus(error.what, error.peer, error.reason, action))
+        rank = self._transport.rank
+        return self._watch.publish(FailureReport(rank, action, f"rank {rank} failed {when}: {describe_error(error, self.stages)}"))
+
+    def close_after(self, error: BaseException, reason: str, report: FailureReport | None = None) -> None:
+        """Close because of `error`. What goes wrong in closing does not hide it, and is told as a note of it."""
+        try:
+            self.close(reason, report)
+        except Exception as another:  # noqa: BLE001 - hooks may raise anything
+            error.add_note(f"closing the pipeline failed, too: {describe(another)}")
 
     def close(self, reason: str, report: FailureReport | None = None) -> None:
-        """Close every connection; with the `report` of a failure, wait a few seconds for the others to read it."""
+        """Close every connection; with the `report` of a failure, wait a few seconds for the others to read it.
+
+        All of this is done, whatever a part of it raises; then it is raised.
+        """
         self.closed = reason
         release = self._release() if self._release is not None else None
-        if release is not None:
-            release(report is not None)
-        self._transport.close()
-        self._watch.close(report)
+        with ExitStack() as rest:
+            rest.callback(self._watch.close, report)
+            rest.callback(self._transport.close)
+            if release is not None:
+                release(report is not None)
 
     def _status(self) -> RankStatus:
         """What this rank answers when another waits for it in vain."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zerobubble.errors import PipelineError
+from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.transport.contact import NOBODY
 
 
@@ -44,16 +45,33 @@ def error_of(report: FailureReport) -> PipelineError:
 
 def describe_error(error: BaseException, stages: Mapping[int, HoldsMicrobatches]) -> str:
     """An error in words, with the notes added to it; where memory ran out, with what the stages hold and what would help."""
-    told = "; ".join((f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", ())))
+    told = describe(error)
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in told:
         return told
-    in_flight = {index: stage.in_flight() for index, stage in stages.items()}
+    remedy = "choose a schedule that holds less, plan one within a memory limit, or cut smaller microbatches"
+    return "; ".join((told, *_held(stages), remedy))
+
+
+def _held(stages: Mapping[int, HoldsMicrobatches]) -> list[str]:
+    """What the stages hold, in words; none where it cannot be counted, as without memory for it."""
+    try:
+        in_flight = {index: stage.in_flight() for index, stage in stages.items()}
+    except Exception:  # noqa: BLE001 - the error that is described matters more
+        return []
     held = [f"stage {index} held {size} bytes for {count} microbatches in flight" for index, (count, size) in in_flight.items()]
-    return f"{told}; {', '.join(held)}; choose a schedule that holds less, plan one within a memory limit, or cut smaller microbatches"
+    return [", ".join(held)] if held else []
 
 
-def forget_locals(error: BaseException | None) -> None:
-    """Forget the local variables on the way of an error and of those that led to it, which would keep activations and connections alive."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def forget_locals(error: BaseException) -> None:
+    """Forget the local variables on the way of an error and of those that led to it, which would keep activations and connections alive.
+
+    Frames that still run keep theirs.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        found = left.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            left += [found.__cause__, found.__context__]

@@ -4,72 +4,61 @@ A rank that is blocked on a message is woken when the other end closes, or gives
 and so on through the group. Where there is no report, as after a kill, the rank that lost contact raises an alarm. On every rank a thread
 listens for it, even while the rank computes or waits, and publishes what the rank does; `diagnose` finds the culprit from what all publish.
 
-Reports are kept in the store of torch.distributed, and the first is everyone's. The store may be gone or frozen with the process that hosts
-it, so nobody bears its silence for longer than a few seconds; only then does a rank report what it knows by itself.
+Reports are kept in the store of torch.distributed, and the first is everyone's: the thread keeps it for a rank that is too busy to read it
+before the process with the store ends. Only where the store is gone or silent does a rank report what it knows by itself.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from zerobubble.runtime.failure.blame import CLOSING, diagnose
-from zerobubble.runtime.failure.report import FailureReport, RankStatus
+from zerobubble.runtime.failure.blame import CLOSING, NO_ANSWER, diagnose, lost_contact
+from zerobubble.runtime.failure.error_text import text_of
+from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
+from zerobubble.runtime.failure.store_thread import MeasuredStore, StoreThread
 from zerobubble.runtime.transport.endpoint import Group
 
-_TICK_S = 0.1
 _POLL_S = 0.02
 _REPORT, _ALARM = "report", "alarm"
-"""Keys of the store: the report, and the rank that first raised the alarm."""
+"""Keys of the store: the report, and the rank that was first to publish one or to ask the others what they do."""
 
 Answer = TypeVar("Answer")
-
-
-class _MeasuredStore:
-    """A store that ends its silence with every answer; whoever waits for one counts the silence up."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.silence_s = 0.0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(*args: Any) -> Any:
-            answer = getattr(self._store, name)(*args)
-            self.silence_s = 0.0
-            return answer
-
-        return ask
 
 
 class FailureWatch:
     """This rank's access to what the ranks of one pipeline tell each other about a failure.
 
-    `status` is a bound method that tells what this rank does; it is held weakly.
+    `status` is a bound method that tells what this rank does; it is held weakly. Only the constructor raises, and only it starts a thread.
     """
 
     def __init__(self, group: Group, status: Callable[[], RankStatus]) -> None:
         self._group = group
-        self._store = _MeasuredStore(group.store)
-        self._store_answers = True
-        self.has_report = threading.Event()
-        over = threading.Event()
-        arguments = (group, over, self.has_report, weakref.WeakMethod(status))
-        listener = threading.Thread(target=_listen, args=arguments, name="zerobubble-listener", daemon=True)
-        listener.start()
-        self._end = weakref.finalize(self, _stop, over, listener, group.timing.answer_s)
+        self._listener = _Listener(group, weakref.WeakMethod(status))
+        try:
+            self._thread = StoreThread(group.store, group.timing.listen_s, self._listener.look, self._listener.leave, group.timing.answer_s)
+        except RuntimeError as error:
+            failed = FailureReport(group.rank, "", f"rank {group.rank} failed while meeting the other ranks: RuntimeError: {error}")
+            raise error_of(_publish(group.store, group.rank, failed)) from error
+
+    @property
+    def heard(self) -> FailureReport | None:
+        """The report, as soon as this rank has heard of it."""
+        return self._listener.heard
 
     def publish(self, report: FailureReport) -> FailureReport:
         """Publish a report unless there is one already; gives the one that there is. Without the store, `report` itself."""
-        return self._ask(lambda: self._publish(report)) or report
+        if self._listener.heard is None:
+            self._listener.heard = self._ask(lambda: _publish(self._thread.store, self._group.rank, report)) or report
+        return self._listener.heard
 
     def find_culprit(self, status: RankStatus) -> FailureReport:
         """The report that there is, or the one that the ranks find together; `status` says with whom this rank lost contact, and how."""
-        return self._ask(lambda: self._diagnose_together(status)) or self._report_without_store(status)
+        found = self._listener.heard or self._ask(lambda: self._diagnose_together(status))
+        return found or self._listener.heard or self._own_standstill(status) or self._report_without_store(status)
 
     def close(self, report: FailureReport | None = None) -> None:
         """Stop listening for the alarm.
@@ -79,71 +68,92 @@ class FailureWatch:
         """
         if report is not None:
             self._ask(lambda: self._leave(report.absent))
-        self._end()
+        self._thread.end()
 
     def _ask(self, call: Callable[[], Answer]) -> Answer | None:
-        """What `call` gives; None where the store raises or is silent for too long, and from then on.
-
-        Silence is counted in ticks, not by the clock, which goes on while this rank itself is frozen or starved.
-        """
-        future: Future[Answer] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except RuntimeError as error:
-                future.set_exception(error)
-
-        if self._store_answers:
-            self._store.silence_s = 0.0
-            threading.Thread(target=run, name="zerobubble-report", daemon=True).start()
-            while self._store.silence_s < self._group.timing.silence_s:
-                try:
-                    return future.result(_TICK_S)
-                except TimeoutError:
-                    self._store.silence_s += _TICK_S
-                except RuntimeError:
-                    break
-            self._store_answers = False
-        return None
-
-    def _publish(self, report: FailureReport) -> FailureReport:
-        first: bytes = self._store.compare_set(_REPORT, "", json.dumps(report))
-        self._store.compare_set(_ALARM, "", str(self._group.rank))
-        return _read_report(first)
+        return self._thread.ask(call, self._group.timing.silence_s)
 
     def _diagnose_together(self, status: RankStatus) -> FailureReport:
         """What the caller says counts at once; the report of the first caller, from what all have said, is everyone's."""
-        rank, size = self._group.rank, self._group.size
-        self._store.set(_status_key(rank), json.dumps(status))
-        first = int(self._store.compare_set(_ALARM, "", str(rank)))
+        rank, size, store = self._group.rank, self._group.size, self._thread.store
+        store.set(_status_key(rank), _write_status(status))
+        first = int(store.compare_set(_ALARM, "", str(rank)))
         end = time.monotonic() + self._group.timing.answer_s * (1 if first == rank else 1.5)
         absent = set(range(size)) - {rank}
-        while not self._store.check([_REPORT]):
-            absent = {other for other in absent if not self._store.check([_status_key(other)])}
+        while not store.check([_REPORT]):
+            absent = {other for other in absent if not store.check([_status_key(other)])}
             if time.monotonic() > end or (not absent and first == rank):
                 present = [other for other in range(size) if other not in absent]
-                statuses = {other: RankStatus(*json.loads(self._store.get(_status_key(other)))) for other in present}
-                return self._publish(diagnose(statuses, size, rank))
+                statuses = {other: _read_status(store.get(_status_key(other))) for other in present}
+                # While the host of the store stood still, the others could tell each other nothing.
+                still = self._own_standstill(status) if rank == self._group.store_host else None
+                return _publish(store, rank, still or diagnose(statuses, size, rank))
             time.sleep(_POLL_S)
-        return _read_report(self._store.get(_REPORT))
+        return _read_report(store.get(_REPORT))
+
+    def _own_standstill(self, status: RankStatus) -> FailureReport | None:
+        """That this process has just stood still for so long that it could not answer, if it has: others may have given it up and ended."""
+        longest_s = self._group.timing.answer_s
+        seconds = self._thread.standstill.lately(longest_s)
+        if seconds < longest_s:
+            return None
+        rank = self._group.rank
+        why = "its process was stopped or starved, or a thread kept Python's lock"
+        return FailureReport(rank, "", f"rank {rank} stood still for {seconds:.0f} s: {why}; then {lost_contact(rank, status)}")
 
     def _report_without_store(self, status: RankStatus) -> FailureReport:
         rank, host = self._group.rank, self._group.store_host
-        lost = f"rank {rank} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
+        lost = lost_contact(rank, status)
         if host is None:
             message = f"{lost}, and the store of torch.distributed does not answer: see the log of the one who started it"
             return FailureReport(status.peer, "", message)
-        store = f"the store of torch.distributed, in the process of rank {host}, does not answer: see the log there"
-        return FailureReport(host, "", f"rank {host} is gone or frozen: {lost}, and {store}")
+        store = f"the store of torch.distributed, in the process of rank {host}, does not answer"
+        return FailureReport(host, "", f"rank {host} does not answer: {lost}, and {store}; the process is {NO_ANSWER}: see the log there")
 
     def _leave(self, absent: tuple[int, ...]) -> bool:
-        self._store.set(_left_key(self._group.rank), "1")
+        store = self._thread.store
+        store.set(_left_key(self._group.rank), "1")
         others = [_left_key(rank) for rank in range(self._group.size) if rank not in absent]
         end = time.monotonic() + self._group.timing.stay_s
-        while not self._store.check(others) and time.monotonic() < end:
+        while not store.check(others) and time.monotonic() < end:
             time.sleep(_POLL_S)
         return True
+
+
+class _Listener:
+    """What the thread looks for while its rank is busy, in frames that keep no pipeline alive. `heard` is the report, once it has come."""
+
+    def __init__(self, group: Group, status: weakref.WeakMethod[Callable[[], RankStatus]]) -> None:
+        self.heard: FailureReport | None = None
+        self._rank = group.rank
+        self._status = status
+
+    def look(self, store: MeasuredStore) -> bool:
+        """Answer an alarm, if there is one, and keep the report, if there is one: then there is no more to look for."""
+        if not store.check([_ALARM]):
+            return False
+        store.compare_set(_status_key(self._rank), "", _write_status(self._status_now()))
+        if not store.check([_REPORT]):
+            return False
+        self.heard = _read_report(store.get(_REPORT))
+        store.set(_left_key(self._rank), "1")
+        return True
+
+    def leave(self, store: MeasuredStore) -> None:
+        """Publish that this rank's pipeline is closed, and that nobody need wait for it."""
+        store.compare_set(_status_key(self._rank), "", _write_status(CLOSING))
+        store.set(_left_key(self._rank), "1")
+
+    def _status_now(self) -> RankStatus:
+        tell = self._status()
+        return tell() if tell is not None else CLOSING
+
+
+def _publish(store: Any, rank: int, report: FailureReport) -> FailureReport:
+    """The first report is everyone's; the alarm has every rank's listener read it."""
+    first: bytes = store.compare_set(_REPORT, "", json.dumps(report))
+    store.compare_set(_ALARM, "", str(rank))
+    return _read_report(first)
 
 
 def _status_key(rank: int) -> str:
@@ -156,33 +166,14 @@ def _left_key(rank: int) -> str:
     return f"left/{rank}"
 
 
+def _write_status(status: RankStatus) -> str:
+    return json.dumps(status._replace(doing=text_of(status.doing), reason=text_of(status.reason)))
+
+
+def _read_status(text: bytes) -> RankStatus:
+    return RankStatus(*json.loads(text))
+
+
 def _read_report(text: bytes) -> FailureReport:
     rank, op, message, absent = json.loads(text)
     return FailureReport(rank, op, message, tuple(absent))
-
-
-def _listen(group: Group, over: threading.Event, has_report: threading.Event, status: weakref.WeakMethod[Callable[[], RankStatus]]) -> None:
-    """Answer the alarm once, if there ever is one. A pipeline that is closed publishes that it is, and that nobody need wait for it."""
-    try:
-        while not over.wait(group.timing.listen_s):
-            if group.store.check([_ALARM]):
-                group.store.compare_set(_status_key(group.rank), "", json.dumps(_status_now(status)))
-                if group.store.check([_REPORT]):
-                    has_report.set()
-                    over.wait()
-        group.store.compare_set(_status_key(group.rank), "", json.dumps(CLOSING))
-        group.store.set(_left_key(group.rank), "1")
-    except RuntimeError:  # without a store there is no alarm
-        return
-
-
-def _status_now(status: weakref.WeakMethod[Callable[[], RankStatus]]) -> RankStatus:
-    """In a frame of its own, so that the listener keeps no pipeline alive."""
-    tell = status()
-    return tell() if tell is not None else CLOSING
-
-
-def _stop(over: threading.Event, listener: threading.Thread, longest_s: float) -> None:
-    over.set()
-    if listener is not threading.current_thread():
-        listener.join(longest_s)

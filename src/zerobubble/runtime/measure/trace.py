@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerobubble.ir import Op
 from zerobubble.rules import Value
+from zerobubble.runtime.transport.contact import exchanging
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.timeline import Doing, Mark, Span, Timeline
@@ -52,7 +53,9 @@ class Records(NamedTuple):
 
 def gather(name: str, records: Records, transport: Transport) -> Timeline:
     """The measured timeline of the last step; every rank of the pipeline must call it. Times start at the first pass."""
-    rows = transport.gather_objects(records.shifted(clock_shift(transport)))
+    with exchanging():
+        shift = clock_shift(transport)
+    rows = transport.gather_objects(records.shifted(shift))
     origin = min((spans[0][1] for spans, _, _ in rows if spans), default=0)
     parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in spans) for spans, _, _ in rows)
     memory = tuple(tuple((time - origin, held) for time, held in steps) for _, steps, _ in rows)

@@ -268,10 +268,11 @@ class StepHooks:
             hook.settle()
 
     def close(self) -> None:
-        """Let go of everything under way."""
+        """Let go of everything under way, in every hook, whatever one of them raises; then it is raised."""
         self._step = None
-        for hook in self._hooks:
-            hook.on_close()
+        with ExitStack() as rest:
+            for hook in reversed(self._hooks):
+                rest.callback(hook.on_close)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have any, by the number and the class of the hook."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -253,7 +253,11 @@ class StepRunner:
         self._num_steps = state["num_steps"]
 
     def close(self, failed: bool) -> None:
-        """Let go of messages, which keep connections open; after a failure, of everything in flight."""
-        self.programs.close(failed=failed)
-        self.step_hooks.close()
-        self._losses.clear()
+        """Let go of messages, which keep connections open; after a failure, of everything in flight.
+
+        All of them, whatever a hook raises; then it is raised.
+        """
+        with ExitStack() as rest:
+            rest.callback(self._losses.clear)
+            rest.callback(self.step_hooks.close)
+            self.programs.close(failed=failed)

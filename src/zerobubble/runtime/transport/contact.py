@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from zerobubble.runtime.transport.endpoint import PeerGoneError, Work
 
 NOBODY = -2
@@ -49,6 +51,8 @@ class Waiting:
         try:
             work.wait()
         except RuntimeError as error:
+            if is_own(error):
+                raise
             raise LostContactError(peer, doing, reason_of(error)) from error
         self.now = None
 
@@ -56,15 +60,9 @@ class Waiting:
         """A context for an exchange with `peer` that raises `PeerGoneError`; it can be entered again and again."""
         return Exchange(self, peer, doing)
 
-    @contextmanager
-    def collective(self, doing: str) -> Iterator[None]:
-        """A context for what all ranks do together, such as `Transport.gather_objects`: its failure is `LostContactError` with
-        everybody."""
-        try:
-            with self.exchange(EVERYBODY, doing):
-                yield
-        except RuntimeError as error:
-            raise LostContactError(EVERYBODY, doing, reason_of(error)) from error
+    def collective(self, doing: str) -> Exchange:
+        """A context for what all ranks do together, in which `exchanging` is told as `LostContactError` with everybody."""
+        return self.exchange(EVERYBODY, doing)
 
     def forget(self) -> None:
         """A wait that failed has been told of."""
@@ -89,6 +87,29 @@ class Exchange:
             self._waiting.now = None
         elif isinstance(error, PeerGoneError):
             raise LostContactError(self._peer, self._doing, reason_of(error)) from error
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """A context for calls of an endpoint: a `RuntimeError` that is not this rank's own becomes a `PeerGoneError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_own(error):
+            raise
+        raise PeerGoneError(str(error)) from error
+
+
+_OWN_KINDS = (RecursionError, NotImplementedError, torch.OutOfMemoryError)
+_OWN_TEXTS = ("allocate memory", "CUDA error", "start new thread", "Too many open files")
+"""What stands in errors of Python, torch and the system that need no other rank. Backends raise `RuntimeError` for everything."""
+
+
+def is_own(error: RuntimeError) -> bool:
+    """Whether an error in an exchange comes from this rank alone, so that no contact is lost."""
+    if isinstance(error, PeerGoneError):
+        return False
+    return isinstance(error, _OWN_KINDS) or any(text in str(error) for text in _OWN_TEXTS)
 
 
 def reason_of(error: RuntimeError) -> str:

@@ -57,7 +57,7 @@ class StoreTiming(NamedTuple):
     """How long ranks wait, in seconds, when they tell each other of a failure through a store."""
 
     answer_s: float = 3.0
-    """For each other's answer to the question of what they do; a rank that does not answer is gone or frozen."""
+    """For each other's answer to the question of what they do; a rank that does not answer counts as frozen or cut off."""
     silence_s: float = 6.0
     """For the store; one that is silent for longer counts as gone."""
     stay_s: float = 3.0

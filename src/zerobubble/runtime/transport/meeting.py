@@ -153,8 +153,8 @@ class _Attendance:
         if self._missed.failure and len(missing) == self._group.size - 1:
             return self._missed  # the others had given up when this rank came, and did not come again
         if not missing:
-            gone = "rank 0 is gone or frozen: it came to make a Pipeline and then did not answer"
-            return Decision(failure=f"{gone} within {self._timeout:g} s; see the log there", rank=0)
+            silent = "rank 0 does not answer: it came to make a Pipeline and then said nothing"
+            return Decision(failure=f"{silent} within {self._timeout:g} s; see the log there", rank=0)
         named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:-1]))} and {missing[-1]}"
         remedy = "see the log there, or raise `timeout` if it may take that long"
         return Decision(failure=f"{named} did not come to make a Pipeline within {self._timeout:g} s; {remedy}", rank=missing[0])
@@ -179,4 +179,4 @@ def _without_store(group: Group) -> Decision:
     if host is None:
         return Decision(failure="the store of torch.distributed does not answer: see the log of the one who started it")
     silent = "the store of torch.distributed, in its process, does not answer"
-    return Decision(failure=f"rank {host} is gone or frozen: {silent}; see the log there", rank=host)
+    return Decision(failure=f"rank {host} does not answer: {silent}; see the log there", rank=host)

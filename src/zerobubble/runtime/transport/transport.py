@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
-from zerobubble.runtime.transport.contact import STARTING, LostContactError, Waiting, reason_of
+from zerobubble.runtime.transport.contact import STARTING, LostContactError, Waiting, exchanging, is_own, reason_of
 from zerobubble.runtime.transport.control import ControlPayload, Expected, P, Sending
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Work
-from zerobubble.runtime.values.plain_values import read_plain, write_plain
+from zerobubble.runtime.transport.gather import gather, gather_objects
 from zerobubble.runtime.values.shapes import Shapes
 
 
@@ -48,7 +48,8 @@ class Transport:
 
     def connect(self) -> None:
         """Reach the other ranks. All of them have their lines of topics when it returns, so none can close them too early."""
-        self._for_topics.connect()
+        with exchanging():
+            self._for_topics.connect()
         self._barrier()
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
@@ -58,23 +59,26 @@ class Transport:
         """
         self.device = device
         if self._choose_for_tensors is not None:
-            self._for_tensors = self._choose_for_tensors(device)
+            with exchanging():
+                self._for_tensors = self._choose_for_tensors(device)
         if device.type not in self.capabilities.device_types:
             carried = ", ".join(sorted(self.capabilities.device_types))
             raise InputError(
                 f"transport {self._for_tensors.name!r} carries tensors on {carried}, and the stages are on {device}; "
                 "move them, or choose another transport"
             )
-        self._for_tensors.open(device, channels)
+        with exchanging():
+            self._for_tensors.open(device, channels)
         self._barrier()
         self.open_channels(channels)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
         """Connect channels before they are used; every rank calls it with the same ones."""
-        self._for_tensors.open_channels(channels)
+        with exchanging():
+            self._for_tensors.open_channels(channels)
 
     def _barrier(self) -> None:
-        self._for_topics.gather(torch.zeros(1))
+        gather(self._for_topics, torch.zeros(1))
 
     def sender(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
         """A call that starts sending one tensor to `peer` and gives the work to wait for.
@@ -105,22 +109,18 @@ class Transport:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everyone's `value`, in rank order, on every rank, as `write_plain` takes it. Call it in a `collective`."""
-        data = write_plain(value)
-        sizes = self._for_topics.gather(torch.tensor([data.numel()]))
-        room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-        room[: data.numel()] = data
-        parts = self._for_topics.gather(room)
-        return [read_plain(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+        return gather_objects(self._for_topics, value)
 
     def collective(self, doing: str) -> AbstractContextManager[None]:
-        """A context for what all ranks do together; its failure is told as `LostContactError` with everybody."""
+        """A context for what all ranks do together: an exchange that fails in it is told as `LostContactError` with everybody."""
         return self.waiting.collective(doing)
 
     def close(self) -> None:
         """Drop every connection; a peer still waiting on one gets an error at once."""
-        self._end()
-        self._for_tensors.close()
-        self._for_topics.close()
+        with ExitStack() as rest:  # an endpoint may be the user's, and raise
+            rest.callback(self._for_topics.close)
+            rest.callback(self._for_tensors.close)
+            self._end()
 
 
 def _telling_loss(start: Callable[[Tensor], Work], peer: int) -> Callable[[Tensor], Work]:
@@ -130,6 +130,8 @@ def _telling_loss(start: Callable[[Tensor], Work], peer: int) -> Callable[[Tenso
         try:
             return start(tensor)
         except RuntimeError as error:
+            if is_own(error):
+                raise
             raise LostContactError(peer, STARTING, reason_of(error)) from error
 
     return started

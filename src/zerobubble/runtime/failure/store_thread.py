@@ -1,0 +1,156 @@
+"""All that a rank says to the store about failures is said by one thread, which is made with the pipeline.
+
+When something has gone wrong, no thread can be started any more where memory or the number of processes has run out, or where the
+interpreter ends. And the store may be gone or frozen with the process that hosts it, so nobody bears its silence for longer than a few
+seconds: the rank waits for this thread, not for the store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+_TICK_S = 0.1
+
+Answer = TypeVar("Answer")
+
+
+class _Request(Generic[Answer]):
+    """A call for the thread to make. Where it raises, whatever it is, `answer` stays None."""
+
+    def __init__(self, call: Callable[[], Answer]) -> None:
+        self.is_done = threading.Event()
+        self.answer: Answer | None = None
+        self._call = call
+
+    def run(self) -> None:
+        try:
+            self.answer = self._call()
+        except Exception:  # noqa: BLE001 - a store may raise anything
+            self.answer = None
+        finally:
+            self.is_done.set()
+
+
+class MeasuredStore:
+    """A store that ends its silence with every answer; whoever waits for one counts the silence up, in seconds."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.silence_s = 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            answer = getattr(self._store, name)(*args)
+            self.silence_s = 0.0
+            return answer
+
+        return ask
+
+
+class Standstill:
+    """How long this process stood still, and when it went on: stopped, starved, or with Python's lock held by a thread in foreign code."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._went_on = 0.0
+
+    def waited(self, since: float, seconds: float) -> None:
+        """A wait for `seconds` that began at `since`, by `time.monotonic`, is over: what it took beyond is a standstill."""
+        now = time.monotonic()
+        if now - since - seconds > _TICK_S:
+            self._seconds, self._went_on = now - since - seconds, now
+
+    def lately(self, seconds: float) -> float:
+        """How long the last standstill was, in seconds, if it ended within the last `seconds`; else 0."""
+        return self._seconds if time.monotonic() - self._went_on < seconds else 0.0
+
+
+class StoreThread:
+    """Calls `store` for its rank, and meanwhile `look(store)` every `look_s` seconds until that is true; in the end `leave(store)`.
+
+    `standstill` is that of this process, as far as its waits show it. Raises `RuntimeError` where no thread can be started.
+    """
+
+    def __init__(
+        self, store: Any, look_s: float, look: Callable[[MeasuredStore], bool], leave: Callable[[MeasuredStore], object], longest_s: float
+    ) -> None:
+        self.store = MeasuredStore(store)
+        self.standstill = Standstill()
+        self._answers = True
+        self._requests: SimpleQueue[_Request[Any] | None] = SimpleQueue()
+        serve = _Serving(self.store, self.standstill, self._requests, look_s, look, leave)
+        self._thread = threading.Thread(target=serve.run, name="zerobubble-listener", daemon=True)
+        self._thread.start()
+        self.end = weakref.finalize(self, _stop, self._requests, self._thread, longest_s)
+
+    def ask(self, call: Callable[[], Answer], silence_s: float) -> Answer | None:
+        """What `call` gives; None where it raises or the store is silent for `silence_s`, and from then on.
+
+        Silence is counted in ticks, not by the clock, which goes on while this process stands still.
+        """
+        if not self._answers:
+            return None
+        request = _Request(call)
+        self.store.silence_s = 0.0
+        self._requests.put(request)
+        while not request.is_done.wait(_TICK_S):
+            self.store.silence_s += _TICK_S
+            if self.store.silence_s > silence_s or not self._thread.is_alive():
+                break
+        self._answers = request.answer is not None
+        return request.answer
+
+
+class _Serving:
+    """What the thread runs. It knows nothing of the `StoreThread`, which would live as long as the thread."""
+
+    def __init__(
+        self,
+        store: MeasuredStore,
+        standstill: Standstill,
+        requests: SimpleQueue[_Request[Any] | None],
+        look_s: float,
+        look: Callable[[MeasuredStore], bool],
+        leave: Callable[[MeasuredStore], object],
+    ) -> None:
+        self._store = store
+        self._standstill = standstill
+        self._requests = requests
+        self._look_s = look_s
+        self._look = look
+        self._leave = leave
+
+    def run(self) -> None:
+        has_seen = False
+        while True:
+            began = time.monotonic()
+            try:
+                request = self._requests.get(timeout=self._look_s)
+            except Empty:
+                self._standstill.waited(began, self._look_s)
+                has_seen = has_seen or self._looks()
+                continue
+            self._standstill.waited(began, self._look_s)
+            if request is None:
+                break
+            request.run()
+            del request  # it holds the pipeline
+        _Request(lambda: self._leave(self._store)).run()
+
+    def _looks(self) -> bool:
+        """Whether there is nothing more to look for: a store that raises is gone for good."""
+        try:
+            return self._look(self._store)
+        except Exception:  # noqa: BLE001 - a store may raise anything
+            return True
+
+
+def _stop(requests: SimpleQueue[_Request[Any] | None], thread: threading.Thread, longest_s: float) -> None:
+    requests.put(None)
+    if thread is not threading.current_thread():
+        thread.join(longest_s)

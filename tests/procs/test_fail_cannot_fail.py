@@ -1,0 +1,253 @@
+"""Telling of a failure cannot fail: without new threads, with errors that have no text, hooks that break, a store that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
+from zerobubble.hooks import StepHook
+
+M = 8
+PROMPT_S = 20.0
+
+
+@pytest.fixture
+def hosted() -> Iterator[Ranks]:
+    """Four ranks of their own, whose store ends with the process of rank 0."""
+    ranks = Ranks(4, hosted=True)
+    yield ranks
+    ranks.kill()
+
+
+def fail_together(pipe: zb.Pipeline, moment: str, act: Callable[[], None] | None, calls_before: int = 2) -> zb.PipelineError:
+    """A step in which this rank acts at a moment, if it does: what ends it."""
+    with ExitStack() as stack:
+        if act is not None:
+            stack.enter_context(struck(MOMENTS[moment]._replace(calls_before=calls_before), act))
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(M))
+    return caught.value
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def fail_without_threads(group: Any, lanes: bool) -> tuple[str, float]:
+    """Rank 1 fails where no rank can start a thread any more: what it told and how long it took."""
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, transport="gloo" if lanes else "auto")
+    pipe.step(*batch(M))
+    torch.distributed.barrier(group)
+    began = time.monotonic()
+    with replaced(threading.Thread, "start", refuse):
+        error = fail_together(pipe, "backward", boom if pipe.rank == 1 else None)
+    return str(error), time.monotonic() - began
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_a_failure_is_told_where_no_thread_can_be_started(world: Ranks, lanes: bool) -> None:
+    for text, seconds in world.run(fail_without_threads, lanes, ranks=4):
+        assert text == "rank 1 failed at 'run 1B2': ValueError: boom"
+        assert seconds < PROMPT_S
+
+
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class NumberError(Exception):
+    def __str__(self) -> str:
+        return 3  # type: ignore[return-value]
+
+
+def huge() -> Exception:
+    return ValueError("begin" + "x" * 10**8 + "end")
+
+
+def unprintable() -> Exception:
+    return ValueError("a\0b\ud800")
+
+
+def circle() -> Exception:
+    first, second = ValueError("one"), ValueError("two")
+    first.__cause__, second.__cause__ = second, first
+    return first
+
+
+ODD: tuple[tuple[Callable[[], Exception], str], ...] = (
+    (NoTextError, "NoTextError: (its text cannot be made: ValueError)"),
+    (NumberError, "NumberError: (its text cannot be made: TypeError)"),
+    (huge, "ValueError: begin"),
+    (unprintable, "ValueError: a\\x00b\\ud800"),
+    (circle, "ValueError: one"),
+)
+
+
+def raise_odd(group: Any, number: int) -> str:
+    def strike() -> None:
+        raise ODD[number][0]()
+
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group)
+    return str(fail_together(pipe, "forward", strike if pipe.rank == 1 else None))
+
+
+@pytest.mark.parametrize("number", range(len(ODD)))
+def test_an_error_is_told_whatever_its_text_is(world: Ranks, number: int) -> None:
+    (text,) = set(world.run(raise_odd, number, ranks=3))
+    assert text.startswith(f"rank 1 failed at 'run 1F2': {ODD[number][1]}")
+    assert len(text.encode()) < 5000
+
+
+class BreaksInClosing(StepHook):
+    closed = 0
+
+    def on_close(self) -> None:
+        self.closed += 1
+        raise KeyError("closing")
+
+
+class Breaks:
+    """A value that cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("it cannot be pickled")
+
+
+class GathersWhatBreaks(StepHook):
+    def on_attach(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+
+    def on_step_begin(self, step: Any) -> None:
+        self.pipeline.gather(Breaks() if self.pipeline.rank == 1 else None, "gathering what breaks")
+
+
+def gather_what_breaks(group: Any) -> tuple[str, int | None]:
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, hooks=[GathersWhatBreaks()])
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(M))
+    return str(caught.value), caught.value.rank
+
+
+def test_a_rank_that_cannot_take_part_in_a_gather_is_named_and_not_everybody(world: Ranks) -> None:
+    ((text, rank),) = set(world.run(gather_what_breaks, ranks=3))
+    assert rank == 1
+    assert text == "rank 1 failed while gathering what breaks: RuntimeError: it cannot be pickled"
+
+
+def fail_with_hooks_that_break(group: Any, breaking: int) -> tuple[str, list[str], list[int]]:
+    """Rank 1 fails; the hooks of rank `breaking` break when they are closed."""
+    is_breaking = torch.distributed.get_rank(group) == breaking
+    hooks = [BreaksInClosing(), BreaksInClosing()]
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, hooks=hooks if is_breaking else (), timeout=60.0)
+    error = fail_together(pipe, "backward", boom if pipe.rank == 1 else None)
+    return str(error), getattr(error, "__notes__", []), [hook.closed for hook in hooks]
+
+
+@pytest.mark.parametrize("breaking", [1, 2])
+def test_a_hook_that_breaks_in_closing_hides_no_error(world: Ranks, breaking: int) -> None:
+    for rank, (text, notes, closed) in enumerate(world.run(fail_with_hooks_that_break, breaking, ranks=3, seconds=40)):
+        assert text == "rank 1 failed at 'run 1B2': ValueError: boom"
+        assert notes == (["closing the pipeline failed, too: KeyError: 'closing'"] if rank == breaking else [])
+        assert closed == ([1, 1] if rank == breaking else [0, 0])
+
+
+def close_with_hooks_that_break(group: Any) -> tuple[str, str]:
+    """A hook that breaks where nothing has failed is told, after everything is closed, unless an error is under way."""
+    told = []
+    for error in (None, ValueError("mine")):
+        pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, hooks=[BreaksInClosing()])
+        pipe.step(*batch(M))
+        try:
+            with pipe:
+                if error is not None:
+                    raise error
+        except (KeyError, ValueError) as caught:
+            told.append(repr(caught))
+        with pytest.raises(zb.PipelineError, match="the pipeline is closed"):
+            pipe.step(*batch(M))
+    return told[0], told[1]
+
+
+def test_a_hook_that_breaks_in_closing_is_told_where_nothing_else_is(world: Ranks) -> None:
+    assert set(world.run(close_with_hooks_that_break, ranks=2)) == {("KeyError('closing')", "ValueError('mine')")}
+
+
+def fail_in_forward(group: Any, seconds: float) -> tuple[str, int | None]:
+    """Rank 1 fails at its third forward while rank 2 is in a long pass, its first."""
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=60.0)
+    acts: dict[int, Callable[[], None]] = {1: boom, 2: lambda: time.sleep(seconds)}
+    error = fail_together(pipe, "forward", acts.get(pipe.rank), 0 if pipe.rank == 2 else 2)
+    return str(error), error.rank
+
+
+def test_a_rank_that_was_busy_blames_the_culprit_though_the_store_has_ended(hosted: Ranks) -> None:
+    hosted.start(fail_in_forward, 7.0, ranks=4)
+    first = hosted.outcome(0)
+    hosted.processes[0].kill()
+    assert first == hosted.outcome(1) == hosted.outcome(2) == hosted.outcome(3)
+    assert first == ("ok", ("rank 1 failed at 'run 1F2': ValueError: boom", 1))
+
+
+def stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stand_still(group: Any, victim: int) -> tuple[str, int | None]:
+    """The victim is stopped in its third B, for longer than the others wait."""
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=2.0)
+    error = fail_together(pipe, "backward", stop_self if pipe.rank == victim else None)
+    return str(error), error.rank
+
+
+@pytest.mark.parametrize("store_lives", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_rank_that_was_stopped_names_itself_and_not_the_host_of_the_store(hosted: Ranks, store_lives: bool) -> None:
+    hosted.start(stand_still, 2, ranks=4)
+    told = {hosted.outcome(rank) for rank in (0, 1, 3)}
+    assert len(told) == 1
+    if not store_lives:
+        hosted.processes[0].kill()
+        hosted.processes[0].join()
+    os.kill(hosted.processes[2].pid or 0, signal.SIGCONT)
+    woken = hosted.outcome(2, seconds=40)
+    assert woken[0] == "ok"
+    assert woken[1][1] == 2, woken
+    if store_lives:
+        assert {woken} == told
+    else:
+        assert woken[1][0].startswith("rank 2 stood still for "), woken
+
+
+def fail_while_the_host_is_stopped(group: Any, seconds: float) -> tuple[str, int | None]:
+    """Rank 1 fails; the process of rank 0, which hosts the store, is stopped in the same step."""
+    rank = torch.distributed.get_rank(group)
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=30.0)
+    host = hosts_process(group)
+    if rank == 3:  # another process has to wake it
+        threading.Timer(seconds, lambda: os.kill(host, signal.SIGCONT)).start()
+    error = fail_together(pipe, "forward", {0: stop_self, 1: boom}.get(rank))
+    return str(error), error.rank
+
+
+def hosts_process(group: Any) -> int:
+    told: list[int] = [0]
+    told[0] = os.getpid()
+    torch.distributed.broadcast_object_list(told, src=0, group=group)
+    return told[0]
+
+
+def test_a_store_that_is_silent_for_some_seconds_is_waited_for(hosted: Ranks) -> None:
+    told = set(hosted.run(fail_while_the_host_is_stopped, 4.0, ranks=4, seconds=60))
+    assert told == {("rank 1 failed at 'run 1F2': ValueError: boom", 1)}

@@ -1,0 +1,95 @@
+"""The text of an error is the user's code, and a report of it is short and printable whatever that does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerobubble.runtime.failure.error_text import MOST_CHARACTERS, describe
+from zerobubble.runtime.failure.report import describe_error, forget_locals
+
+
+class RaisesError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class NumberError(Exception):
+    def __str__(self) -> str:
+        return 3  # type: ignore[return-value]
+
+
+class OddNotesError(Exception):
+    @property
+    def __notes__(self) -> list[str]:
+        raise ValueError("no notes")
+
+
+class OneNoteError(Exception):
+    __notes__ = "a note"  # type: ignore[assignment]
+
+
+class NoStage:
+    def in_flight(self) -> tuple[int, int]:
+        raise MemoryError
+
+
+def noted(*notes: str) -> Exception:
+    error = ValueError("boom")
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("boom"), "ValueError: boom"),
+        (ValueError(), "ValueError"),
+        (noted("in a hook", "of rank 3"), "ValueError: boom; in a hook; of rank 3"),
+        (RaisesError(), "RaisesError: (its text cannot be made: ValueError)"),
+        (NumberError(), "NumberError: (its text cannot be made: TypeError)"),
+        (OddNotesError("boom"), "OddNotesError: boom"),
+        (OneNoteError("boom"), "OneNoteError: boom"),
+        (ValueError("a\0b\ud800c\x1b[31m\r\n\té"), "ValueError: a\\x00b\\ud800c\\x1b[31m\\r\n\té"),
+    ],
+)
+def test_every_error_has_a_text_that_survives_its_way(error: Exception, told: str) -> None:
+    assert describe(error) == told
+    assert json.loads(json.dumps(told)) == told
+    assert told.encode()
+
+
+@pytest.mark.parametrize("error", [ValueError("begin" + "x" * 10**8 + "end"), noted(*(["begin" + "x" * 10**5 + "end"] * 1000))])
+def test_a_long_text_is_told_without_its_middle(error: Exception) -> None:
+    told = describe(error)
+    assert len(told) < MOST_CHARACTERS + 100
+    assert "begin" in told[:100]
+    assert told.endswith("end")
+    assert "characters are left out here" in told
+
+
+def test_memory_that_ran_out_is_told_though_nothing_can_be_counted_any_more() -> None:
+    told = describe_error(MemoryError("no more"), {0: NoStage()})
+    assert told.startswith("MemoryError: no more; choose a schedule that holds less")
+
+
+def test_the_locals_of_errors_that_cause_each_other_are_forgotten() -> None:
+    class Activation:
+        pass
+
+    def fail(inner: Exception | None = None) -> Exception:
+        held = Activation()
+        try:
+            raise ValueError(type(held)) from inner
+        except ValueError as error:
+            return error
+
+    first = fail()
+    second = fail(first)
+    first.__cause__ = second
+    forget_locals(second)
+    for error in (first, second):
+        assert error.__traceback__ is not None
+        assert "held" not in error.__traceback__.tb_frame.f_locals

@@ -1,0 +1,227 @@
+"""What the ranks tell each other through the store, with every call of it failing in turn: nothing raises, nothing hangs, all name one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from zerobubble.errors import PipelineError
+from zerobubble.runtime.failure.report import FailureReport, RankStatus
+from zerobubble.runtime.failure.watch import FailureWatch
+from zerobubble.runtime.transport.endpoint import Group, StoreTiming
+
+SIZE = 3
+TIMING = StoreTiming(answer_s=0.3, silence_s=0.4, stay_s=0.2, listen_s=0.02)
+LONGEST_S = 10.0
+"""By which all must have ended, on a busy machine too; each of the four waits above may come once or twice."""
+
+
+class DictStore:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        with self.lock:
+            self.kept[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.kept for key in keys)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        with self.lock:
+            if self.kept.get(key, b"").decode() == expected:
+                self.kept[key] = value.encode()
+            return self.kept[key]
+
+
+class FaultyStore:
+    """A store whose call number `faulty` of those that touch a key which begins with `prefix` ends in `fault`, and so do all after it."""
+
+    def __init__(self, store: DictStore, prefix: str, faulty: int, fault: Callable[[], Any]) -> None:
+        self.store = store
+        self.prefix = prefix
+        self.left = faulty
+        self.fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        def call(keys: Any, *args: Any) -> Any:
+            first = keys if isinstance(keys, str) else keys[0]
+            self.left -= first.startswith(self.prefix)
+            return self.fault() if self.left < 0 else getattr(self.store, name)(keys, *args)
+
+        return call
+
+
+def gone() -> Any:
+    raise ConnectionError("Broken pipe")
+
+
+def silent() -> Any:
+    time.sleep(4 * TIMING.silence_s)
+    raise RuntimeError("the store was silent")
+
+
+def garbled() -> Any:
+    return b"no JSON"
+
+
+class Rank:
+    """One rank's watch, and what it does meanwhile."""
+
+    def __init__(self, rank: int, store: Any, host: int | None = None) -> None:
+        self.now = RankStatus("at 'run 0F0'")
+        self.watch = FailureWatch(Group(rank, SIZE, store, host, timing=TIMING), self.status)
+        self.told: FailureReport | None = None
+
+    def status(self) -> RankStatus:
+        return self.now
+
+    def fail(self) -> None:
+        self.told = self.watch.publish(FailureReport(1, "run 1B2", "rank 1 failed at 'run 1B2': ValueError: boom"))
+        self.watch.close(self.told)
+
+    def lose(self, peer: int) -> None:
+        self.now = RankStatus("waiting for a message", peer, "Connection closed by peer")
+        self.told = self.watch.find_culprit(self.now)
+        self.watch.close(self.told)
+
+
+def together(*calls: Callable[[], None]) -> None:
+    """Every call in a thread of its own."""
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    end = time.monotonic() + LONGEST_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Within, no thread can be started, as when memory or the number of processes has run out."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    kept = threading.Thread.start
+    threading.Thread.start = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = kept  # type: ignore[method-assign]
+
+
+FAULTS, PREFIXES = (gone, silent, garbled), ("", "report", "status", "alarm", "left")
+CASES = [(fault, prefix, faulty) for fault in FAULTS for prefix in PREFIXES for faulty in (0, 1)]
+
+
+def failing_witness(fault: Callable[[], Any], prefix: str, faulty: int) -> None:
+    """Rank 1 fails, and the store of rank 2 at one of its calls; ranks 0 and 2 have lost contact with rank 1."""
+    store = DictStore()
+    first, culprit, last = Rank(0, store), Rank(1, store), Rank(2, FaultyStore(store, prefix, faulty, fault))
+    together(lambda: first.lose(1), culprit.fail, lambda: last.lose(1))
+    assert culprit.told is not None
+    assert first.told == culprit.told
+    assert last.told is not None
+    assert last.told == culprit.told or last.told.message.startswith("rank 2 lost contact with rank 1 while waiting for a message")
+
+
+def failing_culprit(fault: Callable[[], Any], prefix: str, faulty: int) -> None:
+    """Rank 1 fails, and its store at one of its calls; rank 0 has lost contact with it, and rank 2 with rank 0."""
+    store = DictStore()
+    first, culprit, last = Rank(0, store), Rank(1, FaultyStore(store, prefix, faulty, fault)), Rank(2, store)
+    culprit.now = RankStatus("at 'run 1B2'", op="run 1B2")
+    together(lambda: first.lose(1), culprit.fail, lambda: last.lose(0))
+    assert culprit.told is not None
+    assert culprit.told.message == "rank 1 failed at 'run 1B2': ValueError: boom"
+    assert first.told is not None
+    assert first.told == last.told
+    assert first.told.rank == 1
+
+
+@pytest.mark.parametrize("judge", [failing_witness, failing_culprit])
+def test_whatever_call_of_a_ranks_store_fails_it_tells_what_it_knows_and_the_others_agree(judge: Callable[..., None]) -> None:
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        judged = {case: pool.submit(judge, *case) for case in CASES}
+    failed = {f"{fault.__name__} {prefix} {faulty}": judged[fault, prefix, faulty].exception() for fault, prefix, faulty in CASES}
+    assert not any(failed.values()), failed
+
+
+def test_a_failure_needs_no_new_thread() -> None:
+    store = DictStore()
+    ranks = [Rank(rank, store) for rank in range(SIZE)]
+    with ExitStack() as stack:
+        threads = [threading.Thread(target=call) for call in (lambda: ranks[0].lose(1), ranks[1].fail, lambda: ranks[2].lose(0))]
+        go = threading.Event()
+        waiting = [threading.Thread(target=lambda t=thread: (go.wait(), t.run())) for thread in threads]  # type: ignore[misc]
+        for thread in waiting:
+            thread.start()
+        stack.enter_context(no_threads())
+        go.set()
+        for thread in waiting:
+            thread.join(LONGEST_S)
+    assert {rank.told.message for rank in ranks if rank.told is not None} == {"rank 1 failed at 'run 1B2': ValueError: boom"}
+    assert all(rank.told is not None for rank in ranks)
+
+
+def test_a_rank_that_cannot_have_its_thread_tells_the_others() -> None:
+    store = DictStore()
+    other = Rank(0, store)
+    with no_threads(), pytest.raises(PipelineError, match=r"rank 1 failed while .*can't start new thread") as caught:
+        Rank(1, store)
+    together(lambda: other.lose(1))
+    assert other.told is not None
+    assert other.told.message == str(caught.value)
+
+
+def test_a_rank_hears_while_it_is_busy_and_needs_no_store_then() -> None:
+    """Rank 0 hosts the store, and its process ends as soon as all have heard; rank 2 was in a long pass."""
+    store = DictStore()
+    late = FaultyStore(store, "", 1 << 30, gone)
+    host, culprit, busy = Rank(0, store, 0), Rank(1, store, 0), Rank(2, late, 0)
+    together(lambda: host.lose(1), culprit.fail)
+    time.sleep(4 * TIMING.listen_s)
+    late.left = 0
+    together(lambda: busy.lose(1))
+    assert busy.told == culprit.told
+
+
+def hold_python(seconds: float) -> None:
+    """Keep Python's lock, as foreign code can: no other thread of this process runs."""
+    import ctypes
+
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def test_a_rank_that_stood_still_does_not_blame_the_host_of_a_store_that_is_gone_since() -> None:
+    store = DictStore()
+    late = FaultyStore(store, "", 1 << 30, gone)
+    frozen = Rank(2, late, 0)
+    time.sleep(2 * TIMING.listen_s)
+    late.left = 0
+    hold_python(3 * TIMING.answer_s)
+    together(lambda: frozen.lose(0))
+    assert frozen.told is not None
+    assert frozen.told.rank == 2
+    assert frozen.told.message.startswith("rank 2 stood still for 1 s: its process was stopped or starved")
+
+
+def test_a_store_that_is_gone_is_its_hosts_fault_where_this_rank_ran_on() -> None:
+    rank = Rank(2, FaultyStore(DictStore(), "", 3, gone), 0)
+    together(lambda: rank.lose(1))
+    assert rank.told is not None
+    assert rank.told.rank == 0
+    assert rank.told.message.startswith("rank 0 does not answer: rank 2 lost contact with rank 1 while waiting for a message")
