@@ -15,7 +15,7 @@ import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Op
 from zerobubble.runtime.transport import shared_memory
-from zerobubble.runtime.transport.ring import Ring
+from zerobubble.runtime.transport.ring import RingLane
 from zerobubble.runtime.values.shapes import TensorShape
 
 Step = Callable[[Tensor, Tensor], None]
@@ -42,14 +42,14 @@ def ours(pipe: zb.Pipeline) -> tuple[Step, Callable[[], None]]:
 
 def delay_messages(seconds: float) -> None:
     """From here on, what comes through shared memory is there so much later than it was sent; nobody else waits for it."""
-    sender, receiver, room = Ring.sender, Ring.receiver, shared_memory.message_bytes
+    sender, receiver, room = RingLane.sender, RingLane.receiver, shared_memory.message_bytes
     stamp = (TensorShape((1,), torch.float64, differentiable=False),)
 
-    def stamping(lane: Ring, shapes: Any) -> Any:
+    def stamping(lane: RingLane, shapes: Any) -> Any:
         put = sender(lane, shapes + stamp)
         return lambda tensors: put((*tensors, torch.tensor([time.perf_counter()], dtype=torch.float64)))
 
-    def waiting(lane: Ring, shapes: Any, *, differentiable: bool) -> Any:
+    def waiting(lane: RingLane, shapes: Any, *, differentiable: bool) -> Any:
         take = receiver(lane, shapes + stamp, differentiable=differentiable)
 
         def later() -> Any:
@@ -59,7 +59,7 @@ def delay_messages(seconds: float) -> None:
 
         return later
 
-    Ring.sender, Ring.receiver = stamping, waiting  # type: ignore[method-assign]
+    RingLane.sender, RingLane.receiver = stamping, waiting  # type: ignore[method-assign]
     shared_memory.message_bytes = lambda shapes: room(shapes + stamp)  # type: ignore[assignment]
 
 

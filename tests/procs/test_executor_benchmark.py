@@ -14,7 +14,7 @@ import pytest
 import zerobubble as zb
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.transport import shared_memory
-from zerobubble.runtime.transport.ring import Ring
+from zerobubble.runtime.transport.ring import RingLane
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "executor"
 
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "executor"
 def rows(group: Any, schedule: str, latency_ms: float) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         # the benchmark changes these for good
-        for owner, name in ((Ring, "sender"), (Ring, "receiver"), (shared_memory, "message_bytes")):
+        for owner, name in ((RingLane, "sender"), (RingLane, "receiver"), (shared_memory, "message_bytes")):
             stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
         stack.enter_context(mock.patch.object(sys, "path", [str(FOLDER), *sys.path]))
         bench = runpy.run_path(str(FOLDER / "run.py"))

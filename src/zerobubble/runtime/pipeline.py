@@ -34,6 +34,7 @@ from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss, StepL
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
+from zerobubble.runtime.transport.transport import Carrier
 from zerobubble.timeline import Timeline
 
 
@@ -74,8 +75,9 @@ class Pipeline:
     Ranks and messages:
         group: the process group whose ranks form the pipeline; all ranks by default.
         timeout: how long a rank waits for a message before all ranks raise `PipelineError`, in seconds.
-        transport: what carries tensors between ranks, "gloo", "nccl" or "shared-memory"; "auto" is the fastest there is. A
-            `zb.transport.Endpoint`, this rank's end of a transport of your own, carries everything and needs no process group.
+        transport: what carries tensors between ranks, "gloo", "nccl" or "shared-memory"; "auto" is the fastest that works between
+            all ranks, and `pipe.transport` tells which and why. A `zb.transport.Endpoint`, this rank's end of a transport of your own,
+            carries everything and needs no process group.
 
     What plugs in and what is told:
         hooks: `StepHook`s, called in every training step in this order: `zb.hooks.Telemetry`, your own.
@@ -188,6 +190,11 @@ class Pipeline:
     def plan(self) -> Solved | None:
         """The plan that `schedule=zb.Auto(...)` follows, with its costs and bound; None before there is one."""
         return None if self._auto is None else self._auto.solved
+
+    @property
+    def transport(self) -> Carrier:
+        """What carries tensors between ranks: its `name`, `why` it was chosen, and the bytes that it holds on this rank."""
+        return self._session.transport.carrier
 
     @property
     def losses(self) -> Tensor | None:

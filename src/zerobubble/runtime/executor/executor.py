@@ -219,10 +219,12 @@ class Executor:
         taken = [routes[k] for k in self.program.microbatch_routes or (0,) * self.program.num_microbatches]
         return [route[0] for route in taken], [route[-1] for route in taken]
 
-    def clear(self) -> None:
-        """Forget everything in flight."""
-        self._mailbox.clear()
+    def close(self) -> None:
+        """Give back all that is held for steps, whatever is in flight too: there is none any more. What the last one noted stays."""
+        self.handshake.clear()
+        self._mailbox.close()
         self._forget()
+        self._calls = []
 
     def _forget(self) -> None:
         """Forget what passes have left."""

@@ -23,6 +23,9 @@ from zerobubble.runtime.transport.transport import Transport
 from zerobubble.schedules import make
 from zerobubble.verify_program import program_faults
 
+MOST_KEPT = 16
+"""Numbers of microbatches whose programs are kept; the one not played for longest is compiled anew when it comes back."""
+
 MakeSchedule = Callable[[int, int], Schedule]
 """A function `(num_ranks, num_microbatches) -> Schedule`."""
 _MOST = 10_000
@@ -38,9 +41,17 @@ class CompiledProgram(NamedTuple):
     train: Executor | None
     infer: Executor
 
+    def close(self) -> None:
+        """Give back all that its steps have left."""
+        for executor in (self.train, self.infer):
+            if executor is not None:
+                executor.close()
+
 
 class ProgramCache:
-    """The compiled programs of one pipeline; `now` is the one that is played.
+    """The compiled programs of one pipeline, not more than `MOST_KEPT`; `now` is the one that is played.
+
+    Every rank chooses the same numbers in the same order, so that all keep the same programs.
 
     `given` is what the user asked to play, and makes the schedules for further numbers of microbatches. `stage_is_done(stage)` is called in
     training when the last backward pass of a stage has run.
@@ -70,32 +81,44 @@ class ProgramCache:
     def play(self, schedule: Schedule, costs: Costs | None = None) -> None:
         """Play `schedule` and nothing else from here on, with receives posted one message earlier than its `costs` ask for."""
         self._prefetch = PREFETCH if costs is None else 1 + prefetch_depth(schedule, costs)
-        self._compiled = {schedule.num_microbatches: self._compile(schedule)}
-        self.now = self._compiled[schedule.num_microbatches]
+        self._played = schedule
+        self._close_all()
+        self._keep(self._compile(schedule))
 
     def choose(self, num_microbatches: int) -> CompiledProgram:
         """The program for this number of microbatches, played from here on; the step's handshake compares it among the ranks.
 
         Raises `InputError` where there is no such schedule, or it places the stages otherwise.
         """
-        if num_microbatches not in self._compiled:
-            schedule = schedule_for(self._given, self._transport.size, num_microbatches)
-            was = self.now.schedule
-            if schedule.placement != was.placement:
-                raise InputError(
-                    f"schedule {schedule.name!r} places the stages otherwise for {num_microbatches} microbatches than for "
-                    f"{was.num_microbatches}: {schedule.placement} instead of {was.placement}"
-                )
-            self._compiled[num_microbatches] = self._compile(schedule)
-        self.now = self._compiled[num_microbatches]
-        return self.now
+        compiled = self._compiled.pop(num_microbatches, None) or self._compile(self._schedule_of(num_microbatches))
+        self._keep(compiled)
+        return compiled
+
+    def _keep(self, compiled: CompiledProgram) -> None:
+        """Play `compiled` from here on, and close the one that was not for longest where there are too many."""
+        self.now = self._compiled[compiled.schedule.num_microbatches] = compiled
+        if len(self._compiled) > MOST_KEPT:
+            self._compiled.pop(next(iter(self._compiled))).close()
+
+    def _schedule_of(self, num_microbatches: int) -> Schedule:
+        played = self._played
+        if num_microbatches == played.num_microbatches:
+            return played
+        schedule = schedule_for(self._given, self._transport.size, num_microbatches)
+        if schedule.placement != played.placement:
+            raise InputError(
+                f"schedule {schedule.name!r} places the stages otherwise for {num_microbatches} microbatches than for "
+                f"{played.num_microbatches}: {schedule.placement} instead of {played.placement}"
+            )
+        return schedule
 
     def use_rollback_points(self) -> None:
-        """Compile every program anew so that its steps can start over at a rollback point."""
+        """From here on, compile every program so that its steps can start over at a rollback point."""
         if not self._has_rollback_points:
             self._has_rollback_points = True
-            self._compiled = {count: self._compile(compiled.schedule) for count, compiled in self._compiled.items()}
-            self.now = self._compiled[self.now.schedule.num_microbatches]
+            now = self.now.schedule
+            self._close_all()
+            self._keep(self._compile(now))
 
     @contextmanager
     def one_by_one(self) -> Iterator[CompiledProgram]:
@@ -105,16 +128,19 @@ class ProgramCache:
         handshake = StepHandshake(schedule, self._transport)
         self._trial = Executor(proved(schedule), stages, self._transport, handshake, self._pace)
         yield CompiledProgram(schedule, stages, self._trial, self._trial)
+        self._trial.close()
         self._trial = None
 
-    def close(self, *, failed: bool) -> None:
-        """Let go of the messages that keep connections open; after a failure, of everything in flight."""
-        executors = [self._trial, *(executor for compiled in self._compiled.values() for executor in (compiled.train, compiled.infer))]
-        for executor in executors:
-            if executor is not None:
-                executor.handshake.clear()
-                if failed:
-                    executor.clear()
+    def close(self) -> None:
+        """Give back all that is held for steps, and let go of the messages that keep connections open."""
+        if self._trial is not None:
+            self._trial.close()
+        self._close_all()
+
+    def _close_all(self) -> None:
+        for compiled in self._compiled.values():
+            compiled.close()
+        self._compiled.clear()
 
     def _compile(self, schedule: Schedule) -> CompiledProgram:
         stages = self._stages.of(schedule)

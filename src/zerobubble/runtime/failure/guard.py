@@ -42,7 +42,7 @@ class FailureGuard:
         self.closed: str | None = None
         self.stages: Mapping[int, HoldsMicrobatches] = {}
         self._transport = transport
-        self._release: weakref.WeakMethod[Callable[[bool], None]] | None = None
+        self._release: weakref.WeakMethod[Callable[[], None]] | None = None
         self._watch = FailureWatch(transport.group, self._status)
 
     @property
@@ -50,8 +50,8 @@ class FailureGuard:
         """Whether this rank has heard that one of them failed."""
         return self._watch.heard is not None
 
-    def on_closing(self, release: Callable[[bool], None]) -> None:
-        """Call `release(failed)`, a bound method that is held weakly, to drop whatever keeps connections open."""
+    def on_closing(self, release: Callable[[], None]) -> None:
+        """Call `release()`, a bound method that is held weakly, to give back what is held and drop whatever keeps connections open."""
         self._release = weakref.WeakMethod(release)
 
     @contextmanager
@@ -150,7 +150,7 @@ class FailureGuard:
             rest.callback(self._watch.close, report)
             rest.callback(self._transport.close)
             if release is not None:
-                release(report is not None)
+                release()
 
     def _status(self) -> RankStatus:
         """What this rank answers when another waits for it in vain."""

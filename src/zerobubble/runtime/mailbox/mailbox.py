@@ -174,11 +174,13 @@ class Mailbox:
         for value in list(self._leaving):
             self.release(value)
 
-    def clear(self) -> None:
-        """Let go of everything in flight."""
+    def close(self) -> None:
+        """Let go of everything in flight, and of all lanes: there are no more steps."""
         self._unread.clear()
         self._arriving.clear()
         self._leaving.clear()
+        if self._whole_messages is not None:
+            self._whole_messages.close()
 
     def _read_up_to(self, value: Value) -> None:
         """Receive what was asked for on the channel of `value`, in order, up to it."""

@@ -12,7 +12,7 @@ from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes
 
 MOST_KEPT = 8
-"""Sets of shapes whose lanes are kept; both ends of a channel drop the oldest in the same step."""
+"""Sets of shapes whose lanes are kept; the oldest is made anew when it comes back."""
 
 
 class WholeMessages:
@@ -44,6 +44,11 @@ class WholeMessages:
             self._made[key] = known, self._lanes, self.put, self.take
         _, self._lanes, self.put, self.take = self._made[key]
 
+    def close(self) -> None:
+        """Let go of all lanes."""
+        self._made.clear()
+        self._lanes, self.put, self.take = {}, {}, {}
+
     def change(self, value: Value, shapes: Shapes) -> None:
         """From here on `value` has these shapes, with the same `known`; both ends of its channel must be told so before it is sent."""
         for channel, values in self._messages.items():
@@ -51,14 +56,11 @@ class WholeMessages:
                 self._use(channel, value, shapes)
 
     def _make(self, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
-        """The lanes of all channels. A receiver's end waits for the sender's, so every rank makes the ends where it sends first."""
-        rank = self._transport.rank
-        for channel in sorted(self._messages, key=lambda channel: (channel.source != rank, channel)):
-            peer = channel.destination if channel.source == rank else channel.source
-            with self._transport.waiting.exchange(peer, "opening a ring"):
-                at_once = self._at_once[channel.destination][channel]
-                self._lanes[channel] = self._transport.message_lane(channel, [largest(value) for value in self._messages[channel]], at_once)
-            for value in self._messages[channel]:
+        """The lanes of all channels."""
+        for channel, values in self._messages.items():
+            at_once = self._at_once[channel.destination][channel]
+            self._lanes[channel] = self._transport.message_lane(channel, [largest(value) for value in values], at_once)
+            for value in values:
                 self._use(channel, value, shapes(value))
 
     def _use(self, channel: Channel, value: Value, shapes: Shapes) -> None:

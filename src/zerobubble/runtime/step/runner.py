@@ -252,12 +252,12 @@ class StepRunner:
         self.step_hooks.load_state_dict(state["hooks"])
         self._num_steps = state["num_steps"]
 
-    def close(self, failed: bool) -> None:
-        """Let go of messages, which keep connections open; after a failure, of everything in flight.
+    def close(self) -> None:
+        """Give back what is held for steps, and let go of messages, which keep connections open.
 
-        All of them, whatever a hook raises; then it is raised.
+        All of it, whatever a hook raises; then it is raised.
         """
         with ExitStack() as rest:
             rest.callback(self._losses.clear)
             rest.callback(self.step_hooks.close)
-            self.programs.close(failed=failed)
+            self.programs.close()

@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
-import platform
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from zerobubble.errors import InputError, near
+from zerobubble.program import Channel
 from zerobubble.runtime.transport.endpoint import Endpoint, Group
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.meeting import Arrival, meet
 from zerobubble.runtime.transport.nccl import NcclEndpoint
-from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint, is_supported
+from zerobubble.runtime.transport.same_machine import NoSharedMemoryError
+from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint
 from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
 AUTO = "auto"
+SHARED_MEMORY = SharedMemoryEndpoint.name
 MAKERS: dict[str, Callable[[GlooEndpoint], Endpoint]] = {
     "gloo": lambda topics: topics,
     "nccl": lambda topics: NcclEndpoint(topics.group, topics.timeout),
-    "shared-memory": SharedMemoryEndpoint,
+    SHARED_MEMORY: SharedMemoryEndpoint,
 }
 """By name, what carries tensors, made beside the endpoint that carries topics."""
+BY_DEVICE = {"cuda": "nccl"}
+"""What is fastest for tensors on other devices than CPUs, where it is not gloo."""
+
+_log = logging.getLogger("zerobubble")
 
 
-def choose(name: str, topics: GlooEndpoint, device: torch.device) -> Endpoint:
-    """What carries tensors on `device`: the transport of this name, or for "auto" the fastest there is. Every rank calls it.
+def choose(name: str, topics: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
+    """What carries tensors on `device` over `channels`, and why: the transport of this name, or for "auto" the fastest there is.
 
-    Raises `InputError`, the same on every rank, for shared memory among ranks that have none in common.
+    Every rank calls it, and has the same answer, which rank 0 logs. Raises `InputError`, the same on every rank, for shared memory among
+    ranks that have none in common.
     """
-    near_by = _share_memory(topics)
-    if name == "shared-memory" and not near_by:
-        raise InputError("transport 'shared-memory' needs all ranks on one machine, a Linux with x86-64 processors; leave transport out")
-    if name == AUTO:
-        on_host = "shared-memory" if near_by else "gloo"
-        name = {"cuda": "nccl", "cpu": on_host}.get(device.type, "gloo")
-    return MAKERS[name](topics)
+    endpoint, why = _choice(name, topics, device, channels)
+    if topics.group.rank == 0:
+        _log.info("messages between stages go over %s: %s", endpoint.name, why)
+    return endpoint, why
+
+
+def _choice(name: str, topics: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
+    if device.type != "cpu" or name not in (AUTO, SHARED_MEMORY):
+        why = "it was asked for" if name != AUTO else f"the stages are on {device.type}"
+        return MAKERS[name if name != AUTO else BY_DEVICE.get(device.type, "gloo")](topics), why
+    endpoint = SharedMemoryEndpoint(topics)
+    try:
+        endpoint.meet(channels)
+    except NoSharedMemoryError as error:
+        if name == SHARED_MEMORY:
+            remedy = "leave transport out, or give 'gloo'"
+            raise InputError(f"transport 'shared-memory' needs ranks that share memory, but {error}; {remedy}") from None
+        return topics, f"not all ranks share memory, for {error}"
+    return endpoint, "every rank shares memory with those it exchanges messages with"
 
 
 def transport_for(given: str | Endpoint, group: dist.ProcessGroup | None, timeout: float, arrival: Arrival | None = None) -> Transport:
@@ -52,7 +70,7 @@ def transport_for(given: str | Endpoint, group: dist.ProcessGroup | None, timeou
         return Transport(given)
     topics = over_torch(group, timeout, arrival)
     name = given if isinstance(given, str) and given in MAKERS else AUTO
-    return Transport(topics, lambda device: choose(name, topics, device))
+    return Transport(topics, lambda device, channels: choose(name, topics, device, channels))
 
 
 def refuse_unknown(name: str) -> None:
@@ -61,19 +79,6 @@ def refuse_unknown(name: str) -> None:
         known = ", ".join(map(repr, (AUTO, *MAKERS)))
         remedy = f"{near(name, MAKERS)}leave it out to have the fastest"
         raise InputError(f"transport must be an Endpoint or one of {known}, got {name!r}; {remedy}")
-
-
-def _share_memory(topics: Endpoint) -> bool:
-    """Whether all ranks run on one machine where messages can pass through memory."""
-    place = f"{platform.node()} {_boot()}" if is_supported() else f"none for rank {topics.group.rank}"
-    digest = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
-    return len({int(place) for place in topics.gather(torch.tensor([digest]))}) == 1 and is_supported()
-
-
-def _boot() -> str:
-    """Which running machine this is: containers may share a host name."""
-    identity = Path("/proc/sys/kernel/random/boot_id")
-    return identity.read_text() if identity.exists() else ""
 
 
 def over_torch(group: dist.ProcessGroup | None, timeout: float, arrival: Arrival | None = None) -> GlooEndpoint:

@@ -170,6 +170,11 @@ class Endpoint(ABC):
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """This rank's end of `channel` for `messages` of at most these shapes, of which the receiver may wait for `at_once` at a time.
 
-        Both ends ask for the lanes of a channel in the same order. Only for endpoints that carry whole messages.
+        A step uses one lane of a channel, the same at both ends, and all its messages have been received when it is over. Only for
+        endpoints that carry whole messages.
         """
         raise NotImplementedError(f"{type(self).__name__} does not carry whole messages")
+
+    def held_bytes(self) -> int:
+        """The bytes that it holds now in this rank's memory for messages to others, 0 where nobody counts them."""
+        return 0

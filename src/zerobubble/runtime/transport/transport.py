@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,33 @@ from zerobubble.runtime.transport.gather import gather, gather_objects
 from zerobubble.runtime.values.shapes import Shapes
 
 
+class Carrier(NamedTuple):
+    """What carries tensors between ranks: the transport's `name`, and `why` it was chosen, the same on every rank.
+
+    `held_bytes` are those that it holds now in this rank's memory for messages to others, such as rings in shared memory.
+    """
+
+    name: str
+    why: str
+    held_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why}), {self.held_bytes} bytes held for messages"
+
+
+Choose = Callable[[torch.device, Sequence[Channel]], tuple[Endpoint, str]]
+"""Chooses what carries tensors on a device over these channels, and says why; every rank calls it."""
+
+
 class Transport:
     """Sends and receives for one pipeline. Ranks are those of the endpoint's group.
 
-    Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` gives another endpoint for those on a device. `standing` has
-    receives that stay posted from one step to the next; whoever posts them keeps them there, because they must be dropped before the
-    connections close. `wait(work, peer, doing)` waits for an exchange.
+    Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` gives another endpoint for those on a device; `carrier` tells
+    which. `standing` has receives that stay posted from one step to the next; whoever posts them keeps them there, because they must be
+    dropped before the connections close. `wait(work, peer, doing)` waits for an exchange.
     """
 
-    def __init__(self, endpoint: Endpoint, choose_for_tensors: Callable[[torch.device], Endpoint] | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, choose_for_tensors: Choose | None = None) -> None:
         self.group = endpoint.group
         self.rank, self.size = endpoint.group.rank, endpoint.group.size
         self.device = torch.device("cpu")
@@ -38,6 +56,7 @@ class Transport:
         self._for_topics = endpoint
         self._for_tensors = endpoint
         self._choose_for_tensors = choose_for_tensors
+        self._why = "it was given"
         # At the end of the interpreter, finalizers run in the reverse order of their making: this one before those of the endpoints.
         self._end = weakref.finalize(self, self.standing.clear)
 
@@ -45,6 +64,11 @@ class Transport:
     def capabilities(self) -> Capabilities:
         """What the endpoint that carries tensors can do."""
         return self._for_tensors.capabilities
+
+    @property
+    def carrier(self) -> Carrier:
+        """What carries tensors, and why."""
+        return Carrier(self._for_tensors.name, self._why, self._for_tensors.held_bytes())
 
     def connect(self) -> None:
         """Reach the other ranks. All of them have their lines of topics when it returns, so none can close them too early."""
@@ -60,7 +84,7 @@ class Transport:
         self.device = device
         if self._choose_for_tensors is not None:
             with exchanging():
-                self._for_tensors = self._choose_for_tensors(device)
+                self._for_tensors, self._why = self._choose_for_tensors(device, channels)
         if device.type not in self.capabilities.device_types:
             carried = ", ".join(sorted(self.capabilities.device_types))
             raise InputError(

@@ -71,6 +71,7 @@ class Connection:
             self._gone = str(error)
 
     def close(self) -> None:
-        """Close both."""
+        """Close both; whoever waits here now or later hears that the connection is closed."""
+        self._gone = self._gone or "the connection was closed"
         self._socket.close()
         os.close(self._wake_up)

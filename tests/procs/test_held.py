@@ -1,0 +1,181 @@
+"""What a pipeline holds does not grow with its use, and is given back when it ends, though its object lives."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import MOMENTS, boom, struck
+from zerobubble.runtime.executor import program_cache
+from zerobubble.runtime.executor.program_cache import ProgramCache
+
+SPARE_KB = 12 << 10
+"""By how much the memory of the allocator may wander."""
+SIZE = 1 << 18
+
+
+class Held(NamedTuple):
+    """What a process has open, and its memory: that shared with others in pages that were touched, and its own."""
+
+    descriptors: int
+    threads: int
+    shared_kb: int
+    own_kb: int
+
+
+def held() -> Held:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    shared, own = (int(status[name].split()[0]) for name in ("RssShmem", "RssAnon"))
+    return Held(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared, own)
+
+
+def all_held(group: Any) -> Held:
+    """What this rank holds while all others rest, too, and threads that were about to end have ended."""
+    torch.distributed.barrier(group)
+    ctypes.CDLL(None).malloc_trim(0)
+    while any(thread.name == "zerobubble-report" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    seen = held()
+    torch.distributed.barrier(group)
+    return seen
+
+
+def many_numbers(group: Any, kept: int, count: int, transport: str) -> list[Held]:
+    """What is held when as many programs as are `kept` have been made, and after `count` further numbers of microbatches."""
+    seen = []
+    with (
+        mock.patch.object(program_cache, "MOST_KEPT", kept),
+        zb.Pipeline(build, "zb-h1", 1, loss_fn, group=group, transport=transport) as pipe,
+    ):
+        for number in (*range(count + 1, count + kept + 1), *range(1, count + 1)):
+            for _ in range(2):  # the first announces its messages
+                pipe.step(*batch(number), num_microbatches=number)
+            pipe.eval_step(*batch(number), num_microbatches=number)
+            if number in (count + kept, count):
+                seen.append(all_held(group))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kept", "count", "transport"),
+    [
+        (3, 8, "auto"),
+        pytest.param(16, 100, "auto", marks=pytest.mark.long),
+        pytest.param(16, 100, "gloo", marks=pytest.mark.long),
+    ],
+)
+def test_many_numbers_of_microbatches_hold_no_more_than_few(world: Ranks, kept: int, count: int, transport: str) -> None:
+    for early, late in world.run(many_numbers, kept, count, transport, ranks=4, seconds=280):
+        refuse_growth(early, late)
+
+
+def refuse_growth(early: Held, late: Held) -> None:
+    assert late[:2] == early[:2], (early, late)
+    assert late.shared_kb <= early.shared_kb + 64, (early, late)
+    assert late.own_kb <= early.own_kb + SPARE_KB, (early, late)
+
+
+def alternate(group: Any, few: int, many: int) -> tuple[int, int, bool]:
+    """How many programs `few` and `many` numbers in turns compile, and whether a number that comes back has the same loss."""
+    made = []
+    compile_program = ProgramCache._compile
+
+    def counting(cache: ProgramCache, schedule: zb.Schedule) -> Any:
+        made.append(schedule.num_microbatches)
+        return compile_program(cache, schedule)
+
+    with zb.Pipeline(build, "zb-h1", 1, loss_fn, group=group) as pipe, mock.patch.object(ProgramCache, "_compile", counting):
+        first = pipe.step(*batch(1), num_microbatches=1)
+        for number in 3 * list(range(1, few + 1)):
+            pipe.step(*batch(number), num_microbatches=number)
+        by_few = len(made)
+        for number in range(1, many + 1):
+            pipe.step(*batch(number), num_microbatches=number)
+        came_back = pipe.step(*batch(1), num_microbatches=1)
+        return by_few, len(made), bool(came_back == first)
+
+
+def test_few_numbers_in_turns_are_compiled_once(world: Ranks) -> None:
+    kept = program_cache.MOST_KEPT
+    for by_few, by_all, is_same in world.run(alternate, kept, kept + 1, ranks=2):
+        assert by_few == kept - 1  # that of one microbatch was there
+        assert by_all == by_few + 2  # one further, and number 1, which had gone for it
+        assert is_same
+
+
+class Wide(nn.Module):
+    """Hands on a megabyte a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output**2).mean()
+
+
+def wide(group: Any, module: Wide) -> zb.Pipeline:
+    """A pipeline that has made two steps with a `module` of the user's own."""
+    pipe = zb.Pipeline([module], "zb-h1", 4, square, group=group, transport="shared-memory")
+    x = torch.ones(4, SIZE)
+    for _ in range(2):
+        pipe.step(x, x)
+    assert pipe.transport.held_bytes >= 4 * 4 * SIZE
+    return pipe
+
+
+def close_often(group: Any, count: int) -> list[Held]:
+    """What is held after the second closed pipeline and after `count` more, each still at hand."""
+    module, kept, seen = Wide(), [], []
+    for _ in range(count + 2):
+        kept.append(wide(group, module))
+        kept[-1].close()
+        assert kept[-1].transport.held_bytes == 0
+        seen.append(all_held(group))
+    return [seen[1], seen[-1]]
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.long)])
+def test_closed_pipelines_hold_nothing(world: Ranks, count: int) -> None:
+    for early, late in world.run(close_often, count, ranks=4, seconds=280):
+        refuse_growth(early, late)
+
+
+def fail_often(group: Any, count: int) -> list[Held]:
+    """What is held after the second failure and after `count` more, each with its pipeline and its error at hand."""
+    module, x = Wide(), torch.ones(4, SIZE)
+    kept: list[Any] = []
+    seen = []
+    for number in range(count + 2):
+        pipe = wide(group, module)
+        if torch.distributed.get_rank(group) == number % 4:
+            with struck(MOMENTS["forward"], boom), pytest.raises(zb.PipelineError) as caught:
+                pipe.step(x, x)
+        else:
+            with pytest.raises(zb.PipelineError) as caught:
+                pipe.step(x, x)
+        kept += [pipe, caught.value]
+        seen.append(all_held(group))
+    return [seen[1], seen[-1]]
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_failures_hold_nothing_though_pipeline_and_error_are_kept(world: Ranks, count: int) -> None:
+    for early, late in world.run(fail_often, count, ranks=4, seconds=280):
+        refuse_growth(early, late)
