@@ -91,8 +91,12 @@ class Transport:
                 f"transport {self._for_tensors.name!r} carries tensors on {carried}, and the stages are on {device}; "
                 "move them, or choose another transport"
             )
-        with exchanging():
-            self._for_tensors.open(device, channels)
+        try:
+            with exchanging():
+                self._for_tensors.open(device, channels)
+        except BaseException:
+            self._for_tensors.close()  # the pipeline may have been closed before this was chosen
+            raise
         self._barrier()
         self.open_channels(channels)
 
