@@ -457,3 +457,5 @@ KINDS: dict[str, Kind] = {
     "hook on the accumulating node": Kind(with_node_hook, waits=False),
     "module hook": Kind(with_module_hook),
 }
+if not hasattr(functional, "grouped_mm"):  # torch 2.6 has none
+    del KINDS["experts grouped"]

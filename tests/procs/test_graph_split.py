@@ -20,7 +20,9 @@ from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
+from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.fx_nodes import flops
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
@@ -44,6 +46,9 @@ REFUSED = {
     "module hook": "module linear has a hook",
 }
 """Kinds that no graph can hold, and what the user is told. All others keep every bit."""
+if not CAN_SEE_HOOKS:
+    REFUSED["offloaded"] = "checkpoints and offloading have no effect in a graph"
+    REFUSED |= {name: "checkpoints have from torch 2.8 on" for name in KINDS.keys() - REFUSED if "checkpoint" in name}
 ROUNDED = {"autocast, a linear used twice": 2**-8}
 """Eager mode sums the gradients of the one cast that autocast keeps, in bfloat16; a graph casts for each use, and sums in float32."""
 OF_EMBEDDINGS = {"embedding with padding", "embedding by frequency", "embedding of bounded norm", "embedding bag"}
@@ -88,8 +93,8 @@ def test_a_graph_leaves_what_autograd_leaves_or_says_why_not(name: str) -> None:
         "dropout",
         "embedding tied to its head",
         "output in chunks",
-        "checkpoint with dropout",
-        "checkpoint, selective",
+        pytest.param("checkpoint with dropout", marks=needs_checkpoints_in_graphs),
+        pytest.param("checkpoint, selective", marks=needs_checkpoints_in_graphs),
     ],
 )
 def test_compiled_parts_leave_what_autograd_leaves(name: str) -> None:

@@ -51,8 +51,6 @@ TOLERANCES = dict.fromkeys(ROUNDED, 1e-12) | {"autocast, gradient within the for
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # looked at while compiling a block behind a Linear
 @pytest.mark.parametrize("name", KINDS)
 def test_the_split_leaves_what_autograd_leaves(name: str) -> None:
-    if name == "experts grouped" and not hasattr(nn.functional, "grouped_mm"):
-        pytest.skip("this torch has no grouped_mm")
     kind = KINDS[name]
     mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
     assert difference(mine, oracle) <= TOLERANCES.get(name, 0)
