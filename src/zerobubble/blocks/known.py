@@ -117,7 +117,6 @@ KNOWN: dict[str, Callable[[int], Block]] = {
     "v-zb": v_zb_block,
 }
 """The published blocks as functions of the number of ranks, by name."""
-"""The published blocks by name, each a function of the number of ranks."""
 
 
 def known_block(name: str, ranks: int) -> Block:

@@ -15,11 +15,12 @@ MAX_CHOICES = 4
 
 
 def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) -> int:
-    """The least time (ns) from the first F of a visit to its last, as far as F waits for room; 0 if not over `enough`.
+    """The least time (ns) from the first F of a visit to the last, given that every F waits for room in memory; 0 if not over `enough`.
 
-    `starts` are those of the rank's visits for a microbatch alone. When an F begins, some number of microbatches before it still wait for
-    B of its stage and hold what the stages up to it saved. The oldest of them must have had what leaves room for the others, now or, if
-    it has not had all its F, when it has; and the one before it what leaves room for them all.
+    `starts` are the earliest starts of the rank's visits by a microbatch alone. When an F begins, some microbatches before it still wait
+    for B of its stage, and each holds what the rank's stages up to it have saved. For room to be left, the oldest of them must have come
+    so far (or come so far once it has had all its F) that its own bytes and those of the others fit, and the microbatch before it so far
+    that those of all of them fit beside its own.
     """
     pace, last, each = load.forward[visit], load.microbatches - 1, load.during(visit)
     if not each:
@@ -38,7 +39,10 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
 
 
 def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
-    """An upper bound on the ns of so many F after the first, each waiting like this: a quick answer where that is not more than enough."""
+    """An upper bound on the ns until the last of `last` F after the first begins, if each waits like `wait`.
+
+    It is found at once, and where it is not over the threshold, the wait itself need not be worked out.
+    """
     count, own, older = wait
     return last * max(pace, ceil(own / max(count, 1)), ceil(older / (count + 1))) + max(own, older)
 
@@ -52,9 +56,10 @@ class BackwardState(NamedTuple):
 
 
 def _backward_states(load: RankLoad, starts: Sequence[int], visit: int) -> list[BackwardState]:
-    """Every such state, with the time since F of `visit`: the passes since B of one of the rank's stages ran one after the other.
+    """Every state in which a microbatch may be, with the least time since its F of `visit`.
 
-    W of a stage is done or kept pending; beyond `MAX_CHOICES` stages it is taken to cost neither time nor room, so that states stay few.
+    The passes from any of its B on have run one after the other, which bounds that time from below. W of a stage is done or kept pending;
+    beyond `MAX_CHOICES` stages it is taken to cost neither time nor room, so that states stay few.
     """
     states, stages = [BackwardState(load.num_stages, load.held[-1], 0)], load.num_stages
     for left in range(stages):

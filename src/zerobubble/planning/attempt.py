@@ -47,7 +47,7 @@ class Budget(NamedTuple):
         return self.seconds <= 0 if self.evaluations is None else self.evaluations <= 0
 
     def share(self, parts: int, done: int = 0, spent: float = 0.0) -> Budget:
-        """One of so many equal parts, where those `done` have taken `spent` seconds."""
+        """One of `parts` equal parts. Of the seconds it is an equal part of what is left after the `done` parts have taken `spent`."""
         return Budget(max(0.0, self.seconds - spent) / (parts - done), None if self.evaluations is None else self.evaluations // parts)
 
     @property
@@ -60,10 +60,10 @@ PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second: they always get that."""
 
 PASSES_WITHOUT_CLOCK = 60_000
-"""Passes up to which they are asked where the clock must not decide: some seconds."""
+"""Passes up to which the heuristics are asked where the clock must not decide, which takes some seconds."""
 
 PASSES_PER_SECOND = 30_000
-"""Passes that they order in a second."""
+"""Passes that the heuristics order in a second."""
 
 CHECK_SECONDS = 4e-6
 """Seconds for each pass of an answer to check and play it."""
@@ -102,8 +102,7 @@ def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
 def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None) -> Attempt:
     """The best of the papers' heuristics and of `seeds` (if not given, the published schedules), until one meets the bound.
 
-    The first is always made, more while they take up to half of the budget. Where none fits, the attempt has
-    no schedule.
+    The first is always made, more of them until half of the budget is spent. Where none fits, the attempt has no schedule.
     """
     started = perf_counter()
     bound = problem.bound()

@@ -11,6 +11,7 @@ from torch import Tensor
 Form = tuple[tuple[int, ...], torch.dtype]
 """Size and dtype of a tensor."""
 _ALIGN = 64
+"""The bytes at whose multiples tensors begin in a buffer: what vector instructions like, and a multiple of any dtype's size."""
 
 
 def packed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -33,6 +34,7 @@ def unpacked(forms: Sequence[Form], device: torch.device) -> tuple[Sequence[Tens
 
 
 def _buffer(forms: Iterable[Form], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """An empty buffer for tensors of these forms, and the tensors in it."""
     places, end = [], 0
     for size, dtype in forms:
         places.append((end, tuple(size), dtype))
