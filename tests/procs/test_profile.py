@@ -278,14 +278,14 @@ def fail_profile(group: Any, culprit: int, at: str) -> tuple[float, str, int | N
     ("culprit", "at", "reason"),
     [
         (2, "progress", "rank 2 failed while profiling: ValueError: boom"),
-        (0, "stage", "rank 0 failed at 'run 0F0': RuntimeError: mat1 and mat2"),
+        (0, "stage", "rank 0 failed at 'run 0F0': RuntimeError: (addmm: )?mat1 and mat2"),  # torch 2.15 names the operation
     ],
 )
 def test_a_rank_that_fails_ends_all_with_its_cause(world: Ranks, culprit: int, at: str, reason: str) -> None:
     for took, text, rank in world.run(fail_profile, culprit, at, ranks=4):
         assert took < 30
         assert rank == culprit
-        assert text.startswith(reason)
+        assert re.match(reason, text)
 
 
 def profile_nothing(group: Any) -> str:
