@@ -13,6 +13,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_peers import OUT_OF_ORDER
+from tests.procs.versions import needs_fsdp2_on_cpu
 
 
 def sharded(group: Any, name: str) -> float:
@@ -36,6 +37,7 @@ def sharded(group: Any, name: str) -> float:
     return worst
 
 
+@needs_fsdp2_on_cpu
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_fsdp2_trains_with_the_numbers_of_one_device(world: Ranks, name: str) -> None:
     assert max(world.run(sharded, name, ranks=4)) <= 1e-13
@@ -190,6 +192,7 @@ def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tupl
         return worst, list(told)
 
 
+@needs_fsdp2_on_cpu
 @pytest.mark.parametrize("syncs_late", [False, True])
 @pytest.mark.parametrize("parts", ["stage", "block"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 
 needs_checkpoints_in_graphs = pytest.mark.skipif(not CAN_SEE_HOOKS, reason="a graph stage takes checkpoints from torch 2.8 on")
+needs_fsdp2_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason="fully_shard of torch 2.6 calls Stream.record_event, which streams of the CPU lack there",
+)
