@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from zerobubble.planning import LayersPlan, Plan, Solved
 from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache
+from zerobubble.runtime.failure.frame import Frame
+from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.hooks import clip, gradient_scaling
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
@@ -36,6 +39,30 @@ from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Carrier
 from zerobubble.timeline import Timeline
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def called_by_all(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """A method that every rank must call: whatever stops one of them in it, wrong arguments included, is told to all."""
+    return _framed(method, FailureGuard.during)
+
+
+def plays_steps(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """A method that every rank must call, and whose calls are numbered, so that a rank out of step with the others is found."""
+    return _framed(method, FailureGuard.during_call)
+
+
+def _framed(
+    method: Callable[Concatenate[Pipeline, P], R], frame: Callable[[FailureGuard, str], Frame]
+) -> Callable[Concatenate[Pipeline, P], R]:
+    @wraps(method)
+    def call(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with frame(self._session.guard, f"in {method.__name__}"):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Pipeline:
@@ -143,6 +170,7 @@ class Pipeline:
         self._attach_first([session.shared, *([self._auto] if self._auto is not None else []), *hooks])
         watch_optimizers(self._steps)
 
+    @plays_steps
     def step(
         self,
         inputs: Any = None,
@@ -165,9 +193,9 @@ class Pipeline:
         scaled; call `unscale_` after it. Raises `InputError` for a schedule without backward passes, and `PipelineError` on every rank
         when any rank fails.
         """
-        self._refuse_to_train()
         return self._steps.train(StepInputs(inputs, targets, kwargs, scaler), num_microbatches)
 
+    @plays_steps
     def eval_step(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
     ) -> tuple[Tensor | None, Any]:
@@ -211,9 +239,10 @@ class Pipeline:
         Every rank must attach hooks that communicate, in the same order. Raises `InputError` for what is no `StepHook`, for one that is
         attached already, and whatever its `on_attach` raises.
         """
-        self._session.guard.refuse_if_closed()
-        self._steps.attach(hook)
+        with self._session.guard.during("in attach"), self._session.guard.alike():
+            self._steps.attach(hook)
 
+    @called_by_all
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
 
@@ -226,6 +255,7 @@ class Pipeline:
         self._steps.before_optimizer()
         return clip.clip_grad_norm(self._steps, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, losses=self.losses)
 
+    @called_by_all
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.unscale_(optimizer)`, after which `scaler.step` and `scaler.update` do the same on every rank. All must call it.
 
@@ -236,6 +266,7 @@ class Pipeline:
             self._steps.before_optimizer()
             gradient_scaling.unscale(self._steps, scaler, optimizer)
 
+    @plays_steps
     def profile(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
     ) -> Costs:
@@ -247,25 +278,26 @@ class Pipeline:
         were, and `on_loss` and hooks hear of none. Every rank must call it. `progress(done, total)` hears of every step; without one, a bar
         on rank 0's terminal does. Raises `InputError` for less than 1 step, and `PipelineError` as `step` does.
         """
-        self._refuse_to_train()
         return trials.profile(self._steps, StepInputs(inputs, targets, kwargs), steps, progress)
 
+    @plays_steps
     def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:
         """How each stage splits its backward pass on this batch: how much of the weight gradients W does, and which B does, and why.
 
         Runs a step whose gradients and traces in buffers and the random state are taken back, as `profile` does. The same on every rank,
         and every rank must call it. Of the copies of a stage, the first rank's is told. Raises as `profile` does.
         """
-        self._refuse_to_train()
         return trials.describe(self._steps, StepInputs(inputs, targets, kwargs))
 
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:
         """Put what runs inside, the optimizer's step, into the timeline of the last `step`."""
-        self._steps.before_optimizer()
+        with self._session.guard.during("in recording_optimizer"):
+            self._steps.before_optimizer()
         with self._steps.record_optimizer():
             yield
 
+    @called_by_all
     def timeline(self) -> Timeline:
         """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it.
 
@@ -310,7 +342,8 @@ class Pipeline:
         An optimizer's step still to be validated is made final first.
         """
         if self._session.guard.closed is None:
-            self._steps.settle()
+            with self._session.guard.during("while closing the pipeline"):
+                self._steps.settle()
             self._session.guard.close("the pipeline is closed")
 
     def __enter__(self) -> Pipeline:
@@ -322,20 +355,17 @@ class Pipeline:
         elif self._session.guard.closed is None:
             self._session.guard.close_after(failed, "the pipeline is closed")
 
-    def _refuse_to_train(self) -> None:
-        if self.schedule.is_forward_only:
-            raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
-
     def _attach_first(self, hooks: Sequence[StepHook]) -> None:
         """Attach the hooks that the pipeline begins with; every rank hears of what is wrong with one of them."""
         fault = ""
-        for hook in hooks:
-            if isinstance(hook, SharedGradients) and not hook.is_needed:
-                continue
-            try:
-                self._steps.attach(hook)
-            except InputError as error:
-                fault = fault or str(error)
+        with self._session.guard.during("while attaching hooks"):
+            for hook in hooks:
+                if isinstance(hook, SharedGradients) and not hook.is_needed:
+                    continue
+                try:
+                    self._steps.attach(hook)
+                except InputError as error:
+                    fault = fault or str(error)
         self._session.agree(fault, {})
 
 

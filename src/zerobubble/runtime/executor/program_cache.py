@@ -122,7 +122,10 @@ class ProgramCache:
 
     @contextmanager
     def one_by_one(self) -> Iterator[CompiledProgram]:
-        """Inside, a program that takes microbatches one by one through the stages of `now`, for a profile."""
+        """Inside, a program that takes microbatches one by one through the stages of `now`, for a profile.
+
+        After an error it is kept, for `close` to let go of what it has in flight.
+        """
         schedule = one_by_one(self.now.schedule)
         stages = self._stages.of(schedule)
         handshake = StepHandshake(schedule, self._transport)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from zerobubble.errors import InputError, PipelineError
+from zerobubble.runtime.failure.activity import Activity, PlaysActions, words_of
 from zerobubble.runtime.failure.blame import CLOSING
 from zerobubble.runtime.failure.error_text import describe
+from zerobubble.runtime.failure.frame import AgreedError, Frame
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
+from zerobubble.runtime.failure.turn import Turn
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.contact import LostContactError
 from zerobubble.runtime.transport.transport import Transport
@@ -19,27 +22,19 @@ NEVER_OPENED = "the pipeline was never opened"
 OUTSIDE = RankStatus("outside the pipeline, in code of its own")
 
 
-class PlaysActions(Protocol):
-    """What runs a step action by action; `at` is the position of the one in hand, -1 before the first."""
-
-    at: int
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """Where in its row it is, in words, and the action in hand."""
-
-
 class FailureGuard:
     """Runs what a rank does together with others, so that its failure is told to all of them, and theirs here.
 
-    `activity` is what this rank does now, in words or by what plays its step; None in code of the user's own. `closed` says, once the
-    connections are closed, why. `stages` are those of the program that is played, for reports. A `release` that was set with `on_closing`
-    is called once before the connections close.
+    `activity` is what this rank does now, None in code of the user's own. `closed` says, once the connections are closed, why. `num_calls`
+    counts the calls that play steps, the same on every rank, and by its `turn` one thread at a time makes them. `stages` are those of the
+    program that is played, for reports. A `release` that was set with `on_closing` is called once before the connections close.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.activity: str | PlaysActions | None = None
+        self.activity: Activity | None = None
         self.closed: str | None = None
+        self.num_calls = 0
+        self.turn = Turn()
         self.stages: Mapping[int, HoldsMicrobatches] = {}
         self._transport = transport
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -54,50 +49,36 @@ class FailureGuard:
         """Call `release()`, a bound method that is held weakly, to give back what is held and drop whatever keeps connections open."""
         self._release = weakref.WeakMethod(release)
 
-    @contextmanager
-    def during(self, when: str) -> Iterator[None]:
+    def during(self, when: str) -> Frame:
         """Whatever stops this rank inside stops them all, and is told as what happened `when`, such as "while clipping gradients"."""
-        self.refuse_if_closed()
-        outer, self.activity = self.activity, when
-        try:
-            yield
-        except PipelineError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
-            self.fail(error, when)
-        finally:
-            self.activity = outer
+        return Frame(self, when)
+
+    def during_call(self, when: str) -> Frame:
+        """As `during`, for a call that plays steps: it is counted."""
+        return Frame(self, when, counts=1)
+
+    def during_step(self, player: PlaysActions) -> Frame:
+        """As `during`, for a step: the error names the action in hand."""
+        player.at = -1
+        return Frame(self, player)
 
     @contextmanager
     def opening(self, when: str) -> Iterator[None]:
         """As `during`, while the pipeline is made: an `InputError` inside is raised on every rank alike, so each closes and raises it."""
-        outer, self.activity = self.activity, when
+        with self.during(when):
+            try:
+                yield
+            except InputError as error:
+                self.close_after(error, NEVER_OPENED)
+                raise
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """An `InputError` inside is raised on every rank alike, or concerns no other: the pipeline stays open."""
         try:
             yield
         except InputError as error:
-            self.close_after(error, NEVER_OPENED)
-            raise
-        except PipelineError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a rank that is told nothing would wait for this one
-            self.fail(error, when)
-        finally:
-            self.activity = outer
-
-    @contextmanager
-    def during_step(self, player: PlaysActions) -> Iterator[None]:
-        """As `during`, for a step: the error names the action in hand."""
-        self.refuse_if_closed()
-        player.at = -1
-        outer, self.activity = self.activity, player
-        try:
-            yield
-        except BaseException as error:
-            if self.closed is not None:  # something inside has failed in a `during` of its own, and all have been told
-                raise
-            self.fail(error, *player.place)
-        finally:
-            self.activity = outer
+            raise AgreedError(error) from error
 
     def refuse_if_closed(self) -> None:
         """Raise `PipelineError` once the connections are closed."""
@@ -163,5 +144,5 @@ class FailureGuard:
         if waits_for is not None:
             peer, doing = waits_for
             return RankStatus(doing, peer)
-        when, action = (activity, "") if isinstance(activity, str) else activity.place
+        when, action = words_of(activity)
         return RankStatus(when.removeprefix("while "), op=action)

@@ -33,11 +33,13 @@ def clip_grad_norm(
         norm_type = norm_type if arguments.fault else float(norm_type)
         mine = norms_of(parts, norm_type, gradients)
         norms, spoilt, told = gather_norms(mine, spoilt_in(pipeline.modules, parts, mine, gradients), arguments, pipeline)
-    refuse_wrong_arguments(told)
-    total = total_norm(norms, norm_type).to(pipeline.device)
-    if error_if_nonfinite:
-        refuse(total, norm_type, spoilt, losses)
-    scale(pipeline.parameters(), max_norm, total, gradients)
+        with pipeline.alike():
+            refuse_wrong_arguments(told)
+        total = total_norm(norms, norm_type).to(pipeline.device)
+        if error_if_nonfinite:
+            with pipeline.alike():
+                refuse(total, norm_type, spoilt, losses)
+        scale(pipeline.parameters(), max_norm, total, gradients)
     return total
 
 

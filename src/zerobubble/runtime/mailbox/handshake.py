@@ -26,14 +26,15 @@ MOST_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What a step plays: inputs of the kind `key`, cut from `batch_size` samples.
+    """What a step plays: inputs of the kind `key`, cut from `batch_size` samples. `call` numbers the calls of the rank that tells it.
 
     Messages between ranks from the place `announced_from` of the chain on announce their shapes: all with 0, none with the number of ranks.
-    The last three say which schedule the step follows, `digest` by its text.
+    The last three say which schedule the step follows, `digest` by its text. A call that the first rank refuses has no microbatches.
     """
 
     topic: ClassVar[Topic] = Topic.STEP
 
+    call: int
     key: int
     announced_from: int
     batch_size: int
@@ -42,23 +43,32 @@ class StepStart:
     digest: int
 
     def numbers(self) -> tuple[float, ...]:
-        return (self.key, self.announced_from, self.batch_size, *self.schedule)
+        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule)
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepStart:
-        key, announced_from, batch_size, num_microbatches, evaluating, digest = map(int, numbers.tolist())
-        return cls(key, announced_from, batch_size, num_microbatches, bool(evaluating), digest)
+        call, key, announced_from, batch_size, num_microbatches, evaluating, digest = map(int, numbers.tolist())
+        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest)
 
     @property
     def schedule(self) -> tuple[int, bool, int]:
         """Which schedule the step follows."""
         return self.num_microbatches, self.evaluating, self.digest
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether there is no step, because something is wrong with the call."""
+        return self.num_microbatches == 0
+
     def __str__(self) -> str:
         return f"{'an evaluation' if self.evaluating else 'a training step'} of {self.num_microbatches} microbatches"
 
 
 _NUMBERS = len(fields(StepStart))
+
+
+class RefusedError(Exception):
+    """The first rank refuses the call that this rank has begun, too."""
 
 
 class StepMessages(NamedTuple):
@@ -88,20 +98,42 @@ class StepHandshake:
         self._known: dict[int, KnownMessages] = {}
         self._telling: list[Sending] = []
 
-    def open(self, inputs: list[Tensors], batch_size: int, trained: tuple[bool, ...] = ()) -> StepMessages:
+    def open(self, call: int, inputs: list[Tensors], batch_size: int, trained: tuple[bool, ...] = ()) -> StepMessages:
         """Start a step with these `inputs`, which the first rank has, where `trained` says which parameters of this rank train.
 
-        Where messages tell by themselves whether a gradient flows back, `trained` is left out. Raises `InputError` when this rank is to
-        play something else than the one that tells it.
+        It belongs to the `call` of this number. Where messages tell by themselves whether a gradient flows back, `trained` is left out.
+        Raises `InputError` when this rank is at another call, or is to play something else, than the one that tells it, and `RefusedError`
+        when the first rank refuses the call.
         """
-        start = self._begin(inputs, batch_size) if self._parent is None else self._receive(self._parent)
+        if self._parent is None:
+            start = self._begin(call, inputs, batch_size)
+        else:
+            start = self._receive(self._parent, call)
+            self._compare(start, self._parent)
         if self._trained.get(start.key, trained) != trained and self._transport.rank in self._chain:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._transport.rank)))
         self._trained[start.key] = trained
-        self._telling = [self._transport.tell(start, rank) for rank in self._children]
+        self._tell(start)
         if start.announced_from == 0:
             self._known[start.key] = KnownMessages()
         return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size)
+
+    def refuse(self, call: int) -> StepStart | None:
+        """Tell the ranks behind that the `call` is refused; where this rank is not the first, what it was told to play, None if nothing.
+
+        Raises `InputError` when this rank is at another call than the one that tells it.
+        """
+        if self._parent is None:
+            self._tell(StepStart(call, 0, 0, 0, 0, evaluating=False, digest=0))
+            return None
+        start = self._receive(self._parent, call)
+        if not start.is_refused:
+            return start
+        self._tell(start)
+        return None
+
+    def _tell(self, start: StepStart) -> None:
+        self._telling = [self._transport.tell(start, rank) for rank in self._children]
 
     def _announced(self, first: int) -> frozenset[int]:
         """The other ranks whose messages with this one announce their shapes: those that know it as this one does."""
@@ -114,22 +146,35 @@ class StepHandshake:
         """Let go of messages: one that was sent keeps its connection open."""
         self._telling = []
 
-    def _begin(self, inputs: list[Tensors], batch_size: int) -> StepStart:
+    def _begin(self, call: int, inputs: list[Tensors], batch_size: int) -> StepStart:
         signature = tuple((shapes_of(part), part.structure if isinstance(part, Payload) else None) for part in inputs)
         key = self._keys.pop(signature, None)
         announced_from = 0 if key is None else self._num_ranks
         if key is None:
             key = len(self._keys) if len(self._keys) < MOST_KEPT else self._keys.pop(next(iter(self._keys)))
         self._keys[signature] = key
-        return StepStart(key, announced_from, batch_size, *self._played)
+        return StepStart(call, key, announced_from, batch_size, *self._played)
 
-    def _receive(self, parent: int) -> StepStart:
+    def _receive(self, parent: int, call: int) -> StepStart:
+        """What `parent` tells of this call."""
         start = self._transport.listen(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")
+        if start.call != call:
+            raise InputError(
+                f"rank {parent} is at call {start.call} of step, eval_step, profile or describe, and rank {self._transport.rank} at call "
+                f"{call}: one of them has left a call out, or has caught an error that the other did not have; "
+                "make the same calls on every rank, and a new Pipeline after an error"
+            )
+        return start
+
+    def _compare(self, start: StepStart, parent: int) -> None:
+        """Raise where this rank is not to play what `parent` has told it."""
+        if start.is_refused:
+            self._tell(start)
+            raise RefusedError
         if start.schedule != self._played:
-            mine = StepStart(start.key, start.announced_from, start.batch_size, *self._played)
+            mine = StepStart(start.call, start.key, start.announced_from, start.batch_size, *self._played)
             differs = " in another order" if start.schedule[:2] == self._played[:2] else ""
             raise InputError(
                 f"rank {parent} begins {start}, rank {self._transport.rank} {mine}{differs}; "
                 "every rank must call the same method with the same num_microbatches, and have the same schedule for it"
             )
-        return start

@@ -88,6 +88,9 @@ class AttachedPipeline(Protocol):
     def activity(self, when: str) -> AbstractContextManager[None]:
         """Whatever fails inside ends the pipeline on every rank, and is told there as what happened `when`, such as "while saving"."""
 
+    def alike(self) -> AbstractContextManager[None]:
+        """An `InputError` raised inside is raised by every rank alike, and leaves the pipeline open."""
+
     def gather(self, value: Any, doing: str) -> list[Any]:
         """Everyone's `value`, in rank order, on every rank; all ranks must call it. `doing` tells a rank that waits in vain.
 
@@ -265,7 +268,8 @@ class StepHooks:
     def settle(self) -> None:
         """Make everything final that hooks have left pending."""
         for hook in self._hooks:
-            hook.settle()
+            with self._activity(f"in settle of {type(hook).__name__}"):
+                hook.settle()
 
     def close(self) -> None:
         """Let go of everything under way, in every hook, whatever one of them raises; then it is raised."""

@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from zerobubble.arguments import optional, require
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.executor.executor import Batch, Executor
-from zerobubble.runtime.executor.program_cache import CompiledProgram, ProgramCache
+from zerobubble.runtime.executor.program_cache import MICROBATCHES, CompiledProgram, ProgramCache
+from zerobubble.runtime.failure.frame import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.mailbox.handshake import RefusedError
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
 from zerobubble.runtime.stage.rank_stages import Stages
@@ -25,6 +28,7 @@ from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.named_arguments import spread_kwargs
+from zerobubble.runtime.transport.contact import LostContactError
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
@@ -98,14 +102,52 @@ class StepRunner:
         if self.step_hooks.need_rollback_points:
             self.programs.use_rollback_points()
 
-    def choose(self, num_microbatches: int | None) -> CompiledProgram:
-        """The program for this number of microbatches, None for that of the schedule, played from here on."""
-        self.guard.refuse_if_closed()
-        count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
-        with self.guard.during(f"while making the schedule of {count} microbatches"):
-            compiled = self.programs.choose(count)
+    def choose(self, num_microbatches: int | None, *, trains: bool = True) -> CompiledProgram:
+        """The program for this number of microbatches, None for that of the schedule, played from here on.
+
+        Where there is none, or it has to train and cannot, the call is refused on every rank.
+        """
+        with self.refusing():
+            if trains:
+                self._refuse_to_train()
+            require("num_microbatches", num_microbatches, optional(MICROBATCHES))
+            compiled = self.programs.choose(self.schedule.num_microbatches if num_microbatches is None else num_microbatches)
         self.guard.stages = compiled.stages
         return compiled
+
+    def _refuse_to_train(self) -> None:
+        if self.schedule.is_forward_only:
+            raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
+        if torch.is_inference_mode_enabled():
+            raise InputError("there are no gradients inside torch.inference_mode(): leave it around calls of eval_step only")
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What an exception inside tells is wrong with the call. It must come before anything of the call is sent.
+
+        Where the same is wrong on all ranks, they raise the same `InputError` and the pipeline stays open; otherwise it fails.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the user's function that makes a schedule may raise anything
+            self._refuse(str(error) if isinstance(error, ZeroBubbleError) else f"{type(error).__name__}: {error}")
+
+    def _refuse(self, fault: str) -> NoReturn:
+        """Tell the ranks behind this one that it refuses the call, after hearing from those before it whether they do."""
+        begun = self.programs.now.infer.handshake.refuse(self.guard.num_calls)
+        if begun is not None:
+            raise InputError(f"{fault} (while others begin {begun})")
+        self._raise_refused(fault)
+
+    def _raise_refused(self, fault: str) -> NoReturn:
+        """Raise what is wrong with the call on this rank, or, where nothing is, look for the report of one that knows."""
+        doing = "refusing a call"
+        told: list[str] = self.gather(fault, doing)
+        if set(told) == {fault}:
+            raise AgreedError(InputError(fault))
+        if fault:
+            raise InputError(fault)
+        raise LostContactError(next(rank for rank, theirs in enumerate(told) if theirs), doing, "it refused the call")
 
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
         """One training step, which the hooks hear of; the mean loss."""
@@ -165,7 +207,7 @@ class StepRunner:
 
     def evaluate(self, given: StepInputs, num_microbatches: int | None) -> tuple[Tensor | None, list[Any] | None]:
         """A step of forwards in evaluation mode: the mean loss, None without targets, and this rank's outputs where it has a last stage."""
-        executor = self.choose(num_microbatches).infer
+        executor = self.choose(num_microbatches, trains=False).infer
         if self.schedule.is_forward_only:
             self.last = executor
         outputs: list[Any] = [None] * executor.program.num_microbatches
@@ -190,7 +232,10 @@ class StepRunner:
         batch = split_batch(given.inputs, count, "inputs", gradients) if is_first else NO_BATCH
         targets = split_batch(given.targets, count, "targets", gradients) if has_targets else NO_BATCH
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
-        known, announced, size = executor.handshake.open(inputs, batch.batch_size, executor.trained)
+        try:
+            known, announced, size = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained)
+        except RefusedError:
+            self._raise_refused("")
         refuse_other_size(f"those of rank {self.rank}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
         named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
@@ -208,10 +253,20 @@ class StepRunner:
         """See `AttachedPipeline`."""
         return self.guard.during(when)
 
+    def alike(self) -> AbstractContextManager[None]:
+        """See `AttachedPipeline`."""
+        return self.guard.alike()
+
     def gather(self, value: Any, doing: str) -> list[Any]:
         """See `AttachedPipeline`."""
-        with self.guard.during(f"while {doing}"), self.transport.collective(doing):
-            return self.transport.gather_objects(value)
+        call = f"{doing} in call {self.guard.num_calls}"
+        with self.guard.during(f"while {doing}"):
+            with self.transport.collective(doing):
+                told = self.transport.gather_objects((call, value))
+            if len({theirs for theirs, _ in told}) > 1:
+                said = ", ".join(f"rank {rank} is {theirs}" for rank, (theirs, _) in enumerate(told))
+                raise InputError(f"the ranks make different calls: {said}; make the same calls in the same order on every rank")
+        return [theirs for _, theirs in told]
 
     def timeline(self) -> Timeline:
         """What every rank did in the last step; all ranks must call it."""
@@ -238,8 +293,12 @@ class StepRunner:
         self.step_hooks.before_optimizer()
 
     def settle(self) -> None:
-        """Have every hook make final what it left pending, before anything but a training step looks at weights or gradients."""
-        self.step_hooks.settle()
+        """Have every hook make final what it left pending, before anything but a training step looks at weights or gradients.
+
+        In a closed pipeline nothing is pending.
+        """
+        if self.guard.closed is None:
+            self.step_hooks.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of training steps, and what the hooks want kept."""

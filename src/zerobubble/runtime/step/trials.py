@@ -16,8 +16,10 @@ from zerobubble.timeline import Timeline
 
 def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> Costs:
     """What the passes and messages of each stage take and hold, as `Pipeline.profile` describes it."""
-    _agree_on_steps(runner, steps)
+    with runner.alike():
+        _agree_on_steps(runner, steps)
     runner.settle()
+    runner.choose(None)
     timelines: list[Timeline] = []
     with (
         runner.activity("while profiling"),

@@ -1,0 +1,284 @@
+"""All of every call is guarded: what stops one rank anywhere in it is told to all of them, or leaves none behind the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import Moment, boom, interrupt, struck
+from tests.procs.test_hooks import Exploding
+from zerobubble.runtime import pipeline as front
+from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.hooks import clip
+from zerobubble.runtime.stage.rank_stages import Stages
+
+M = 4
+TIMEOUT = 30.0
+"""Seconds that no test here needs: what is told is told at once."""
+
+
+def pipeline(group: Any, schedule: Any = "zb-h1", **options: Any) -> zb.Pipeline:
+    return zb.Pipeline(build, schedule, M, loss_fn, group=group, timeout=TIMEOUT, **options)
+
+
+class Fault(NamedTuple):
+    """A call that goes wrong on one rank alone: the `moment` at which `boom` strikes, if any, and `words` of what is told of it."""
+
+    right: Callable[[zb.Pipeline], object]
+    wrong: Callable[[zb.Pipeline], object]
+    words: str
+    victim: int = 1
+    moment: tuple[Any, str] | None = None
+
+
+def step(pipe: zb.Pipeline) -> Tensor:
+    return pipe.step(*batch(M))
+
+
+def evaluate(pipe: zb.Pipeline) -> Any:
+    return pipe.eval_step(*batch(M))
+
+
+def clip_(pipe: zb.Pipeline) -> Tensor:
+    return pipe.clip_grad_norm_(1.0)
+
+
+def step_without_gradients(pipe: zb.Pipeline) -> Tensor:
+    with torch.inference_mode():
+        return step(pipe)
+
+
+def settle_and_clip(pipe: zb.Pipeline) -> Tensor:
+    pipe.attach(Exploding("settle"))
+    return clip_(pipe)
+
+
+def unscale_(pipe: zb.Pipeline) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    pipe.unscale_(scaler, torch.optim.SGD(pipe.parameters()))
+
+
+def attach(*hooks: zb.hooks.StepHook) -> Callable[[zb.Pipeline], object]:
+    return lambda pipe: [pipe.attach(hook) for hook in hooks]
+
+
+FAULTS = {
+    "unknown argument": Fault(step, lambda pipe: pipe.step(*batch(M), inputz=None), "in step: TypeError"),  # type: ignore[call-arg]
+    "inference mode": Fault(step, step_without_gradients, "in step: InputError: there are no gradients inside torch.inference_mode()"),
+    "number of microbatches": Fault(
+        step, lambda pipe: pipe.step(*batch(M), num_microbatches=2.5), "in step: InputError: num_microbatches must be a whole number"
+    ),
+    "evaluation mode": Fault(evaluate, evaluate, "in eval_step: ValueError: boom", 1, (Stages, "evaluating")),
+    "outputs joined": Fault(evaluate, evaluate, "in eval_step: ValueError: boom", 2, (front, "join_outputs")),
+    "gradients settled": Fault(clip_, settle_and_clip, "in settle of Exploding: ValueError: boom"),
+    "gradients scaled": Fault(clip_, clip_, "while clipping gradients: ValueError: boom", 1, (clip, "scale")),
+    "scaler": Fault(unscale_, lambda pipe: pipe.unscale_(None, None), "in unscale_: AttributeError"),
+    "description": Fault(
+        lambda pipe: pipe.describe(*batch(M)),
+        lambda pipe: pipe.describe(*batch(M), 1),
+        "in describe: TypeError",  # type: ignore[misc]
+    ),
+    "timeline": Fault(lambda pipe: pipe.timeline(), lambda pipe: pipe.timeline(1), "in timeline: TypeError"),  # type: ignore[call-arg]
+    "hook attached": Fault(attach(), attach(Exploding("on_attach")), "in attach: ValueError: boom"),
+}
+
+
+def go_wrong(group: Any, names: list[str]) -> list[tuple[str, str]]:
+    """Per fault: what ended the call, or the step after it."""
+    return [ended(group, FAULTS[name]) for name in names]
+
+
+def ended(group: Any, fault: Fault) -> tuple[str, str]:
+    pipe = pipeline(group)
+    step(pipe)
+    with ExitStack() as stack:
+        is_victim = pipe.rank == fault.victim
+        if is_victim and fault.moment is not None:
+            stack.enter_context(struck(Moment(*fault.moment, 0, ""), boom))
+        try:
+            (fault.wrong if is_victim else fault.right)(pipe)
+            assert not is_victim
+            step(pipe)
+        except (zb.PipelineError, ValueError, TypeError, AttributeError) as error:
+            return type(error).__name__, str(error)
+    return "nothing", "told"
+
+
+def test_what_goes_wrong_with_a_call_on_one_rank_is_told_on_all(world: Ranks) -> None:
+    told = world.run(go_wrong, list(FAULTS), ranks=3)
+    for (name, fault), ends in zip(FAULTS.items(), zip(*told, strict=True), strict=True):
+        assert len(set(ends)) == 1, f"{name}: {ends}"
+        kind, text = ends[0]
+        assert kind == "PipelineError", f"{name}: {ends}"
+        assert text.startswith(f"rank {fault.victim} failed {fault.words}"), f"{name}: {text}"
+
+
+def make_wrongly(group: Any) -> str:
+    hooks = [Exploding("on_attach")] if torch.distributed.get_rank(group) == 1 else []
+    with pytest.raises(zb.PipelineError) as caught:
+        pipeline(group, hooks=hooks)
+    return str(caught.value)
+
+
+def test_a_hook_that_fails_as_the_pipeline_is_made_is_told_on_all(world: Ranks) -> None:
+    assert set(world.run(make_wrongly, ranks=3)) == {"rank 1 failed while attaching hooks: ValueError: boom"}
+
+
+NUMBERS: list[Any] = [2.5, "8", True, 10**6, 0, 3]
+
+
+def wrong_numbers(group: Any) -> tuple[list[str], float, float]:
+    """What is told of each, and the loss of a step before and after."""
+    with pipeline(group, zb.make("zb-h1", group.size(), M)) as pipe:
+        before = step(pipe).item()
+        told = []
+        for number in NUMBERS:
+            for method in (pipe.step, pipe.eval_step):
+                with pytest.raises(zb.InputError) as caught:
+                    method(*batch(M), num_microbatches=number)  # type: ignore[operator]
+                told.append(str(caught.value))
+        return told, before, step(pipe).item()
+
+
+def test_a_wrong_number_of_microbatches_leaves_the_pipeline_open(world: Ranks) -> None:
+    for told, before, after in world.run(wrong_numbers, ranks=3):
+        assert before == after
+        for number, text in zip([number for number in NUMBERS for _ in range(2)], told, strict=True):
+            if number in (0, 3):
+                assert text.startswith(f"schedule 'zb-h1' has 4 microbatches, num_microbatches is {number}: ")
+            else:
+                assert text.startswith(f"num_microbatches must be a whole number of microbatches up to 10000, or None, got {number!r}")
+
+
+def wrong_on_one_rank(group: Any, victim: int) -> tuple[str, int | None]:
+    pipe = pipeline(group, zb.make("zb-h1", group.size(), M))
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(M), num_microbatches=2 if pipe.rank == victim else None)
+    with pytest.raises(zb.PipelineError, match="make a new Pipeline"):
+        step(pipe)
+    return str(caught.value), caught.value.rank
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_number_of_microbatches_that_is_wrong_on_one_rank_is_told_on_all(world: Ranks, victim: int) -> None:
+    ((text, rank),) = set(world.run(wrong_on_one_rank, victim, ranks=3))
+    assert rank == victim
+    assert text.startswith(f"rank {victim} failed in step: InputError: schedule 'zb-h1' has 4 microbatches, num_microbatches is 2")
+
+
+def refused_together(group: Any) -> list[str]:
+    """Calls that no rank can make; the pipeline goes on."""
+    told = []
+    with pipeline(group) as pipe:
+        for wrong in (step_without_gradients, lambda pipe: pipe.profile(*batch(M), steps=0)):
+            with pytest.raises(zb.InputError) as caught:
+                wrong(pipe)
+            told.append(str(caught.value))
+        step(pipe)
+    with pipeline(group, "forward-only") as pipe:
+        for wrong in (step, lambda pipe: pipe.profile(*batch(M)), lambda pipe: pipe.describe(*batch(M))):
+            with pytest.raises(zb.InputError) as caught:
+                wrong(pipe)
+            told.append(str(caught.value))
+        evaluate(pipe)
+    return told
+
+
+def test_a_call_that_no_rank_can_make_leaves_the_pipeline_open(world: Ranks) -> None:
+    for told in world.run(refused_together, ranks=3):
+        assert told[0].startswith("there are no gradients inside torch.inference_mode()")
+        assert told[1] == "a profile takes at least 1 step, got 0"
+        assert set(told[2:]) == {"schedule 'forward-only' has no backward passes: evaluate with eval_step, or choose one that trains"}
+
+
+def out_of_step(group: Any, victim: int) -> str:
+    """An interrupt strikes one rank where nothing of its call is guarded yet; it goes on, as if that had been nothing."""
+    pipe = pipeline(group)
+    step(pipe)
+    if pipe.rank == victim:
+        with struck(Moment(FailureGuard, "refuse_if_closed", 0, ""), interrupt), pytest.raises(KeyboardInterrupt):
+            step(pipe)
+    try:
+        losses = [step(pipe).item() for _ in range(2)]
+    except zb.PipelineError as error:
+        return str(error)
+    return f"losses {losses}"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_out_of_step_is_refused(world: Ranks, victim: int) -> None:
+    (text,) = set(world.run(out_of_step, victim, ranks=3))
+    calls = "rank 0 is at call 3 of step, eval_step, profile or describe, and rank 1 at call 2: "
+    assert (calls if victim == 0 else "rank 1 is at call 2 of step, eval_step, profile or describe, and rank 2 at call 3: ") in text
+
+
+class Intruder(nn.Module):
+    """Before its third microbatch, another thread calls the pipeline."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls: list[Callable[[], object]] = []
+        self.told: list[str] = []
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == 3:
+            thread = threading.Thread(target=self.intrude)
+            thread.start()
+            thread.join()
+        y: Tensor = self.inner(x)
+        return y
+
+    def intrude(self) -> None:
+        for call in self.calls:
+            try:
+                call()
+                self.told.append("nothing")
+            except zb.InputError as error:
+                self.told.append(str(error))
+
+
+def call_from_two_threads(group: Any) -> tuple[list[str], list[float]]:
+    """What the second thread is told while the first one steps, and the losses of this step and of undisturbed ones."""
+    pipe = zb.Pipeline(lambda s, n: Intruder(build(s, n)), "zb-h1", M, loss_fn, group=group, timeout=TIMEOUT, hooks=[zb.hooks.StepHook()])
+    (stage,) = pipe.modules.values()
+    assert isinstance(stage, Intruder)
+    stage.count = M
+    losses = [step(pipe).item()]
+    stage.count = 0
+    stage.calls = [
+        lambda: step(pipe),
+        lambda: evaluate(pipe),
+        lambda: clip_(pipe),
+        pipe.timeline,
+        lambda: pipe.attach(zb.hooks.StepHook()),
+        pipe.state_dict,
+        pipe.close,
+    ]
+    losses.append(step(pipe).item())
+    told = stage.told
+    later = threading.Thread(target=lambda: losses.append(step(pipe).item()))
+    later.start()
+    later.join()
+    pipe.close()
+    return told, losses
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on(world: Ranks) -> None:
+    for told, losses in world.run(call_from_two_threads, ranks=3):
+        assert len(told) == 7
+        assert {text.split(", and one")[0] for text in told} == {"another thread, 'MainThread', uses this pipeline now (in step)"}
+        assert len(losses) == 3
+        assert len(set(losses)) == 1
