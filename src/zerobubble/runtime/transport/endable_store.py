@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zerobubble.runtime.transport.endpoint import PeerGoneError
 
-_SHORTEST_S, _LONGEST_S = 0.005, 0.05
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05
 
 
 class EndableStore(dist.Store):  # type: ignore[name-defined, misc]

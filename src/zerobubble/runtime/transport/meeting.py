@@ -22,7 +22,7 @@ from zerobubble.runtime.transport.background import in_background
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
 from zerobubble.runtime.transport.terms import Terms, faults_of
 
-_SHORTEST_S, _LONGEST_S = 0.005, 0.1
+_SHORTEST_S, _LONGEST_S = 0.001, 0.1
 """Between two looks into the store."""
 _STAY_S = 1.0
 """How long a process that was told to end stays to tell the others."""
