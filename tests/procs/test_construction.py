@@ -6,10 +6,13 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +33,7 @@ from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
 RANKS = 4
-TIMEOUT, ANSWER_S, SPARE_S = 3.0, 3.0, 3.0
+TIMEOUT, ANSWER_S, SPARE_S = 4.0, 3.0, 2.0
 """The timeout of the pipelines here, how long it may take beyond until all are told, and what a busy machine may add."""
 
 
@@ -72,7 +75,7 @@ def come_late(group: Any, late: int) -> tuple[Ended, float]:
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late: int) -> None:
     told = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
-    text = f"rank {late} did not come to make a Pipeline within 3 s; see the log there, or raise `timeout` if it may take that long"
+    text = f"rank {late} did not come to make a Pipeline within 4 s; see the log there, or raise `timeout` if it may take that long"
     assert {end[:3] for end in told} == {("PipelineError", text, late)}
     assert max(end.seconds for end in told) < TIMEOUT + ANSWER_S
 
@@ -280,6 +283,35 @@ def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None
 @pytest.mark.parametrize("act", [kill, stop])
 def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_told_to_the_living(act: Callable[[], None]) -> None:
     judge_all(judge, [Case(act, moment, rank, hosted) for moment in INSIDE for rank in range(RANKS) for hosted in (False, True)], at_once=3)
+
+
+LEAVING = """
+import os, signal, sys
+import torch, torch.distributed as dist, zerobubble as zb
+from zerobubble.runtime.transport.endable_store import EndableStore
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
+if rank == 1:
+    EndableStore.get = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+zb.Pipeline(lambda stage, stages: torch.nn.Linear(4, 4), "1f1b", 4, torch.nn.functional.mse_loss, timeout=1.0)
+"""
+
+
+def test_a_process_ends_as_usual_after_it_has_left_a_constructor_behind(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    command = [sys.executable, str(tmp_path / "leaving.py")]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in range(3)]
+    try:
+        for living in (ranks[0], ranks[2]):
+            _, told = living.communicate(timeout=60)
+            assert living.returncode == 1, told
+            assert told.rstrip().splitlines()[-1].startswith("zerobubble.errors.PipelineError: rank 1 does not answer: ")
+            assert "terminate called" not in told
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 # 4. A rank ends or stands still at a random moment.

@@ -40,9 +40,9 @@ class FailureGuard:
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
         self._watch = FailureWatch(transport.group, self._status)
 
-    @property
-    def is_told(self) -> bool:
-        """Whether this rank has heard that one of them failed."""
+    def is_told(self, waited_s: float) -> bool:
+        """Whether this rank, which has waited for so many seconds since it asked last, has heard that one of them failed."""
+        self._watch.count(waited_s)
         return self._watch.heard is not None
 
     def on_closing(self, release: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ class Patience:
 
     def _listen(self, seconds: float) -> None:
         self._left_s -= seconds
-        if self._guard.is_told:
+        if self._guard.is_told(seconds):
             raise PeerGoneError("another rank has failed")
         if self._left_s <= 0:
             raise PeerGoneError("no answer within `timeout`")

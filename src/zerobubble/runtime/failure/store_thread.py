@@ -81,28 +81,32 @@ class StoreThread:
     ) -> None:
         self.store = MeasuredStore(store)
         self.standstill = Standstill()
-        self._answers = True
+        self._is_lost = threading.Event()
         self._requests: SimpleQueue[_Request[Any] | None] = SimpleQueue()
         serve = _Serving(self.store, self.standstill, self._requests, look_s, look, leave)
         self._thread = threading.Thread(target=serve.run, name="zerobubble-listener", daemon=True)
         self._thread.start()
-        self.end = weakref.finalize(self, _stop, self._requests, self._thread, longest_s)
+        self.end = weakref.finalize(self, _stop, self._requests, self._thread, self._is_lost, longest_s)
+
+    def count(self, seconds: float) -> None:
+        """This rank has waited for `seconds`, for whatever it may be; the store, which is looked into meanwhile, may have been silent."""
+        self.store.silence_s += seconds
 
     def ask(self, call: Callable[[], Answer], silence_s: float) -> Answer | None:
         """What `call` gives; None where it raises or the store is silent for `silence_s`, and from then on.
 
         Silence is counted in ticks, not by the clock, which goes on while this process stands still.
         """
-        if not self._answers:
+        if self._is_lost.is_set():
             return None
         request = _Request(call)
-        self.store.silence_s = 0.0
         self._requests.put(request)
         while not request.is_done.wait(_TICK_S):
             self.store.silence_s += _TICK_S
             if self.store.silence_s > silence_s or not self._thread.is_alive():
                 break
-        self._answers = request.answer is not None
+        if request.answer is None:
+            self._is_lost.set()
         return request.answer
 
 
@@ -150,7 +154,8 @@ class _Serving:
             return True
 
 
-def _stop(requests: SimpleQueue[_Request[Any] | None], thread: threading.Thread, longest_s: float) -> None:
+def _stop(requests: SimpleQueue[_Request[Any] | None], thread: threading.Thread, is_lost: threading.Event, longest_s: float) -> None:
+    """End the thread, and wait for it, unless it waits for a store that is lost."""
     requests.put(None)
-    if thread is not threading.current_thread():
+    if thread is not threading.current_thread() and not is_lost.is_set():
         thread.join(longest_s)

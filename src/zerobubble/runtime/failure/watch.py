@@ -49,6 +49,10 @@ class FailureWatch:
         """The report, as soon as this rank has heard of it."""
         return self._listener.heard
 
+    def count(self, seconds: float) -> None:
+        """This rank has waited for `seconds`, in which the store may have been silent."""
+        self._thread.count(seconds)
+
     def publish(self, report: FailureReport) -> FailureReport:
         """Publish a report unless there is one already; gives the one that there is. Without the store, `report` itself."""
         if self._listener.heard is None:

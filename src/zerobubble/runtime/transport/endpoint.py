@@ -56,7 +56,7 @@ class Line(NamedTuple):
 class StoreTiming(NamedTuple):
     """How long ranks wait, in seconds, when they tell each other of a failure through a store."""
 
-    answer_s: float = 3.0
+    answer_s: float = 2.5
     """For each other's answer to the question of what they do; a rank that does not answer counts as frozen or cut off."""
     silence_s: float = 6.0
     """For the store; one that is silent for longer counts as gone."""
