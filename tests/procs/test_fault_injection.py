@@ -284,7 +284,8 @@ def judge_survivors(case: Case, outcomes: dict[int, tuple[str, Any]], seconds: f
     for end in ended.values():
         assert end.kind == "PipelineError", f"{case}: {ended}"
         assert end.rank == case.rank, f"{case}: {ended}"
-        assert end.text.startswith((f"rank {case.rank} is gone: ", f"rank {case.rank} does not answer: ")), f"{case}: {ended}"
+        told = "is gone: its process ended while rank " if case.act is kill else "does not answer: rank "
+        assert end.text.startswith(f"rank {case.rank} {told}"), f"{case}: {ended}"
         assert end.seconds < seconds, f"{case}: {ended}"
     assert len({end.text for end in ended.values()}) == 1, f"{case}: {ended}"
 

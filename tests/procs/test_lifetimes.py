@@ -344,7 +344,8 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
             state, ended = world.outcome(rank, seconds=40)
             assert state == "ok", ended
             assert ended[1] == 0, ended
-            assert ended[0].startswith(("rank 0 is gone: rank ", "rank 0 does not answer: rank "))
+            told = "is gone: its process ended, and with it the store" if act is kill_self else "does not answer: rank "
+            assert ended[0].startswith(f"rank 0 {told}")
         if act is stop_self:
             os.kill(world.processes[0].pid or 0, signal.SIGCONT)
             state, ended = world.outcome(0, seconds=40)

@@ -16,6 +16,7 @@ from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channe
 from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.patience import Patience
+from zerobubble.runtime.failure.processes import this_process
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, read_tied
@@ -79,6 +80,7 @@ def connect(options: PipelineOptions) -> Session:
     patience = Patience(transport, guard, usable_timeout(options))
     with guard.during("while meeting the other ranks"):
         patience.bear(transport.connect, "meeting the other ranks")
+        guard.watch_processes(patience.bear(lambda: transport.gather_objects(this_process()), "meeting the other ranks"))
     with guard.during("while building its stages"):
         setup, fault = _build(options, transport)
     agree(guard, lambda told: patience.bear(lambda: transport.gather_objects(told), COMPARING), fault, _terms(options, setup))

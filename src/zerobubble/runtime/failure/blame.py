@@ -40,6 +40,22 @@ def lost_contact(rank: int, status: RankStatus) -> str:
     return f"rank {rank} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
 
 
+def report_ended(rank: int, witness: int, status: RankStatus) -> FailureReport:
+    """The process of `rank` is known to have ended: no answers are needed. `status` is what the `witness` did then."""
+    message = f"rank {rank} is gone: its process ended while rank {witness} was {status.doing}; see the log there"
+    return FailureReport(rank, "", message, (rank,))
+
+
+def report_ended_with_store(rank: int) -> FailureReport:
+    """As `report_ended`, of the rank whose process held the store: the same words on every rank, which cannot tell each other any."""
+    return FailureReport(rank, "", f"rank {rank} is gone: its process ended, and with it the store of torch.distributed; see the log there")
+
+
+def report_told_to_end(rank: int, status: RankStatus) -> FailureReport:
+    """`rank` was told to end from outside, while it did what `status` says; nobody need wait for it."""
+    return FailureReport(rank, status.op, f"rank {rank} was told to end by SIGTERM while it was {status.doing}", (rank,))
+
+
 def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], caller: int) -> FailureReport:
     """Of the ranks that do not answer, one with which another lost contact is to blame; else all of them."""
     lost_it = [(rank, status.peer) for rank, status in statuses.items() if status.reason and status.peer in absent]

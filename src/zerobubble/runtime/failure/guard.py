@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 from zerobubble.errors import InputError, PipelineError
+from zerobubble.runtime.failure import forked, termination
 from zerobubble.runtime.failure.activity import Activity, PlaysActions, words_of
-from zerobubble.runtime.failure.blame import CLOSING
+from zerobubble.runtime.failure.blame import CLOSING, report_told_to_end
+from zerobubble.runtime.failure.elastic import forget_error_file, write_error_file
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.frame import AgreedError, Frame
+from zerobubble.runtime.failure.processes import ProcessWatch, RankProcess
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
 from zerobubble.runtime.failure.turn import Turn
 from zerobubble.runtime.failure.watch import FailureWatch
@@ -19,6 +22,7 @@ from zerobubble.runtime.transport.contact import LostContactError
 from zerobubble.runtime.transport.transport import Transport
 
 NEVER_OPENED = "the pipeline was never opened"
+FORKED = "the pipeline belongs to the process from which this one was forked"
 OUTSIDE = RankStatus("outside the pipeline, in code of its own")
 
 
@@ -39,6 +43,10 @@ class FailureGuard:
         self._transport = transport
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
         self._watch = FailureWatch(transport.group, self._status)
+        self._processes: ProcessWatch | None = None
+        forked.leave_in_children(self)
+        termination.tell_before_the_end(self)
+        forget_error_file()
 
     def is_told(self, waited_s: float) -> bool:
         """Whether this rank, which has waited for so many seconds since it asked last, has heard that one of them failed."""
@@ -48,6 +56,10 @@ class FailureGuard:
     def on_closing(self, release: Callable[[], None]) -> None:
         """Call `release()`, a bound method that is held weakly, to give back what is held and drop whatever keeps connections open."""
         self._release = weakref.WeakMethod(release)
+
+    def watch_processes(self, processes: Sequence[RankProcess]) -> None:
+        """Hear at once when a process of these ends, which are those of ranks 0, 1, ..., even while its children keep connections open."""
+        self._processes = ProcessWatch(processes, self._process_ended)
 
     def during(self, when: str) -> Frame:
         """Whatever stops this rank inside stops them all, and is told as what happened `when`, such as "while clipping gradients"."""
@@ -98,6 +110,8 @@ class FailureGuard:
             self.close(f"rank {self._transport.rank} failed {when}")
             raise
         self._transport.waiting.forget()
+        if report.rank == self._transport.rank:
+            write_error_file(report.message, error)
         forget_locals(error)
         ends_process = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit: this process was told to end
         raised = error if ends_process else error_of(report)
@@ -130,8 +144,35 @@ class FailureGuard:
         with ExitStack() as rest:
             rest.callback(self._watch.close, report)
             rest.callback(self._transport.close)
+            if self._processes is not None:
+                rest.callback(self._processes.close)
+            rest.callback(termination.forget, self)
             if release is not None:
                 release()
+
+    def abandon(self) -> None:
+        """This process was forked from the one that has the pipeline: close its descriptors, and leave all else to the parent."""
+        self.closed = FORKED
+        if self._processes is not None:
+            self._processes.abandon()
+        self._watch.abandon()
+        self._transport.abandon()
+
+    def _process_ended(self, rank: int) -> None:
+        """Tell all ranks, and wake those here that wait for `rank`. This runs in a thread that watches processes."""
+        if self.closed is None and self._watch.tell_of_end(rank, self._status()):
+            self._transport.hang_up(rank)
+
+    def tell_of_own_end(self) -> None:
+        """Tell all ranks that this process ends by SIGTERM, and hang up. This runs in a thread that waits for the signal."""
+        if self.closed is not None:
+            return
+        rank = self._transport.rank
+        told = self._watch.publish(report_told_to_end(rank, self._status()))
+        if told.rank == rank:
+            write_error_file(told.message)
+        for other in range(self._transport.size):
+            self._transport.hang_up(other)
 
     def _status(self) -> RankStatus:
         """What this rank answers when another waits for it in vain."""

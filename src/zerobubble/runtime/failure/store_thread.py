@@ -103,11 +103,15 @@ class StoreThread:
         self._requests.put(request)
         while not request.is_done.wait(_TICK_S):
             self.store.silence_s += _TICK_S
-            if self.store.silence_s > silence_s or not self._thread.is_alive():
+            if self.store.silence_s > silence_s or not self._thread.is_alive() or self._is_lost.is_set():
                 break
         if request.answer is None:
             self._is_lost.set()
         return request.answer
+
+    def give_up(self) -> None:
+        """The store is known to be gone: nobody waits for it any more, nor for the thread, which may be waiting for it."""
+        self._is_lost.set()
 
 
 class _Serving:

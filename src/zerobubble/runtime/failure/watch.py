@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from zerobubble.runtime.failure.blame import CLOSING, NO_ANSWER, diagnose, lost_contact
+from zerobubble.runtime.failure.blame import CLOSING, NO_ANSWER, diagnose, lost_contact, report_ended, report_ended_with_store
 from zerobubble.runtime.failure.error_text import text_of
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
 from zerobubble.runtime.failure.store_thread import MeasuredStore, StoreThread
@@ -37,6 +37,7 @@ class FailureWatch:
 
     def __init__(self, group: Group, status: Callable[[], RankStatus]) -> None:
         self._group = group
+        self._ended: list[int] = []
         self._listener = _Listener(group, weakref.WeakMethod(status))
         try:
             self._thread = StoreThread(group.store, group.timing.listen_s, self._listener.look, self._listener.leave, group.timing.answer_s)
@@ -56,13 +57,36 @@ class FailureWatch:
     def publish(self, report: FailureReport) -> FailureReport:
         """Publish a report unless there is one already; gives the one that there is. Without the store, `report` itself."""
         if self._listener.heard is None:
-            self._listener.heard = self._ask(lambda: _publish(self._thread.store, self._group.rank, report)) or report
+            told = self._ask(lambda: _publish(self._thread.store, self._group.rank, report))
+            self._listener.heard = told or self._listener.heard or report
         return self._listener.heard
 
     def find_culprit(self, status: RankStatus) -> FailureReport:
         """The report that there is, or the one that the ranks find together; `status` says with whom this rank lost contact, and how."""
         found = self._listener.heard or self._ask(lambda: self._diagnose_together(status))
         return found or self._listener.heard or self._own_standstill(status) or self._report_without_store(status)
+
+    def tell_of_end(self, ended: int, status: RankStatus) -> bool:
+        """Publish that the process of rank `ended` has ended while this one did what `status` says; False if it had left in order.
+
+        Where the store has ended with it, it is asked no more, and every rank that has seen the same tells the same.
+        """
+        if ended == self._group.store_host:
+            self._listener.heard = self._listener.heard or report_ended_with_store(ended)
+            self._thread.give_up()
+            return True
+        self._ended.append(ended)
+        return self._ask(lambda: self._report_end(status) is not None) is not False
+
+    def _report_end(self, status: RankStatus) -> FailureReport | None:
+        """The report, if a process is known to have ended that had not left in order: then there is nobody to be waited for."""
+        rank, store = self._group.rank, self._thread.store
+        ended = [other for other in self._ended if not store.check([_left_key(other)])]
+        return _publish(store, rank, report_ended(ended[0], rank, status)) if ended else None
+
+    def abandon(self) -> None:
+        """Leave everything to the parent: this is a forked child."""
+        self._thread.end.detach()
 
     def close(self, report: FailureReport | None = None) -> None:
         """Stop listening for the alarm.
@@ -85,6 +109,8 @@ class FailureWatch:
         end = time.monotonic() + self._group.timing.answer_s * (1 if first == rank else 1.5)
         absent = set(range(size)) - {rank}
         while not store.check([_REPORT]):
+            if self._ended and (report := self._report_end(status)) is not None:
+                return report
             absent = {other for other in absent if not store.check([_status_key(other)])}
             if time.monotonic() > end or (not absent and first == rank):
                 present = [other for other in range(size) if other not in absent]

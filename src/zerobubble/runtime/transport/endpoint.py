@@ -167,6 +167,16 @@ class Endpoint(ABC):
             work.wait()
         return gathered
 
+    def hang_up(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here
+        """The process of `rank` has ended: end the lines to it, so that whoever waits for it gets an error at once.
+
+        It is called from another thread, for a connection may outlive its process in children of that process.
+        """
+
+    def abandon(self) -> None:  # noqa: B027
+        """This process was forked from the one that the endpoint belongs to: close its own descriptors of the connections, which stay open
+        in the parent. Nothing else is called here any more, and this object is never freed."""
+
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """This rank's end of `channel` for `messages` of at most these shapes, of which the receiver may wait for `at_once` at a time.
 

@@ -17,6 +17,8 @@ from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.endable_store import EndableStore
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Work
+from zerobubble.runtime.transport.gather import gather_objects
+from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
 
 STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
 """What stages exchange, in the order of the tags and communicators."""
@@ -41,7 +43,8 @@ class GlooEndpoint(Endpoint):
         self._stores: list[EndableStore] = []
         self._over = threading.Event()
         # A backend still open when the interpreter ends would abort the process.
-        self._end = weakref.finalize(self, _drop, self._over, self._for_topics, self._for_tensors, self._stores)
+        self._sockets = PeerSockets()
+        self._end = weakref.finalize(self, _drop, self._over, self._sockets, self._for_topics, self._for_tensors, self._stores)
 
     def connect(self) -> None:
         self._make("control", self._for_topics)
@@ -54,10 +57,13 @@ class GlooEndpoint(Endpoint):
         rank, size, store, *_ = self.group
         endable = EndableStore(dist.distributed_c10d.PrefixStore(name, store), self._over, self.timeout)
         self._stores.append(endable)
-        backends.append(dist.distributed_c10d.ProcessGroupGloo(endable, rank, size, timeout=timedelta(seconds=self.timeout)))
+        with NewConnections() as new:
+            backends.append(dist.distributed_c10d.ProcessGroupGloo(endable, rank, size, timeout=timedelta(seconds=self.timeout)))
         if self._over.is_set():
             backends.clear()
             raise PeerGoneError("this rank has given up")
+        # The backend's own sockets are those of which another rank knows the other end.
+        self._sockets.claim(new.found, gather_objects(self, list(new.found)), rank)
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         backends, tag, peer = self._backends(line), tag_of(line), line.destination
@@ -76,6 +82,13 @@ class GlooEndpoint(Endpoint):
         self._for_topics[0].allgather([gathered], [tensor]).wait()
         return gathered
 
+    def hang_up(self, rank: int) -> None:
+        self._sockets.hang_up(rank)
+
+    def abandon(self) -> None:
+        self._end.detach()
+        self._sockets.close_in_child()
+
     def close(self) -> None:
         self._end()
 
@@ -93,7 +106,10 @@ def lane_of(line: Line) -> int:
     return 2 * STUFF.index(line.carries) + (line.source < line.destination)
 
 
-def _drop(over: threading.Event, *held: list[Any]) -> None:
+def _drop(over: threading.Event, sockets: PeerSockets, *held: list[Any]) -> None:
+    """Hang up first, because children that were forked may hold the connections, and drop the backends."""
     over.set()
+    sockets.hang_up()
+    sockets.clear()
     for each in held:
         each.clear()

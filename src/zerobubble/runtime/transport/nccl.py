@@ -66,5 +66,8 @@ class NcclEndpoint(Endpoint):
         lanes, lane, peer = self._lanes, lane_of(line), line.source
         return lambda tensor: lanes[lane].recv([tensor], peer, 0)
 
+    def abandon(self) -> None:
+        self._end.detach()
+
     def close(self) -> None:
         self._end()

@@ -19,6 +19,7 @@ from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, 
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.ring import Ring, RingLane, message_bytes
 from zerobubble.runtime.transport.same_machine import connect_all
+from zerobubble.runtime.transport.sockets import PeerSockets
 from zerobubble.runtime.values.shapes import Shapes
 
 ROOMY_BYTES = 32 << 20
@@ -39,7 +40,8 @@ class SharedMemoryEndpoint(Endpoint):
         self._gloo = gloo
         self._roomy_bytes = ROOMY_BYTES
         self._rings: dict[Channel, Ring] = {}
-        self._end = weakref.finalize(self, _close_all, self._rings)
+        self._sockets = PeerSockets()
+        self._end = weakref.finalize(self, _close_all, self._sockets, self._rings)
 
     def meet(self, channels: Sequence[Channel]) -> None:
         """Connect the ranks at the ends of `channels`; every rank calls it with the same ones.
@@ -50,6 +52,7 @@ class SharedMemoryEndpoint(Endpoint):
         spins = size <= (os.cpu_count() or 1)
         for channel, connection in connect_all(self._gloo, channels, self._gloo.timeout).items():
             self._rings[channel] = Ring(connection, f"{os.getpid()} rank {rank}", sends=channel.source == rank, spins=spins)
+            self._sockets.add(channel.destination if channel.source == rank else channel.source, connection.fileno())
         self._roomy_bytes = ROOMY_BYTES // _most_at_a_rank(channels)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
@@ -71,6 +74,16 @@ class SharedMemoryEndpoint(Endpoint):
         """The bytes of the rings into which this rank sends."""
         return sum(ring.size for channel, ring in self._rings.items() if channel.source == self.group.rank)
 
+    def hang_up(self, rank: int) -> None:
+        self._gloo.hang_up(rank)
+        self._sockets.hang_up(rank)
+
+    def abandon(self) -> None:
+        self._end.detach()
+        self._sockets.clear()
+        _close_all(self._sockets, self._rings)
+        self._gloo.abandon()
+
     def close(self) -> None:
         self._end()
         self._gloo.close()
@@ -81,7 +94,10 @@ def _most_at_a_rank(channels: Sequence[Channel]) -> int:
     return max(Counter(channel.source for channel in channels).values(), default=1)
 
 
-def _close_all(rings: dict[Channel, Ring]) -> None:
+def _close_all(sockets: PeerSockets, rings: dict[Channel, Ring]) -> None:
+    """Hang up first, because children that were forked may hold the sockets, and close this process's ends."""
+    sockets.hang_up()
+    sockets.clear()
     for ring in rings.values():
         ring.close()
     rings.clear()

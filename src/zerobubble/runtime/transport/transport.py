@@ -143,6 +143,17 @@ class Transport:
         """A context for what all ranks do together: an exchange that fails in it is told as `LostContactError` with everybody."""
         return self.waiting.collective(doing)
 
+    def hang_up(self, rank: int) -> None:
+        """End the lines to `rank`, whose process has ended; from any thread."""
+        self._for_tensors.hang_up(rank)
+        self._for_topics.hang_up(rank)
+
+    def abandon(self) -> None:
+        """Close this process's descriptors after it was forked; see `Endpoint.abandon`."""
+        self._end.detach()
+        self._for_tensors.abandon()
+        self._for_topics.abandon()
+
     def close(self) -> None:
         """Drop every connection; a peer still waiting on one gets an error at once."""
         with ExitStack() as rest:  # an endpoint may be the user's, and raise

@@ -29,6 +29,10 @@ class Connection:
             self._poll.register(wake_up, select.POLLIN)
         end.setblocking(False)
 
+    def fileno(self) -> int:
+        """The descriptor of the socket."""
+        return self._socket.fileno()
+
     def wake(self) -> None:
         """Wake the receiver."""
         os.eventfd_write(self._wake_up, 1)

@@ -1,0 +1,125 @@
+"""The sockets between this rank and others, by the rank at the other end, so that they can be ended from outside of who uses them.
+
+A backend of torch shows its sockets to nobody. They are among those that this process has open after the backend was made and had not
+before, and they are the backend's where another rank of the pipeline names the same two ends: what another thread opens meanwhile leads
+elsewhere. Where that cannot be told, as without Linux's /proc, nothing is known, and connections end when the last process that holds them
+does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import ClassVar, NamedTuple
+
+_OPEN, _TABLES = "/proc/self/fd", ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_LOCAL, _REMOTE, _INODE = 1, 2, 9
+"""Columns of Linux's tables of TCP connections."""
+
+
+class HeldSocket(NamedTuple):
+    """A socket of this process. Its inode tells whether the descriptor is still this socket's, or was closed and given to another file."""
+
+    descriptor: int
+    inode: int
+
+
+class NewConnections:
+    """A context that finds the TCP connections which this process opens inside; afterwards `found` has their descriptors by their ends.
+
+    Where two such contexts overlap in time, nobody knows whose connections are whose, and both find none.
+    """
+
+    _running: ClassVar[list[NewConnections]] = []
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._before: dict[int, int] = {}
+        self._is_alone = True
+
+    def __enter__(self) -> NewConnections:
+        self._running.append(self)
+        if len(self._running) > 1:
+            for running in list(self._running):
+                running._is_alone = False
+        self._before = _open_sockets()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.remove(self)
+        if self._is_alone:
+            opened = {inode: descriptor for inode, descriptor in _open_sockets().items() if inode not in self._before}
+            self.found = {ends: opened[inode] for inode, ends in _connections().items() if inode in opened}
+
+
+class PeerSockets:
+    """The sockets of a transport, by the rank at their other end."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[HeldSocket]] = {}
+
+    def add(self, peer: int, descriptor: int) -> None:
+        """Know this socket as one that leads to `peer`. A program that this process starts does not inherit it."""
+        os.set_inheritable(descriptor, False)
+        self._held.setdefault(peer, []).append(HeldSocket(descriptor, os.fstat(descriptor).st_ino))
+
+    def claim(self, found: Mapping[str, int], told: Sequence[Collection[str]], rank: int) -> None:
+        """Know those of the connections `found` on this `rank` that another rank has `told` of, too."""
+        for peer, theirs in enumerate(told):
+            for ends in set(theirs) & set(found) if peer != rank else ():
+                self.add(peer, found[ends])
+
+    def hang_up(self, peer: int | None = None) -> None:
+        """End the connections to `peer`, or to all, as if the other ends were closed: whoever waits at either end gets an error at once.
+
+        Other processes may hold the sockets, too; their connections end as well. May be called from any thread.
+        """
+        held = self._held.values() if peer is None else [self._held.get(peer, [])]
+        for each in [one for some in held for one in some]:
+            with suppress(OSError):
+                _shut_down(each)
+
+    def close_in_child(self) -> None:
+        """Close this process's descriptors after it was forked; the connections themselves stay as they are."""
+        for each in [one for some in self._held.values() for one in some]:
+            with suppress(OSError):
+                if os.fstat(each.descriptor).st_ino == each.inode:
+                    os.close(each.descriptor)
+        self._held.clear()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._held.clear()
+
+
+def _shut_down(held: HeldSocket) -> None:
+    """Shut a socket down if it still is what it was. The copy keeps others from closing it and taking its number meanwhile."""
+    with socket.socket(fileno=os.dup(held.descriptor)) as copy:
+        if os.fstat(copy.fileno()).st_ino == held.inode:
+            copy.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> dict[int, int]:
+    """The descriptors of this process's sockets by their inodes."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir(_OPEN):
+            with suppress(OSError):
+                target = os.readlink(os.path.join(_OPEN, name))
+                if target.startswith("socket:["):
+                    found[int(target[len("socket:[") : -1])] = int(name)
+    return found
+
+
+def _connections() -> dict[int, str]:
+    """The two ends of every TCP connection of this machine by its inode, in a form that is the same seen from either end."""
+    found = {}
+    for table in _TABLES:
+        with suppress(OSError), open(table) as rows:
+            next(rows, "")
+            for row in rows:
+                columns = row.split()
+                found[int(columns[_INODE])] = " ".join(sorted((columns[_LOCAL], columns[_REMOTE])))
+    return found

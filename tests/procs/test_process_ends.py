@@ -1,0 +1,147 @@
+"""A rank's process that ends is told of at once, whatever children of it live on and keep its connections open."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_fault_injection import MOMENTS, kill, struck
+
+LONG_S, SOON_S = 60.0, 4.0
+"""The timeout of pipelines that must not need it, and by when the others must have been told."""
+LIFE_S = 30.0
+"""How long a child lives at most."""
+M = 8
+
+
+def live_on(folder: Path) -> None:
+    """What a child does: say who it is, and stay."""
+    (folder / str(os.getpid())).touch()
+    time.sleep(LIFE_S)
+    os._exit(0)
+
+
+def fork_in_python(folder: Path) -> None:
+    if os.fork() == 0:
+        live_on(folder)
+
+
+def fork_in_c(folder: Path) -> None:
+    """As a library does of which Python hears nothing."""
+    if ctypes.CDLL(None).fork() == 0:
+        live_on(folder)
+
+
+_loaders: list[Any] = []
+
+
+def load_data(folder: Path) -> None:
+    """Two workers that live as long as their iterator."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    _loaders.append(iter(DataLoader(torch.arange(1000), batch_size=1, num_workers=2, multiprocessing_context="fork")))
+    next(_loaders[0])
+
+
+class Killed(NamedTuple):
+    """Which rank is killed in what, the child it has, and whether messages go over gloo or through rings."""
+
+    fork: Callable[[Path], None]
+    moment: str
+    rank: int
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.fork.__name__}-{self.moment}-{self.rank}-{self.transport}"
+
+
+def die_beside_a_child(group: Any, case: Killed, folder: Path) -> tuple[float, str, int | None]:
+    """When this rank was told that another was killed, what, and of whom."""
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=LONG_S, transport=case.transport) as pipe:
+        pipe.step(*batch(M))
+        try:
+            if pipe.rank == case.rank:
+                case.fork(folder)
+                with struck(MOMENTS[case.moment], lambda: kill_at(folder)):
+                    use(pipe)
+            use(pipe)
+        except zb.PipelineError as error:
+            return time.time(), str(error), error.rank
+    raise AssertionError("nobody was killed")
+
+
+def kill_at(folder: Path) -> None:
+    (folder / "killed").write_text(str(time.time()))
+    kill()
+
+
+def use(pipe: zb.Pipeline) -> None:
+    pipe.step(*batch(M))
+    pipe.clip_grad_norm_(1.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where children say who they are; they end with the test."""
+    yield tmp_path
+    for name in os.listdir(tmp_path):
+        if name.isdigit():
+            with suppress(ProcessLookupError):
+                os.kill(int(name), signal.SIGKILL)
+
+
+SHORT = [
+    Killed(fork_in_python, "backward", 2, "gloo"),
+    Killed(fork_in_c, "backward", 1, "gloo"),
+    Killed(fork_in_c, "forward", 2, "auto"),
+    Killed(fork_in_c, "clip", 3, "gloo"),
+    Killed(load_data, "backward", 1, "auto"),
+]
+LONG = [
+    Killed(fork, moment, rank, transport)
+    for fork in (fork_in_python, fork_in_c, load_data)
+    for moment in ("forward", "backward", "weight", "clip")
+    for rank in range(4)
+    for transport in ("gloo", "auto")
+]
+
+
+def judge(case: Killed, folder: Path, *, hosted: bool = False) -> None:
+    world = Ranks(4, hosted=hosted)
+    try:
+        world.start(die_beside_a_child, case, folder, ranks=4)
+        outcomes = [world.outcome(rank) for rank in range(4) if rank != case.rank]
+        world.processes[case.rank].join(SOON_S)
+        assert world.processes[case.rank].exitcode == -signal.SIGKILL
+        killed = float((folder / "killed").read_text())
+        told = [result for state, result in outcomes if state == "ok"]
+        assert len(told) == 3, outcomes
+        for when, text, rank in told:
+            assert when - killed < SOON_S, (when - killed, text)
+            assert rank == case.rank, text
+            assert text.startswith(f"rank {rank} is gone: its process ended"), text
+        assert len({text for _, text, _ in told}) == 1, told
+    finally:
+        world.kill()
+
+
+@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
+def test_a_killed_rank_is_told_of_while_its_child_lives(case: Killed, folder: Path) -> None:
+    judge(case, folder)
+
+
+def test_the_store_may_be_held_open_too(folder: Path) -> None:
+    judge(Killed(fork_in_c, "backward", 0, "gloo"), folder, hosted=True)
