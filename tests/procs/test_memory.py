@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.procs.ranks import Ranks
+from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.gradients import IN_GRAD
 
@@ -69,6 +70,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_what_waits_for_w_keeps_no_gradient_of_the_input(layer: str, way: str) -> None:
     build, size = LAYERS[layer]
     module = build()
+    if way == "deferred" and isinstance(module, Times) and not CAN_SEE_HOOKS:
+        pytest.skip("a module's own matrices wait from torch 2.8 on")
     stage = make_stage(way, module, 0, True, IN_GRAD)
     x = torch.ones(size, requires_grad=True)
     with stage.stepping():

@@ -365,7 +365,7 @@ def refusals(group: Any) -> list[str]:
 
 def test_wrong_uses_are_refused_on_every_rank(world: Ranks) -> None:
     expected = [
-        "rank 1: max_norm must be above 0, or None to clip nothing, got -1.0",
+        "rank 1: max_norm must be a number above 0, or None to clip nothing, got -1.0",
         "ranks disagree on max_norm or scaler: rank 0 has 1.0 without a scaler, rank 1 has 2.0 without a scaler",
         "rank 0: undo must be 'copy', 'arithmetic' or None, got 'log'",
         'rank 0: a step of Adagrad cannot be undone by arithmetic, which knows SGD, Adam, AdamW; use undo="copy"',
