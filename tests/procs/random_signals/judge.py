@@ -1,0 +1,272 @@
+"""What a case should have come to, and what it did: a row with every fault, by whose seed the case can be played again."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tests.procs.models import batch, build, one_device
+from tests.procs.random_signals import case as cases
+from tests.procs.random_signals.case import Case
+from tests.procs.random_signals.script import MAX_NORM, MEETING_S
+from tests.procs.random_signals.world import Evidence
+
+TOLD_S = 3.0
+"""By how much longer than the timeout a rank may take to hear of what befell another."""
+ENDING_S = 8.0
+"""How long a process may take to end after its last word: it stays until the others have heard."""
+WORK_S = 0.5
+"""About the processor time that a rank needs to hear, tell and close; where others want the processors, it takes longer."""
+
+
+class Told(NamedTuple):
+    """The error that ended a rank: when and in which call it was raised, when that call began, its type, text and rank."""
+
+    time: float
+    call: int
+    began: float
+    kind: str
+    text: str
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a case ended.
+
+    `moment` is what the victim did when the deed was done, `told` the culprit that most ranks named, `seconds` the longest that one took to
+    hear of it, `slowdown` what `Load` saw meanwhile. Where there are no `faults`, all is right.
+    """
+
+    case: Case
+    moment: str
+    told: int | None
+    seconds: float
+    slowdown: float
+    faults: tuple[str, ...]
+    texts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        verdict = "; ".join(self.faults) or "right"
+        named = "nobody" if self.told is None else f"rank {self.told}"
+        heard = f"told {named} in {self.seconds:.1f} s (load {self.slowdown:.1f})"
+        return f"seed {self.case.seed}: {self.case} | {self.moment} | {heard} | {verdict}"
+
+
+class Load:
+    """How much longer than on a quiet machine work takes now: a thread that works a little, again and again, and looks at the clock."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.1):
+            began, worked = time.monotonic(), time.thread_time()
+            while time.thread_time() - worked < 0.004:
+                pass
+            self._seen.append((began, (time.monotonic() - began) / 0.004))
+
+    def between(self, begin: float, end: float) -> float:
+        """The mean between two times, 1 on a quiet machine."""
+        seen = [slowdown for at, slowdown in self._seen if begin - 0.5 <= at <= end + 0.5]
+        return max(1.0, sum(seen) / len(seen)) if seen else 1.0
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._over.set()
+
+
+def judged(case: Case, evidence: Evidence, load: Load) -> Row:
+    """The row of a case."""
+    return _Judge(case, evidence, load).row()
+
+
+class _Judge:
+    """Goes through the evidence of one case."""
+
+    def __init__(self, case: Case, evidence: Evidence, load: Load) -> None:
+        self.case = case
+        self.evidence = evidence
+        self.load = load
+        self.living = [rank for rank in range(case.ranks) if rank != case.victim]
+        self.told = {rank: self._told(rank) for rank in range(case.ranks)}
+        self.faults: list[str] = []
+        self.seconds = 0.0
+
+    def row(self) -> Row:
+        for rank in self.living:
+            self._judge_living(rank)
+        self._judge_victim()
+        self._judge_texts()
+        self._judge_numbers()
+        self._judge_going_on()
+        self.faults += [f"left the file {name}" for name in self.evidence.files]
+        self.faults += [f"left the process {name}" for name in self.evidence.processes]
+        named = [told.rank for rank, told in self.told.items() if told is not None and rank in self.living]
+        heard = max((told.time for told in self.told.values() if told), default=self.evidence.deed or 0.0)
+        slowdown = self.load.between(self.evidence.deed or heard, heard)
+        texts = tuple(f"rank {rank}: {told.kind}: {told.text}" for rank, told in self.told.items() if told)
+        return Row(
+            self.case, self._moment(), max(set(named), key=named.count, default=None), self.seconds, slowdown, tuple(self.faults), texts
+        )
+
+    def _told(self, rank: int) -> Told | None:
+        began = 0.0
+        for entry in self.evidence.diaries[rank]:
+            if entry.what == "begin":
+                began = entry.time
+            if entry.what == "told":
+                kind, text, culprit = entry.said
+                named = re.match(r"rank (\d+): ", text) if kind == "InputError" else None
+                return Told(entry.time, entry.call, began, kind, text, int(named[1]) if named else culprit)
+        return None
+
+    def _moment(self) -> str:
+        """What the victim was doing when the deed was done."""
+        if self.evidence.deed is None:
+            return "the deed was never done"
+        before = [entry for entry in self.evidence.diaries[self.case.victim] if entry.time <= self.evidence.deed]
+        if not before:
+            return "before its first call"
+        last = next((entry for entry in reversed(before) if entry.what in ("begin", "end")), before[-1])
+        return f"{'in' if last.what == 'begin' else 'after'} {self.case.calls[last.call]} (call {last.call})"
+
+    def _is_harmless(self) -> bool:
+        """Whether all should have gone on as if nothing had happened."""
+        return self.evidence.deed is None or self.case.deed == cases.PAUSE
+
+    def _last_call_together(self) -> int:
+        return max(number for number, name in enumerate(self.case.calls) if name in cases.TOGETHER)
+
+    def _victim_was_done(self) -> bool:
+        """Whether the victim had at least begun the last call that the others needed it for."""
+        begun = [entry.call for entry in self.evidence.diaries[self.case.victim] if entry.what == "begin" and entry.time <= self._deed()]
+        return max(begin for begin in (*begun, -1)) >= self._last_call_together()
+
+    def _deed(self) -> float:
+        return self.evidence.deed if self.evidence.deed is not None else float("inf")
+
+    def _judge_living(self, rank: int) -> None:
+        told, code = self.told[rank], self.evidence.codes[rank]
+        entries = self.evidence.diaries[rank]
+        if code is None:
+            doing = self.case.calls[entries[-1].call] if entries else "its beginning"
+            self.faults.append(f"rank {rank} hangs in {doing}" if told is None else f"rank {rank} hangs after it was told")
+        elif told is None:
+            if code:
+                self.faults.append(f"rank {rank} ended with code {code} and said nothing")
+            elif not self._is_harmless() and not self._victim_was_done():
+                self.faults.append(f"rank {rank} heard of nothing")
+        elif self._is_harmless():
+            self.faults.append(f"rank {rank} was told something where nothing had happened: {told.kind}: {told.text}")
+        else:
+            self._judge_told(rank, told)
+        self._judge_ending(rank)
+
+    def _judge_told(self, rank: int, told: Told) -> None:
+        took = told.time - max(self._deed(), told.began)
+        self.seconds = max(self.seconds, took)
+        call = self.case.calls[told.call]
+        longest = 5 * MEETING_S if call in (cases.MEET, cases.END) else self.case.timeout
+        allowed = longest + TOLD_S + WORK_S * self.load.between(self._deed(), told.time)
+        if took > allowed:
+            self.faults.append(f"rank {rank} was told after {took:.1f} s, more than {allowed:.1f}")
+        if call in (cases.MEET, cases.END):  # torch's own errors name nobody
+            return
+        if told.kind not in ("PipelineError", "InputError"):
+            self.faults.append(f"rank {rank} raised {told.kind}: {told.text}")
+        elif told.rank != self.case.victim:
+            self.faults.append(f"rank {rank} blames {'nobody' if told.rank is None else f'rank {told.rank}'} in {call}: {told.text}")
+
+    def _judge_ending(self, rank: int) -> None:
+        """After its last word a process ends soon."""
+        entries = self.evidence.diaries[rank]
+        if self.evidence.codes[rank] is None or not entries:
+            return
+        took = self.evidence.ended[rank] - entries[-1].time
+        if took > ENDING_S + WORK_S * self.load.between(entries[-1].time, self.evidence.ended[rank]):
+            self.faults.append(f"rank {rank} took {took:.1f} s to end")
+
+    def _judge_victim(self) -> None:
+        """A victim that goes on tells the same as the others, and one that is told to end does so."""
+        victim, deed = self.case.victim, self.case.deed
+        told, code = self.told[victim], self.evidence.codes[victim]
+        if self._is_harmless():
+            self._judge_living(victim)
+        elif code is None and deed != cases.FREEZE:
+            self.faults.append(f"the victim, rank {victim}, hangs")
+        elif deed == cases.WAKE and told is not None and self.case.calls[told.call] not in (cases.MEET, cases.END):
+            alone = self.case.store == "rank 0"  # the store is gone with its process
+            if told.rank != victim and not (alone and told.rank is None):
+                self.faults.append(f"the woken rank {victim} blames {told.rank}: {told.kind}: {told.text}")
+        elif deed == cases.RAISE and told is None:
+            self.faults.append(f"the victim, rank {victim}, heard nothing of its own error")
+        elif deed in (cases.LEAVE, cases.INTERRUPT) and told is not None:
+            wanted = "SystemExit" if deed == cases.LEAVE else "KeyboardInterrupt"
+            if told.kind != wanted:
+                self.faults.append(f"the victim, rank {victim}, raised {told.kind} where it should have raised {wanted}: {told.text}")
+        elif deed == cases.TERMINATE and code is not None and code >= 0 and not self._victim_was_done():
+            self.faults.append(f"the victim, rank {victim}, ended with code {code} at SIGTERM")
+
+    def _judge_texts(self) -> None:
+        """Of one pipeline, all that live are told the same."""
+        if self._is_harmless():
+            return
+        victims = {cases.RAISE, *({cases.WAKE} if self.case.store != "rank 0" else ())}
+        heard = [rank for rank in range(self.case.ranks) if rank != self.case.victim or self.case.deed in victims]
+        texts: dict[int, set[str]] = {}
+        for rank in heard:
+            told = self.told[rank]
+            if told is not None and told.kind in ("PipelineError", "InputError"):
+                texts.setdefault(self.case.calls[: told.call + 1].count(cases.MAKE), set()).add(told.text)
+        for different in texts.values():
+            if len(different) > 1:
+                self.faults.append(f"unequal texts: {' / '.join(sorted(different))}")
+
+    def _judge_numbers(self) -> None:
+        for rank, entries in enumerate(self.evidence.diaries):
+            for entry in entries:
+                if entry.what == "loss":
+                    num_stages, step, loss = entry.said
+                    expected = expected_losses(num_stages, self.case.num_microbatches)[step]
+                    if not abs(loss - expected) < 1e-9:
+                        self.faults.append(f"rank {rank} has the loss {loss} in step {step} instead of {expected}")
+
+    def _judge_going_on(self) -> None:
+        for rank, entries in enumerate(self.evidence.diaries):
+            for entry in entries:
+                if entry.what == "told again":
+                    self.faults.append(f"rank {rank} cannot go on with a new pipeline: {json.dumps(entry.said)}")
+
+
+def expected_losses(num_stages: int, num_microbatches: int) -> list[float]:
+    """The loss of each step on one device."""
+    with _ONE_AT_A_TIME:
+        return _losses_on_one_device(num_stages, num_microbatches)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Models are made from torch's one random state."""
+
+
+@cache
+def _losses_on_one_device(num_stages: int, num_microbatches: int) -> list[float]:
+    modules = [build(stage, num_stages) for stage in range(num_stages)]
+    optimizer = torch.optim.SGD(nn.ModuleList(modules).parameters(), lr=0.1)
+    losses = []
+    for step in range(12):
+        losses.append(one_device(modules, num_microbatches, *batch(num_microbatches, step)).item())
+        nn.utils.clip_grad_norm_(nn.ModuleList(modules).parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

@@ -1,0 +1,185 @@
+"""One case played: the processes are started, the deed is done, and what every rank wrote and left behind is gathered."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.procs.random_signals import case as cases
+from tests.procs.random_signals import diary, script
+from tests.procs.random_signals.case import Case
+from tests.procs.random_signals.diary import Entry
+
+PATIENCE_S = 15.0
+"""Beyond the timeouts of torch and of the pipeline: whoever is not at an end by then hangs."""
+_SIGNALS = {cases.KILL: signal.SIGKILL, cases.TERMINATE: signal.SIGTERM, cases.INTERRUPT: signal.SIGINT}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What came of a case.
+
+    `deed` is when the deed was done, None where it never was, and `woken` when the victim went on. `diaries` and `codes` are those of the
+    ranks: a code is negative for a signal, None for a rank that hung and was ended by the harness; `ended` is when each process was seen
+    to have ended. `files` and `processes` are left.
+    """
+
+    deed: float | None
+    woken: float | None
+    diaries: list[list[Entry]]
+    codes: list[int | None]
+    ended: list[float]
+    files: list[str]
+    processes: list[str]
+    logs: list[str]
+
+
+def play(case: Case, offset: float) -> Evidence:
+    """Play a case from its beginning to its end; a deed from outside is done `offset` seconds into the call at which it is aimed."""
+    with tempfile.TemporaryDirectory(prefix="random-signals-") as folder:
+        (Path(folder) / "tmp").mkdir()
+        return _World(case, Path(folder), offset).play()
+
+
+class _World:
+    """The processes of one case."""
+
+    def __init__(self, case: Case, folder: Path, offset: float) -> None:
+        self.case = case
+        self.offset = offset
+        self.folder = folder
+        self.deed: float | None = None
+        self.woken: float | None = None
+        self.ended = [0.0] * case.ranks
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.procs.preload"])
+        self._bell, self._bells = context.Pipe(duplex=False)
+        self._store, address = _store(case, folder)
+        self.processes: list[Any] = [
+            context.Process(target=script.live, args=(case, rank, folder, address, self._bells), daemon=True) for rank in range(case.ranks)
+        ]
+
+    def play(self) -> Evidence:
+        try:
+            for process in self.processes:
+                process.start()
+            self._do_the_deed()
+            living = [rank for rank in range(self.case.ranks) if rank != self.case.victim]
+            self._wait(self._longest(), living)
+            self._wait(0.0 if self.case.deed == cases.FREEZE and self.deed else PATIENCE_S, [self.case.victim])
+            return self._gather()
+        finally:
+            self._end()
+
+    def _do_the_deed(self) -> None:
+        case = self.case
+        if case.place:
+            return
+        victim = self.processes[case.victim]
+        end = time.monotonic() + self._longest()
+        while not self._bell.poll(0.1):
+            self._note_the_ended()
+            if not victim.is_alive() or time.monotonic() > end:
+                return
+        self._wait(self.offset)
+        if not victim.is_alive():
+            return
+        os.kill(victim.pid, _SIGNALS.get(case.deed, signal.SIGSTOP))
+        self.deed = time.monotonic()
+        if case.asleep is not None:
+            self._wait(case.asleep)
+            os.kill(victim.pid, signal.SIGCONT)
+            self.woken = time.monotonic()
+
+    def _note_the_ended(self) -> None:
+        for rank, process in enumerate(self.processes):
+            if not self.ended[rank] and not process.is_alive():
+                self.ended[rank] = time.monotonic()
+
+    def _wait(self, seconds: float, ranks: Sequence[int] = ()) -> None:
+        """Wait for so long, or where `ranks` are given, until they have ended."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not (ranks and all(self.ended[rank] for rank in ranks)):
+            time.sleep(min(left, 0.02))
+            self._note_the_ended()
+
+    def _longest(self) -> float:
+        return 5 * script.MEETING_S + self.case.timeout + PATIENCE_S
+
+    def _read(self, rank: int) -> list[Entry]:
+        return diary.read(self.folder / f"diary{rank}")
+
+    def _gather(self) -> Evidence:
+        diaries = [self._read(rank) for rank in range(self.case.ranks)]
+        if self.case.place:
+            self.deed = next((entry.time for entry in diaries[self.case.victim] if entry.what == "deed"), None)
+        codes = [None if process.is_alive() else process.exitcode for process in self.processes]
+        self._end()
+        return Evidence(
+            self.deed,
+            self.woken,
+            diaries,
+            codes,
+            self.ended,
+            sorted(os.listdir(self.folder / "tmp")),
+            self._processes_left(diaries),
+            [(self.folder / f"log{rank}").read_text(errors="replace") for rank in range(self.case.ranks)],
+        )
+
+    def _processes_left(self, diaries: list[list[Entry]]) -> list[str]:
+        """Processes that the ranks have started and not ended, but for the child that is to hold what it inherits; they are ended now."""
+        holds = self.case.child is not None and self.case.child.does == "holds"
+        children = {entry.said for entries in diaries for entry in entries if entry.what == "child" and holds}
+        sessions = {process.pid for process in self.processes}
+        left = _of_sessions(sessions)
+        end = time.monotonic() + 3
+        while set(left) - children and time.monotonic() < end:
+            time.sleep(0.1)
+            left = _of_sessions(sessions)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return [words for pid, words in left.items() if pid not in children]
+
+    def _end(self) -> None:
+        for process in self.processes:
+            if process.pid is not None:
+                process.kill()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join()
+        self._store = None
+
+
+def _of_sessions(sessions: set[int | None]) -> dict[int, str]:
+    """The processes whose session one of these processes has opened, each with what it runs."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            name, _, fields = (folder / "stat").read_text().rpartition(")")
+            state, _, _, session = fields.split()[:4]
+            if int(session) in sessions and state != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")[:200] or name
+    return found
+
+
+def _store(case: Case, folder: Path) -> tuple[Any, str | int]:
+    """The store where the harness is its host, as a launcher is, and the address by which ranks find it."""
+    if case.store == "file":
+        return None, f"file://{folder / 'store'}"
+    if case.store == "rank 0":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return None, f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, store.port
