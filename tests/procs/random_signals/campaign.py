@@ -9,11 +9,12 @@ from itertools import pairwise
 
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.judge import Load, Row, judged
-from tests.procs.random_signals.world import Evidence, play
+from tests.procs.random_signals.world import Evidence, play, warm_up
 
 
 def play_all(cases: Sequence[Case], at_once: int, heard: Callable[[Row], object]) -> list[Row]:
     """The rows of all cases, in their order; `heard` gets each when it is there. What is under way at an interruption is told."""
+    warm_up()
     load, durations = Load(), Durations()
     under_way: set[int] = set()
 

@@ -24,7 +24,7 @@ from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Diary
 from zerobubble.hooks import StepHook
 
-MEETING_S = 6.0
+MEETING_S = 10.0
 """How long torch waits for a message of the process group itself; when the ranks meet, up to five times that."""
 MAX_NORM = 0.5
 CHILD_S = 300.0

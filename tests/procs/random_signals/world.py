@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,6 +51,23 @@ def play(case: Case, offset: float) -> Evidence:
         return _World(case, Path(folder), offset).play()
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Who starts a process looks after all others too, and two threads that look after one read its status twice."""
+
+
+def warm_up() -> None:
+    """Start the server that ranks are forked from, which imports torch."""
+    first = _context().Process(target=os.getpid)
+    first.start()
+    first.join()
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.procs.preload"])
+    return context
+
+
 class _World:
     """The processes of one case."""
 
@@ -60,8 +78,7 @@ class _World:
         self.deed: float | None = None
         self.woken: float | None = None
         self.ended = [0.0] * case.ranks
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.procs.preload"])
+        context = _context()
         self._bell, self._bells = context.Pipe(duplex=False)
         self._store, address = _store(case, folder)
         self.processes: list[Any] = [
@@ -71,7 +88,8 @@ class _World:
     def play(self) -> Evidence:
         try:
             for process in self.processes:
-                process.start()
+                with _ONE_AT_A_TIME:
+                    process.start()
             self._do_the_deed()
             living = [rank for rank in range(self.case.ranks) if rank != self.case.victim]
             self._wait(self._longest(), living)
@@ -88,22 +106,28 @@ class _World:
         end = time.monotonic() + self._longest()
         while not self._bell.poll(0.1):
             self._note_the_ended()
-            if not victim.is_alive() or time.monotonic() > end:
+            if not self._is_alive(case.victim) or time.monotonic() > end:
                 return
         self._wait(self.offset)
-        if not victim.is_alive():
+        if not self._is_alive(case.victim):
             return
-        os.kill(victim.pid, _SIGNALS.get(case.deed, signal.SIGSTOP))
+        with suppress(ProcessLookupError):
+            os.kill(victim.pid, _SIGNALS.get(case.deed, signal.SIGSTOP))
         self.deed = time.monotonic()
         if case.asleep is not None:
             self._wait(case.asleep)
-            os.kill(victim.pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(victim.pid, signal.SIGCONT)
             self.woken = time.monotonic()
 
     def _note_the_ended(self) -> None:
-        for rank, process in enumerate(self.processes):
-            if not self.ended[rank] and not process.is_alive():
+        for rank in range(self.case.ranks):
+            if not self.ended[rank] and not self._is_alive(rank):
                 self.ended[rank] = time.monotonic()
+
+    def _is_alive(self, rank: int) -> bool:
+        with _ONE_AT_A_TIME:
+            return bool(self.processes[rank].is_alive())
 
     def _wait(self, seconds: float, ranks: Sequence[int] = ()) -> None:
         """Wait for so long, or where `ranks` are given, until they have ended."""
@@ -113,7 +137,7 @@ class _World:
             self._note_the_ended()
 
     def _longest(self) -> float:
-        return 5 * script.MEETING_S + self.case.timeout + PATIENCE_S
+        return 2 * script.MEETING_S + self.case.timeout + PATIENCE_S
 
     def _read(self, rank: int) -> list[Entry]:
         return diary.read(self.folder / f"diary{rank}")
@@ -122,7 +146,7 @@ class _World:
         diaries = [self._read(rank) for rank in range(self.case.ranks)]
         if self.case.place:
             self.deed = next((entry.time for entry in diaries[self.case.victim] if entry.what == "deed"), None)
-        codes = [None if process.is_alive() else process.exitcode for process in self.processes]
+        codes = [None if self._is_alive(rank) else process.exitcode for rank, process in enumerate(self.processes)]
         self._end()
         return Evidence(
             self.deed,
@@ -154,9 +178,9 @@ class _World:
         for process in self.processes:
             if process.pid is not None:
                 process.kill()
-        for process in self.processes:
-            if process.pid is not None:
-                process.join()
+        for rank, process in enumerate(self.processes):
+            while process.pid is not None and self._is_alive(rank):
+                time.sleep(0.01)
         self._store = None
 
 
