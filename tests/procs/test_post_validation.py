@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -390,6 +391,26 @@ class Failing(torch.optim.SGD):
         if self.left < 0:
             raise ValueError("boom")
         super().step()
+
+
+class Slow(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(1.0)
+        super().step(closure)
+
+
+def close_at_once(group: Any) -> float:
+    """One step, after which every rank closes its pipeline as soon as it may, while rank 1 is still stepping."""
+    with zb.Pipeline(build, "zb-h2", 8, loss_fn, group=group, timeout=60) as pipe:
+        kind = Slow if pipe.rank == 1 else torch.optim.SGD
+        optimizer = zb.PostValidation(kind(pipe.parameters(), lr=0.1), pipe, 1e9)
+        loss = pipe.step(*batch(8)).item()
+        optimizer.step()
+    return loss
+
+
+def test_a_rank_may_close_while_another_still_steps(world: Ranks) -> None:
+    assert len(set(world.run(close_at_once, ranks=3))) == 1
 
 
 def train_on(pipe: zb.Pipeline, optimizer: zb.PostValidation, steps: int) -> None:

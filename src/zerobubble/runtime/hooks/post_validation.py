@@ -173,6 +173,7 @@ class PostValidation(StepHook):
         overflown = self._unscale()
         norms = norms_of(self._parts, 2.0, IN_GRAD)
         ledger = self._receive_down()
+        self._expect()
         self._form.write(ledger, norms, overflown=overflown)
         rank, size = self._transport.rank, self._transport.size
         if self._is_last:
@@ -188,10 +189,12 @@ class PostValidation(StepHook):
             self._has_stepped = not self._form.waits(ledger)
             if self._has_stepped:
                 self._step_early()
-        self._expect()
 
     def _expect(self) -> None:
-        """Post the receive of the next ledger, so that it never waits for this rank."""
+        """Post the receive of the next ledger, so that it never waits for this rank.
+
+        The rank before may close its pipeline as soon as the last rank has judged this step, so it comes before the ledger goes on.
+        """
         if self._transport.rank > 0:
             self._down = self._transport.listen(NormsSoFar, self._form.length, self._transport.rank - 1)
 
