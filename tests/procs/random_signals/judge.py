@@ -172,7 +172,7 @@ class _Judge:
         told, code = self.told[rank], self.evidence.codes[rank]
         entries = self.evidence.diaries[rank]
         doing = self.case.calls[entries[-1].call] if entries else cases.START
-        if doing in OF_TORCH and told is None:
+        if code is None and doing in OF_TORCH and told is None:
             return  # torch waits for as long as it likes
         if code is None:
             self.faults.append(f"rank {rank} hangs in {doing}" if told is None else f"rank {rank} hangs after it was told")

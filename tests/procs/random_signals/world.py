@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,11 @@ class _World:
             return
         victim = self.processes[case.victim]
         end = time.monotonic() + self._longest()
-        while not self._bell.poll(0.1):
-            self._note_the_ended()
-            if not self._is_alive(case.victim) or time.monotonic() > end:
+        while not self._watch(1.0, [self._bell]):
+            if self.ended[case.victim] or time.monotonic() > end:
                 return
         self._wait(self.offset)
-        if not self._is_alive(case.victim):
+        if self.ended[case.victim]:
             return
         with suppress(ProcessLookupError):
             os.kill(victim.pid, _SIGNALS.get(case.deed, signal.SIGSTOP))
@@ -120,21 +120,19 @@ class _World:
                 os.kill(victim.pid, signal.SIGCONT)
             self.woken = time.monotonic()
 
-    def _note_the_ended(self) -> None:
-        for rank in range(self.case.ranks):
-            if not self.ended[rank] and not self._is_alive(rank):
-                self.ended[rank] = time.monotonic()
-
-    def _is_alive(self, rank: int) -> bool:
-        with _ONE_AT_A_TIME:
-            return bool(self.processes[rank].is_alive())
+    def _watch(self, seconds: float, bells: Sequence[Connection] = ()) -> bool:
+        """Wait for so long, or until a process ends, whose time is noted, or until one of the bells rings: whether one did."""
+        running = {process.sentinel: rank for rank, process in enumerate(self.processes) if not self.ended[rank]}
+        heard = wait([*running, *bells], seconds)
+        for rank in (rank for sentinel, rank in running.items() if sentinel in heard):
+            self.ended[rank] = time.monotonic()
+        return any(bell in heard for bell in bells)
 
     def _wait(self, seconds: float, ranks: Sequence[int] = ()) -> None:
         """Wait for so long, or where `ranks` are given, until they have ended."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not (ranks and all(self.ended[rank] for rank in ranks)):
-            time.sleep(min(left, 0.02))
-            self._note_the_ended()
+            self._watch(left)
 
     def _longest(self) -> float:
         return 2 * script.MEETING_S + self.case.timeout + PATIENCE_S
@@ -146,7 +144,8 @@ class _World:
         diaries = [self._read(rank) for rank in range(self.case.ranks)]
         if self.case.place:
             self.deed = next((entry.time for entry in diaries[self.case.victim] if entry.what == "deed"), None)
-        codes = [None if self._is_alive(rank) else process.exitcode for rank, process in enumerate(self.processes)]
+        with _ONE_AT_A_TIME:
+            codes = [process.exitcode for process in self.processes]
         self._end()
         return Evidence(
             self.deed,
@@ -178,9 +177,9 @@ class _World:
         for process in self.processes:
             if process.pid is not None:
                 process.kill()
-        for rank, process in enumerate(self.processes):
-            while process.pid is not None and self._is_alive(rank):
-                time.sleep(0.01)
+        started = [process.sentinel for process in self.processes if process.pid is not None]
+        while started:
+            started = [sentinel for sentinel in started if sentinel not in wait(started)]
         self._store = None
 
 
