@@ -1,0 +1,139 @@
+"""What a rank forks may end as it likes: it neither hangs nor disturbs the rank's pipeline."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+
+M = 8
+LONGEST_S = 30.0
+
+
+def end(pipes: list[zb.Pipeline]) -> None:
+    return
+
+
+def close(pipes: list[zb.Pipeline]) -> None:
+    pipes[0].close()
+
+
+def drop(pipes: list[zb.Pipeline]) -> None:
+    pipes.clear()
+    gc.collect()
+
+
+def step(pipes: list[zb.Pipeline]) -> None:
+    with pytest.raises(zb.PipelineError, match="the pipeline belongs to the process from which this one was forked"):
+        pipes[0].step(*batch(M))
+
+
+def die(pipes: list[zb.Pipeline]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_told_to_end(pipes: list[zb.Pipeline]) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LONGEST_S)
+
+
+def how_it_ended(act: Callable[[list[zb.Pipeline]], None], pipes: list[zb.Pipeline]) -> int | None:
+    """The exit status of a child that does `act`; None where it hangs."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act(pipes)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + LONGEST_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+ACTS = {end: 0, close: 0, drop: 0, step: 0, die: -signal.SIGKILL, be_told_to_end: -signal.SIGTERM}
+"""What children do, and how they then end."""
+
+
+def train_beside_children(group: Any, transport: str) -> tuple[list[int | None], list[float], int]:
+    """How each child of this rank ended, the loss of a step after each, and the connections that a child holds."""
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=LONGEST_S, transport=transport) as pipe:
+        losses = [pipe.step(*batch(M)).item()]
+        ended = []
+        for act in ACTS:
+            ended.append(how_it_ended(act, [pipe]))
+            losses.append(pipe.step(*batch(M)).item())
+        before = num_sockets()
+        held = how_it_ended(lambda pipes: os._exit(num_sockets()), [pipe])
+        return ended, losses, before - (held or 0)
+
+
+def num_sockets() -> int:
+    folder = "/proc/self/fd"
+    return sum(os.path.exists(f"{folder}/{name}") and os.readlink(f"{folder}/{name}").startswith("socket:") for name in os.listdir(folder))
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_children_end_as_they_like_beside_a_pipeline_that_goes_on(world: Ranks, transport: str) -> None:
+    for ended, losses, closed in world.run(train_beside_children, transport, ranks=2):
+        assert ended == list(ACTS.values())
+        assert len(set(losses)) == 1
+        assert closed >= 2  # to the other rank, of topics and of tensors
+
+
+PROGRAM = """
+import multiprocessing, os, sys, threading
+import torch, torch.distributed as dist, zerobubble as zb
+from torch.utils.data import DataLoader
+
+def tell(queue):
+    queue.put("told")
+
+dist.init_process_group("gloo")
+pipe = zb.Pipeline(lambda stage, num_stages: torch.nn.Linear(4, 4), "zb-h1", 4, torch.nn.functional.mse_loss)
+context = multiprocessing.get_context("fork")
+for batch in DataLoader(torch.ones(16, 4), batch_size=8, num_workers=2, multiprocessing_context=context):
+    loss = pipe.step(batch, torch.zeros(8, 4))
+queue = context.Queue()
+child = context.Process(target=tell, args=(queue,))
+child.start()
+assert queue.get(timeout=30) == "told"
+child.join(30)
+assert child.exitcode == 0, child.exitcode
+if os.fork() == 0:
+    sys.exit(7)  # through every handler of the end that this process has inherited
+alarm = threading.Timer(30, os._exit, [9])
+alarm.start()
+_, status = os.wait()
+alarm.cancel()
+assert os.waitstatus_to_exitcode(status) == 7, status
+pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
+print("done", flush=True)
+"""
+
+
+def test_children_of_every_kind_end_by_themselves(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2

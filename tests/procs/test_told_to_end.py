@@ -1,0 +1,137 @@
+"""A rank that is told to end by SIGTERM tells the others first, and torchrun names the rank that is to blame."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+
+M = 8
+LONG_S, SOON_S = 60.0, 4.0
+
+
+def stand_still(folder: Path) -> None:
+    """Let the test know that this rank is where it shall be, and stay there."""
+    (folder / "ready").touch()
+    time.sleep(2 * SOON_S)
+
+
+def await_the_signal(group: Any, still: int, folder: Path) -> tuple[float, str, int | None]:
+    """Rank `still` stays in a forward pass, and the others wait for it in messages: when this rank was told of a failure, what, of whom."""
+
+    def stay(module: Any, inputs: Any) -> None:
+        if not (folder / "ready").exists():
+            stand_still(folder)
+
+    with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=LONG_S) as pipe:
+        pipe.step(*batch(M))
+        if pipe.rank == still:
+            for stage in pipe.modules.values():
+                stage.register_forward_pre_hook(stay)
+        try:
+            pipe.step(*batch(M))
+        except zb.PipelineError as error:
+            return time.time(), str(error), error.rank
+    raise AssertionError("nobody was told to end")
+
+
+@pytest.mark.parametrize(("victim", "doing"), [(2, "at 'run 2F0'"), (3, "waiting for the activation of stage 2, microbatch 0")])
+def test_a_rank_that_is_told_to_end_is_named_by_the_others(victim: int, doing: str, tmp_path: Path) -> None:
+    """Rank 2 is in Python, rank 3 in a wait that hears nothing."""
+    world = Ranks(4)
+    try:
+        world.start(await_the_signal, 2, tmp_path, ranks=4)
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        told_to_end = time.time()
+        world.processes[victim].terminate()
+        world.processes[victim].join(SOON_S)
+        assert world.processes[victim].exitcode == -signal.SIGTERM
+        outcomes = [world.outcome(rank) for rank in range(4) if rank != victim]
+        assert all(state == "ok" for state, _ in outcomes), outcomes
+        for when, text, rank in (result for _, result in outcomes):
+            assert text == f"rank {victim} was told to end by SIGTERM while it was {doing}"
+            assert rank == victim
+            assert when - told_to_end < SOON_S + (2 * SOON_S if victim != 2 else 0)  # rank 2 looks up when its pass is over
+    finally:
+        world.kill()
+
+
+def who_handles(group: Any) -> tuple[bool, bool, bool, bool]:
+    """Whether SIGTERM is handled by the pipeline while it is open, and not after it, in another thread, or where it was handled."""
+
+    def is_taken() -> bool:
+        with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group):
+            return signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, mine)
+
+    def mine(number: int, frame: Any) -> None:
+        return
+
+    found: list[bool] = [is_taken(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]
+    thread = threading.Thread(target=lambda: found.append(is_taken()))
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGTERM, mine)
+    try:
+        found.append(is_taken() or signal.getsignal(signal.SIGTERM) is not mine)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert signal.set_wakeup_fd(-1) == -1
+    return found[0], found[1], found[2], found[3]
+
+
+def test_whoever_handles_the_signal_goes_on_to_do_so(world: Ranks) -> None:
+    assert world.run(who_handles, ranks=2) == [(True, True, False, False)] * 2
+
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, zerobubble as zb
+
+def act(module, inputs):
+    if dist.get_rank() == 1:
+        if sys.argv[1] == "boom":
+            raise ValueError("boom")
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        time.sleep(30)
+
+dist.init_process_group("gloo")
+pipe = zb.Pipeline(lambda stage, num_stages: torch.nn.Linear(4, 4), "zb-h1", 4, torch.nn.functional.mse_loss)
+pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
+for stage in pipe.modules.values():
+    stage.register_forward_pre_hook(act)
+pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "exitcode", "told"),
+    [
+        ("boom", "1", "rank 1 failed at 'run 1F0': ValueError: boom"),
+        ("SIGTERM", "-15", "rank 1 was told to end by SIGTERM while it was at 'run 1F0'"),
+        ("SIGKILL", "-9", "Signal 9 (SIGKILL) received by PID"),
+    ],
+)
+def test_torchrun_names_the_culprit(act: str, exitcode: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "program.py", act]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode != 0
+    _, cause = done.stderr.split("Root Cause (first observed failure):")
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", cause), cause
+    assert re.search(rf"exitcode +: {exitcode} ", cause), cause
+    assert told in cause, cause
