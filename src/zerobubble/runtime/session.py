@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerobubble.errors import InputError, ZeroBubbleError
@@ -24,11 +23,9 @@ from zerobubble.runtime.options import PipelineOptions, faults_in, planned_sched
 from zerobubble.runtime.stage.rank_stages import Stages, modules_of
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
 from zerobubble.runtime.transport.meeting import Arrival
-from zerobubble.runtime.transport.terms import Terms, Told, faults_of, versions
+from zerobubble.runtime.transport.terms import Terms, faults_of, versions
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
-
-COMPARING = "comparing arguments"
 
 
 @dataclass(frozen=True)
@@ -56,16 +53,13 @@ class Session:
 
     transport: Transport
     guard: FailureGuard
+    patience: Patience
     setup: Setup
     shared: SharedGradients
 
     def agree(self, fault: str, terms: Terms) -> None:
-        """Compare `terms` with every rank; where something is wrong, close, and raise the same `InputError` on all, with every fault."""
-        agree(self.guard, self._gather, fault, terms)
-
-    def _gather(self, told: Told) -> list[Told]:
-        with self.transport.collective(COMPARING):
-            return self.transport.gather_objects(told)
+        """See `agree`."""
+        agree(self.transport, self.guard, self.patience, fault, terms)
 
 
 def connect(options: PipelineOptions) -> Session:
@@ -83,15 +77,15 @@ def connect(options: PipelineOptions) -> Session:
         guard.watch_processes(patience.bear(lambda: transport.gather_objects(this_process()), "meeting the other ranks"))
     with guard.during("while building its stages"):
         setup, fault = _build(options, transport)
-    agree(guard, lambda told: patience.bear(lambda: transport.gather_objects(told), COMPARING), fault, _terms(options, setup))
+    agree(transport, guard, patience, fault, _terms(options, setup))
     assert setup is not None
     device, channels = setup.stages.device, every_channel(setup.schedule.placement)
     with guard.opening("while connecting the ranks"):
         patience.bear(lambda: transport.open(device, channels), "connecting the ranks")
     shared = SharedGradients(setup.schedule.placement, setup.stages.modules, transport, setup.tied, setup.gradients)
     with guard.opening("while making the copies of stages equal"):
-        shared.broadcast_initial_values()
-    return Session(transport, guard, setup, shared)
+        patience.bear(shared.broadcast_initial_values, "making the copies of stages equal", is_brief=False)
+    return Session(transport, guard, patience, setup, shared)
 
 
 def _build(options: PipelineOptions, transport: Transport) -> tuple[Setup | None, str]:
@@ -155,10 +149,10 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
     return terms
 
 
-def agree(guard: FailureGuard, gather: Callable[[Told], list[Told]], fault: str, terms: Terms) -> None:
+def agree(transport: Transport, guard: FailureGuard, patience: Patience, fault: str, terms: Terms) -> None:
     """Compare `terms` with every rank; where something is wrong, close, and raise the same `InputError` on all, with every fault."""
     with guard.opening("while comparing arguments"):
-        faults = faults_of(gather((fault, terms)))
+        faults = faults_of(patience.bear(lambda: transport.gather_objects((fault, terms)), "comparing arguments"))
         if faults:
             raise InputError(faults)
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.transport.background import in_background
+from zerobubble.runtime.transport.contact import IN_TIME
 from zerobubble.runtime.transport.endpoint import PeerGoneError
 from zerobubble.runtime.transport.transport import Transport
 
@@ -25,17 +26,21 @@ class Patience:
         self._guard = guard
         self._left_s = timeout
 
-    def bear(self, call: Callable[[], Answer], doing: str) -> Answer:
+    def bear(self, call: Callable[[], Answer], doing: str, *, is_brief: bool = True) -> Answer:
         """What `call`, which all ranks make together, gives or raises.
 
-        Raises `LostContactError` when its connections are gone, when another rank has failed, and when there is no time left.
+        Raises `LostContactError` when its connections are gone, when another rank has failed, and when there is no time left. A call that
+        is not brief, such as one that copies many parameters, takes its time; each wait inside it must be bounded.
         """
         with self._transport.collective(doing):
-            return in_background(call, self._listen)
+            return in_background(call, self._listen_and_count if is_brief else self._listen)
 
     def _listen(self, seconds: float) -> None:
-        self._left_s -= seconds
         if self._guard.is_told(seconds):
             raise PeerGoneError("another rank has failed")
+
+    def _listen_and_count(self, seconds: float) -> None:
+        self._listen(seconds)
+        self._left_s -= seconds
         if self._left_s <= 0:
-            raise PeerGoneError("no answer within `timeout`")
+            raise PeerGoneError(IN_TIME)

@@ -23,8 +23,8 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
     raises leaves the call behind. The time in which this rank itself was frozen or starved does not count as waiting.
     """
     future: Future[Answer] = Future()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    thread = threading.Thread(target=_settle, args=(future, call, device), name="zerobubble-background", daemon=True)
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    thread = threading.Thread(target=_settle, args=(future, call, stream), name="zerobubble-background", daemon=True)
     thread.start()
     try:
         told = time.monotonic()
@@ -38,10 +38,10 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
         del future  # its error holds this frame
 
 
-def _settle(future: Future[Answer], call: Callable[[], Answer], device: int | None) -> None:
+def _settle(future: Future[Answer], call: Callable[[], Answer], stream: torch.cuda.Stream | None) -> None:
     try:
-        if device is not None:  # each thread has a current device of its own
-            torch.cuda.set_device(device)
+        if stream is not None:  # each thread has a current device and stream of its own
+            torch.cuda.set_stream(stream)
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
         future.set_exception(error)
