@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,7 +24,8 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
     """
     future: Future[Answer] = Future()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    thread = threading.Thread(target=_settle, args=(future, call, stream), name="zerobubble-background", daemon=True)
+    modes = _Modes(torch.is_inference_mode_enabled(), stream)
+    thread = threading.Thread(target=_settle, args=(future, call, modes), name="zerobubble-background", daemon=True)
     thread.start()
     try:
         told = time.monotonic()
@@ -38,10 +39,18 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
         del future  # its error holds this frame
 
 
-def _settle(future: Future[Answer], call: Callable[[], Answer], stream: torch.cuda.Stream | None) -> None:
+class _Modes(NamedTuple):
+    """What torch has for each thread, and the one that calls for another has set."""
+
+    inference: bool
+    stream: torch.cuda.Stream | None
+
+
+def _settle(future: Future[Answer], call: Callable[[], Answer], modes: _Modes) -> None:
     try:
-        if stream is not None:  # each thread has a current device and stream of its own
-            torch.cuda.set_stream(stream)
-        future.set_result(call())
+        if modes.stream is not None:
+            torch.cuda.set_stream(modes.stream)
+        with torch.inference_mode(modes.inference):
+            future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
         future.set_exception(error)
