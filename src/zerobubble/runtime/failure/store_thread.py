@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -53,21 +54,33 @@ class MeasuredStore:
 
 
 class Standstill:
-    """How long this process stood still, and when it went on: stopped, starved, or with Python's lock held by a thread in foreign code."""
+    """How long this process stood still, and when it went on: stopped, starved, or with Python's lock held by a thread in foreign code.
+
+    One thread waits; any may ask.
+    """
 
     def __init__(self) -> None:
+        self._due: float | None = None
         self._seconds = 0.0
         self._went_on = 0.0
 
-    def waited(self, since: float, seconds: float) -> None:
-        """A wait for `seconds` that began at `since`, by `time.monotonic`, is over: what it took beyond is a standstill."""
-        now = time.monotonic()
-        if now - since - seconds > _TICK_S:
-            self._seconds, self._went_on = now - since - seconds, now
+    @contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """A context for a wait of at most `seconds`: what it takes beyond is a standstill."""
+        self._due = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            late, self._due = time.monotonic() - self._due, None
+            if late > _TICK_S:
+                self._seconds, self._went_on = late, time.monotonic()
 
     def lately(self, seconds: float) -> float:
         """How long the last standstill was, in seconds, if it ended within the last `seconds`; else 0."""
-        return self._seconds if time.monotonic() - self._went_on < seconds else 0.0
+        due, now = self._due, time.monotonic()
+        if due is not None and now - due > _TICK_S:  # the thread that waits has not gone on yet
+            return now - due
+        return self._seconds if now - self._went_on < seconds else 0.0
 
 
 class StoreThread:
@@ -136,14 +149,12 @@ class _Serving:
     def run(self) -> None:
         has_seen = False
         while True:
-            began = time.monotonic()
             try:
-                request = self._requests.get(timeout=self._look_s)
+                with self._standstill.waiting(self._look_s):
+                    request = self._requests.get(timeout=self._look_s)
             except Empty:
-                self._standstill.waited(began, self._look_s)
                 has_seen = has_seen or self._looks()
                 continue
-            self._standstill.waited(began, self._look_s)
             if request is None:
                 break
             request.run()
