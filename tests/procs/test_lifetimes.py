@@ -350,7 +350,6 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
             os.kill(world.processes[0].pid or 0, signal.SIGCONT)
             state, ended = world.outcome(0, seconds=40)
             assert (state, ended[1]) == ("ok", 0), ended
-            assert ended[0].startswith("rank 0 stood still for "), ended
     finally:
         world.kill()
 

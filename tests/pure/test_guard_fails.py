@@ -1,0 +1,114 @@
+"""A rank that fails closes its connections and raises its first error, whatever else goes wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.pure.test_watch import TIMING, DictStore
+from zerobubble.errors import PipelineError
+from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.transport.contact import LostContactError
+from zerobubble.runtime.transport.endpoint import Endpoint, Group, Line, Work
+from zerobubble.runtime.transport.transport import Transport
+
+
+class Lonely(Endpoint):
+    """The end of no lines, which counts how often it was closed, and then may do something else."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.group = Group(0, 1, DictStore(), timing=TIMING)
+        self.closed = 0
+        self.then = then
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        raise AssertionError("there is nobody")
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        raise AssertionError("there is nobody")
+
+    def close(self) -> None:
+        self.closed += 1
+        self.then()
+
+
+class Held:
+    """What is released before the connections close."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+
+    def release(self, *_: Any) -> None:
+        self.then()
+
+
+class Uncountable:
+    def in_flight(self) -> tuple[int, int]:
+        raise MemoryError
+
+
+def fine() -> None:
+    return
+
+
+def breaks() -> None:
+    raise KeyError("closing")
+
+
+def interrupted(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
+def failed(guard: FailureGuard, error: BaseException) -> BaseException:
+    with pytest.raises(BaseException) as caught, guard.during("while it was at work"):  # noqa: PT011 - what it is shall be seen
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize("close", [fine, breaks])
+@pytest.mark.parametrize("release", [fine, breaks])
+@pytest.mark.parametrize("kind", [ValueError, MemoryError, KeyboardInterrupt])
+def test_the_first_error_is_raised_and_all_is_closed(
+    close: Callable[[], None], release: Callable[[], None], kind: type[BaseException]
+) -> None:
+    endpoint, held, error = Lonely(close), Held(release), kind("boom")
+    guard = FailureGuard(Transport(endpoint))
+    guard.stages = {0: Uncountable()}
+    guard.on_closing(held.release)
+    raised = failed(guard, error)
+    assert endpoint.closed > 0
+    assert guard.closed is not None
+    told = f"rank 0 failed while it was at work: {kind.__name__}: boom"
+    assert guard.closed.startswith(told)
+    if isinstance(error, Exception):
+        assert isinstance(raised, PipelineError)
+        assert str(raised).startswith(told)
+        assert raised.__cause__ is error
+    else:
+        assert raised is error
+    notes = getattr(raised, "__notes__", [])
+    assert notes == (["closing the pipeline failed, too: KeyError: 'closing'"] if breaks in (close, release) else [])
+
+
+def test_an_interrupt_while_the_others_are_told_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = Lonely(fine)
+    guard = FailureGuard(Transport(endpoint))
+    monkeypatch.setattr(guard._watch, "publish", interrupted)
+    assert isinstance(failed(guard, ValueError("boom")), KeyboardInterrupt)
+    assert endpoint.closed > 0
+    with pytest.raises(PipelineError, match="rank 0 failed while it was at work; make a new Pipeline"):
+        guard.refuse_if_closed()
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), LostContactError(0, "waiting for a message", "Connection closed by peer")])
+def test_a_rank_whose_listener_has_died_tells_what_it_knows(error: Exception) -> None:
+    endpoint = Lonely(fine)
+    guard = FailureGuard(Transport(endpoint))
+    guard._watch._thread.end()
+    raised = failed(guard, error)
+    assert isinstance(raised, PipelineError)
+    assert str(raised).startswith(("rank 0 failed while it was at work: ValueError: boom", "rank 0 lost contact with rank 0 while waiting"))
+    assert endpoint.closed > 0
