@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from zerobubble.runtime.failure import elastic
 from zerobubble.runtime.failure.error_text import MOST_CHARACTERS, describe
 from zerobubble.runtime.failure.report import describe_error, forget_locals
 
@@ -68,6 +70,17 @@ def test_a_long_text_is_told_without_its_middle(error: Exception) -> None:
     assert "begin" in told[:100]
     assert told.endswith("end")
     assert "characters are left out here" in told
+
+
+@pytest.mark.parametrize("error", [RaisesError(), NumberError(), OddNotesError("boom"), ValueError("a\0\ud800" + "x" * 10**7)])
+def test_torchrun_is_told_of_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    elastic.write_error_file("rank 1 failed", error)
+    assert json.loads(path.read_text())["message"]["message"] == "rank 1 failed"
+    assert path.stat().st_size < 10**6
+    elastic.forget_error_file()
+    assert not path.exists()
 
 
 def test_memory_that_ran_out_is_told_though_nothing_can_be_counted_any_more() -> None:

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zerobubble.errors import PipelineError
+from zerobubble.runtime.failure import memory_kills
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
@@ -225,3 +227,34 @@ def test_a_store_that_is_gone_is_its_hosts_fault_where_this_rank_ran_on() -> Non
     assert rank.told is not None
     assert rank.told.rank == 0
     assert rank.told.message.startswith("rank 0 does not answer: rank 2 lost contact with rank 1 while waiting for a message")
+
+
+@pytest.mark.parametrize(("host", "ended"), [(None, 1), (0, 1), (0, 0)])
+@pytest.mark.parametrize("kills", [0, 1, 2])
+def test_memory_is_suspected_only_where_the_system_has_ended_a_process_for_want_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: int | None, ended: int, kills: int
+) -> None:
+    counters = tmp_path / "vmstat"
+    monkeypatch.setattr(memory_kills, "_COUNTERS", counters)
+    counters.write_text("nr_free_pages 7\noom_kill 3\n")
+    rank = Rank(2, DictStore(), host)
+    counters.write_text(f"nr_free_pages 7\noom_kill {3 + kills}\n")
+    assert rank.watch.tell_of_end(ended, RankStatus("at 'run 2F0'"))
+    told = rank.watch.heard or rank.watch.publish(FailureReport(2, "", "something else"))
+    rank.watch.close(told)
+    assert told.message.startswith(f"rank {ended} is gone: its process ended")
+    words = {0: "", 1: "1 process on that machine for want of memory", 2: "2 processes on that machine for want of memory"}[kills]
+    assert words in told.message
+    assert ("memory" in told.message) is (kills > 0)
+
+
+def test_the_host_of_the_store_is_not_blamed_for_its_end_by_a_rank_that_stood_still() -> None:
+    frozen = Rank(2, DictStore(), 0)
+    time.sleep(2 * TIMING.listen_s)
+    hold_python(3 * TIMING.answer_s)
+    assert frozen.watch.tell_of_end(0, frozen.status())
+    told = frozen.watch.heard
+    frozen.watch.close(told)
+    assert told is not None
+    assert told.message.startswith("rank 2 stood still for 1 s: its process was stopped or starved")
+    assert told.message.endswith("then the process of rank 0, which held the store of torch.distributed, had ended")

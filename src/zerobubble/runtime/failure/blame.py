@@ -40,15 +40,24 @@ def lost_contact(rank: int, status: RankStatus) -> str:
     return f"rank {rank} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
 
 
-def report_ended(rank: int, witness: int, status: RankStatus) -> FailureReport:
-    """The process of `rank` is known to have ended: no answers are needed. `status` is what the `witness` did then."""
-    message = f"rank {rank} is gone: its process ended while rank {witness} was {status.doing}; see the log there"
+def report_ended(rank: int, witness: int, status: RankStatus, kills: int) -> FailureReport:
+    """The process of `rank` is known to have ended: no answers are needed. `status` is what the `witness` did then.
+
+    `kills` processes were ended on their machine for want of memory since the pipeline was made.
+    """
+    message = f"rank {rank} is gone: its process ended while rank {witness} was {status.doing}{_for_memory(kills)}; see the log there"
     return FailureReport(rank, "", message, (rank,))
 
 
-def report_ended_with_store(rank: int) -> FailureReport:
+def report_ended_with_store(rank: int, kills: int) -> FailureReport:
     """As `report_ended`, of the rank whose process held the store: the same words on every rank, which cannot tell each other any."""
-    return FailureReport(rank, "", f"rank {rank} is gone: its process ended, and with it the store of torch.distributed; see the log there")
+    ended = f"its process ended, and with it the store of torch.distributed{_for_memory(kills)}"
+    return FailureReport(rank, "", f"rank {rank} is gone: {ended}; see the log there")
+
+
+def _for_memory(kills: int) -> str:
+    processes = "1 process" if kills == 1 else f"{kills} processes"
+    return f", and the system has ended {processes} on that machine for want of memory since the pipeline was made" if kills > 0 else ""
 
 
 def report_told_to_end(rank: int, status: RankStatus) -> FailureReport:

@@ -25,12 +25,12 @@ def text_of(value: object) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], shortened(text))
 
 
-def shortened(text: str) -> str:
-    """`text` without its middle where it is longer than `MOST_CHARACTERS`."""
-    left_out = len(text) - MOST_CHARACTERS
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """`text` without its middle where it is longer than `most` characters."""
+    left_out = len(text) - most
     if left_out <= 0:
         return text
-    half = MOST_CHARACTERS // 2
+    half = most // 2
     return f"{text[:half]} ... {left_out} characters are left out here ... {text[-half:]}"
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from zerobubble.runtime.failure.blame import CLOSING, NO_ANSWER, diagnose, lost_contact, report_ended, report_ended_with_store
 from zerobubble.runtime.failure.error_text import text_of
+from zerobubble.runtime.failure.memory_kills import memory_kills
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
 from zerobubble.runtime.failure.store_thread import MeasuredStore, StoreThread
 from zerobubble.runtime.transport.endpoint import Group
@@ -38,6 +39,7 @@ class FailureWatch:
     def __init__(self, group: Group, status: Callable[[], RankStatus]) -> None:
         self._group = group
         self._ended: list[int] = []
+        self._kills = memory_kills()
         self._listener = _Listener(group, weakref.WeakMethod(status))
         try:
             self._thread = StoreThread(group.store, group.timing.listen_s, self._listener.look, self._listener.leave, group.timing.answer_s)
@@ -64,7 +66,8 @@ class FailureWatch:
     def find_culprit(self, status: RankStatus) -> FailureReport:
         """The report that there is, or the one that the ranks find together; `status` says with whom this rank lost contact, and how."""
         found = self._listener.heard or self._ask(lambda: self._diagnose_together(status))
-        return found or self._listener.heard or self._own_standstill(status) or self._report_without_store(status)
+        still = self._own_standstill(lost_contact(self._group.rank, status))
+        return found or self._listener.heard or still or self._report_without_store(status)
 
     def tell_of_end(self, ended: int, status: RankStatus) -> bool:
         """Publish that the process of rank `ended` has ended while this one did what `status` says; False if it had left in order.
@@ -72,7 +75,8 @@ class FailureWatch:
         Where the store has ended with it, it is asked no more, and every rank that has seen the same tells the same.
         """
         if ended == self._group.store_host:
-            self._listener.heard = self._listener.heard or report_ended_with_store(ended)
+            still = self._own_standstill(f"the process of rank {ended}, which held the store of torch.distributed, had ended")
+            self._listener.heard = self._listener.heard or still or report_ended_with_store(ended, memory_kills() - self._kills)
             self._thread.give_up()
             return True
         self._ended.append(ended)
@@ -82,7 +86,7 @@ class FailureWatch:
         """The report, if a process is known to have ended that had not left in order: then there is nobody to be waited for."""
         rank, store = self._group.rank, self._thread.store
         ended = [other for other in self._ended if not store.check([_left_key(other)])]
-        return _publish(store, rank, report_ended(ended[0], rank, status)) if ended else None
+        return _publish(store, rank, report_ended(ended[0], rank, status, memory_kills() - self._kills)) if ended else None
 
     def abandon(self) -> None:
         """Leave everything to the parent: this is a forked child."""
@@ -116,20 +120,20 @@ class FailureWatch:
                 present = [other for other in range(size) if other not in absent]
                 statuses = {other: _read_status(store.get(_status_key(other))) for other in present}
                 # While the host of the store stood still, the others could tell each other nothing.
-                still = self._own_standstill(status) if rank == self._group.store_host else None
+                still = self._own_standstill(lost_contact(rank, status)) if rank == self._group.store_host else None
                 return _publish(store, rank, still or diagnose(statuses, size, rank))
             time.sleep(_POLL_S)
         return _read_report(store.get(_REPORT))
 
-    def _own_standstill(self, status: RankStatus) -> FailureReport | None:
-        """That this process has just stood still for so long that it could not answer, if it has: others may have given it up and ended."""
+    def _own_standstill(self, found: str) -> FailureReport | None:
+        """That this process has just stood still for too long to answer, if it has, and what it `found` then."""
         longest_s = self._group.timing.answer_s
         seconds = self._thread.standstill.lately(longest_s)
         if seconds < longest_s:
             return None
         rank = self._group.rank
         why = "its process was stopped or starved, or a thread kept Python's lock"
-        return FailureReport(rank, "", f"rank {rank} stood still for {seconds:.0f} s: {why}; then {lost_contact(rank, status)}")
+        return FailureReport(rank, "", f"rank {rank} stood still for {seconds:.0f} s: {why}; then {found}")
 
     def _report_without_store(self, status: RankStatus) -> FailureReport:
         rank, host = self._group.rank, self._group.store_host
