@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +114,22 @@ def test_a_rank_whose_listener_has_died_tells_what_it_knows(error: Exception) ->
     assert isinstance(raised, PipelineError)
     assert str(raised).startswith(("rank 0 failed while it was at work: ValueError: boom", "rank 0 lost contact with rank 0 while waiting"))
     assert endpoint.closed > 0
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_rank_that_cannot_have_its_threads_tells_the_others(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
+    """The thread for the store is refused, or the one after it."""
+    left, start, handler = [started], threading.Thread.start, signal.getsignal(signal.SIGTERM)
+
+    def refused(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    endpoint = Lonely(fine)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(PipelineError, match=r"rank 0 failed while meeting the other ranks: RuntimeError: can't start new thread"):
+        FailureGuard(Transport(endpoint))
+    assert b"can't start new thread" in endpoint.group.store.kept["report"]
+    assert signal.getsignal(signal.SIGTERM) is handler

@@ -44,9 +44,10 @@ class FailureGuard:
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
         self._watch = FailureWatch(transport.group, self._status)
         self._processes: ProcessWatch | None = None
-        forked.leave_in_children(self)
-        termination.tell_before_the_end(self)
-        forget_error_file()
+        with self.during("while meeting the other ranks"):
+            forked.leave_in_children(self)
+            termination.tell_before_the_end(self)
+            forget_error_file()
 
     def is_told(self, waited_s: float) -> bool:
         """Whether this rank, which has waited for so many seconds since it asked last, has heard that one of them failed."""

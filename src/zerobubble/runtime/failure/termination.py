@@ -35,12 +35,17 @@ class _Handler:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._installed = self._handle  # every use of a method makes a new object, and this one is compared
+        self._thread = threading.Thread(target=self._wait, name="zerobubble-termination", daemon=True)
+        try:
+            self._thread.start()  # first, for it may be refused
+        except RuntimeError:
+            os.close(self._read)
+            os.close(self._write)
+            raise
         signal.signal(signal.SIGTERM, self._installed)
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if before != -1:  # somebody else's: the signal is heard when the main thread comes to run handlers
             signal.set_wakeup_fd(before)
-        self._thread = threading.Thread(target=self._wait, name="zerobubble-termination", daemon=True)
-        self._thread.start()
 
     def restore(self) -> None:
         """Put the default back and end the thread; in the main thread."""
@@ -104,9 +109,10 @@ def forget(owner: ToldToEnd) -> None:
 def _restore_if_unused() -> None:
     """Put the default back, which the main thread alone can do; until then the handler does what the default would."""
     global _handler
-    if _handler is not None and not list(_owners) and threading.current_thread() is threading.main_thread():
-        _handler.restore()
-        _handler = None
+    if threading.current_thread() is threading.main_thread() and not list(_owners):
+        handler, _handler = _handler, None  # what is collected meanwhile comes here, too, and finds none
+        if handler is not None:
+            handler.restore()
 
 
 def _end_by_default() -> None:
