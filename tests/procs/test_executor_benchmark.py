@@ -13,6 +13,7 @@ import pytest
 
 import zerobubble as zb
 from tests.procs.ranks import Ranks
+from tests.procs.versions import needs_torchs_runtime
 from zerobubble.runtime.transport import shared_memory
 from zerobubble.runtime.transport.ring import RingLane
 
@@ -33,6 +34,7 @@ def rows(group: Any, schedule: str, latency_ms: float) -> list[dict[str, Any]]:
         return found
 
 
+@needs_torchs_runtime
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_every_runtime_takes_its_steps(world: Ranks, name: str) -> None:
     for efficiency, overhead in world.run(rows, name, 0.0, ranks=4):

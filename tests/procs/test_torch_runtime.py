@@ -15,14 +15,14 @@ from torch import nn
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
+from tests.procs.versions import VERSION, needs_torchs_runtime
 from tests.pure.shapes import IN_TORCH_CSV, TRAINING
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.schedules import SCHEDULES
 
-VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-pytestmark = pytest.mark.skipif(VERSION < (2, 13), reason="older schedule runtimes of PyTorch fail on schedules of their own, too")
+pytestmark = needs_torchs_runtime
 
 CASES = [(name, p, m) for name in IN_TORCH_CSV if name in TRAINING for p, m in ((2, 3), (2, 4), (4, 8)) if SCHEDULES[name].allows(p, m)]
 
