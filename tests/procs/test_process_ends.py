@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
-from tests.procs.test_fault_injection import MOMENTS, kill, struck
+from tests.procs.test_fault_injection import MOMENTS, kill, replaced, struck
+from zerobubble.runtime import session
+from zerobubble.runtime.failure import processes
 
 LONG_S, SOON_S = 60.0, 4.0
 """The timeout of pipelines that must not need it, and by when the others must have been told."""
@@ -83,6 +85,13 @@ def die_beside_a_child(group: Any, case: Killed, folder: Path) -> tuple[float, s
     raise AssertionError("nobody was killed")
 
 
+def die_between_machines(group: Any, case: Killed, folder: Path) -> tuple[float, str, int | None]:
+    """As `die_beside_a_child`; ranks with an even number take those with an odd one for ranks of another machine."""
+    mine = processes.this_process()._replace(place=f"machine {torch.distributed.get_rank(group) % 2}")
+    with replaced(session, "this_process", lambda: mine), replaced(processes, "this_process", lambda: mine):
+        return die_beside_a_child(group, case, folder)
+
+
 def kill_at(folder: Path) -> None:
     (folder / "killed").write_text(str(time.time()))
     kill()
@@ -119,10 +128,10 @@ LONG = [
 ]
 
 
-def judge(case: Killed, folder: Path, *, hosted: bool = False) -> None:
+def judge(case: Killed, folder: Path, job: Any = die_beside_a_child, *, hosted: bool = False) -> None:
     world = Ranks(4, hosted=hosted)
     try:
-        world.start(die_beside_a_child, case, folder, ranks=4)
+        world.start(job, case, folder, ranks=4)
         outcomes = [world.outcome(rank) for rank in range(4) if rank != case.rank]
         world.processes[case.rank].join(SOON_S)
         assert world.processes[case.rank].exitcode == -signal.SIGKILL
@@ -141,6 +150,10 @@ def judge(case: Killed, folder: Path, *, hosted: bool = False) -> None:
 @pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
 def test_a_killed_rank_is_told_of_while_its_child_lives(case: Killed, folder: Path) -> None:
     judge(case, folder)
+
+
+def test_a_rank_that_cannot_see_the_process_hears_of_its_end_from_one_that_can(folder: Path) -> None:
+    judge(Killed(fork_in_c, "backward", 2, "gloo"), folder, die_between_machines)
 
 
 def test_the_store_may_be_held_open_too(folder: Path) -> None:

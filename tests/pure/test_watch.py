@@ -84,11 +84,14 @@ class Rank:
 
     def __init__(self, rank: int, store: Any, host: int | None = None) -> None:
         self.now = RankStatus("at 'run 0F0'")
-        self.watch = FailureWatch(Group(rank, SIZE, store, host, timing=TIMING), self.status)
+        self.watch = FailureWatch(Group(rank, SIZE, store, host, timing=TIMING), self.status, self.hang_up)
         self.told: FailureReport | None = None
 
     def status(self) -> RankStatus:
         return self.now
+
+    def hang_up(self, rank: int) -> None:
+        return
 
     def fail(self) -> None:
         self.told = self.watch.publish(FailureReport(1, "run 1B2", "rank 1 failed at 'run 1B2': ValueError: boom"))

@@ -42,7 +42,7 @@ class FailureGuard:
         self.stages: Mapping[int, HoldsMicrobatches] = {}
         self._transport = transport
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._watch = FailureWatch(transport.group, self._status)
+        self._watch = FailureWatch(transport.group, self._status, transport.hang_up)
         self._processes: ProcessWatch | None = None
         with self.during("while meeting the other ranks"):
             forked.leave_in_children(self)

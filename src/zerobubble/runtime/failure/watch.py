@@ -33,14 +33,15 @@ Answer = TypeVar("Answer")
 class FailureWatch:
     """This rank's access to what the ranks of one pipeline tell each other about a failure.
 
-    `status` is a bound method that tells what this rank does; it is held weakly. Only the constructor raises, and only it starts a thread.
+    `status` tells what this rank does, and `hang_up(rank)` ends the connections to a rank that no longer answers. Both are bound methods
+    that are held weakly. Only the constructor raises, and only it starts a thread.
     """
 
-    def __init__(self, group: Group, status: Callable[[], RankStatus]) -> None:
+    def __init__(self, group: Group, status: Callable[[], RankStatus], hang_up: Callable[[int], None]) -> None:
         self._group = group
         self._ended: list[int] = []
         self._kills = memory_kills()
-        self._listener = _Listener(group, weakref.WeakMethod(status))
+        self._listener = _Listener(group, weakref.WeakMethod(status), weakref.WeakMethod(hang_up))
         try:
             self._thread = StoreThread(group.store, group.timing.listen_s, self._listener.look, self._listener.leave, group.timing.answer_s)
         except RuntimeError as error:
@@ -157,10 +158,13 @@ class FailureWatch:
 class _Listener:
     """What the thread looks for while its rank is busy, in frames that keep no pipeline alive. `heard` is the report, once it has come."""
 
-    def __init__(self, group: Group, status: weakref.WeakMethod[Callable[[], RankStatus]]) -> None:
+    def __init__(
+        self, group: Group, status: weakref.WeakMethod[Callable[[], RankStatus]], hang_up: weakref.WeakMethod[Callable[[int], None]]
+    ) -> None:
         self.heard: FailureReport | None = None
         self._rank = group.rank
         self._status = status
+        self._hang_up = hang_up
 
     def look(self, store: MeasuredStore) -> bool:
         """Answer an alarm, if there is one, and keep the report, if there is one: then there is no more to look for."""
@@ -171,12 +175,20 @@ class _Listener:
             return False
         self.heard = _read_report(store.get(_REPORT))
         store.set(_left_key(self._rank), "1")
+        self._hang_up_on(self.heard.absent)
         return True
 
     def leave(self, store: MeasuredStore) -> None:
         """Publish that this rank's pipeline is closed, and that nobody need wait for it."""
         store.compare_set(_status_key(self._rank), "", _write_status(CLOSING))
         store.set(_left_key(self._rank), "1")
+
+    def _hang_up_on(self, absent: tuple[int, ...]) -> None:
+        """Wake this rank if it waits for one of these: their connections may be held open by other processes of another machine."""
+        hang_up = self._hang_up()
+        if hang_up is not None:
+            for rank in absent:
+                hang_up(rank)
 
     def _status_now(self) -> RankStatus:
         tell = self._status()
