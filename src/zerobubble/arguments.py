@@ -102,7 +102,10 @@ def as_tuple(what: str, values: Any, words: str = "a list or tuple") -> tuple[An
 def shown(value: Any) -> str:
     """`value` as a message names it: as it is written where that is short, else by its type."""
     if value is None or isinstance(value, (str, int, float, tuple, list)):
-        text = repr(value)
+        try:
+            text = repr(value)
+        except (RecursionError, ValueError):  # thousands of digits, or of lists in each other
+            return _a(type(value).__name__)
         return text if len(text) <= 60 else f"{text[:57]}..."
     return _a(type(value).__name__)
 

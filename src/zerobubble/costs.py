@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, shown, takes
@@ -13,8 +12,8 @@ from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Step
 from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
 from zerobubble.rules import message_receiver
+from zerobubble.units import MOST, MOST_MS, bounded, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
-from zerobubble.units import counted, show_bytes, show_ms, show_range
 
 UNIT_BYTES = 1_000_000
 """Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
@@ -65,10 +64,13 @@ class Costs(Displayed):
             if len(values) != wanted:
                 raise InputError(f"costs for {stages} stages need {wanted} values of {name}, got {len(values)}")
             for index, value in enumerate(values):
-                if not isinstance(value, int):
-                    raise InputError(f"{name} of stage {index} must be a whole number of ns or bytes, got {value}: see Costs.from_ms")
-                if value < 0:
-                    raise InputError(f"{name} of stage {index} must not be negative, got {value}")
+                if not WHOLE.accepts(value):
+                    raise InputError(
+                        f"{name} of stage {index} must be a whole number of ns or bytes, got {shown(value)}: see Costs.from_ms"
+                    )
+                if not 0 <= value <= MOST:
+                    limit = "not be negative" if value < 0 else f"be at most {MOST:.0e}"
+                    raise InputError(f"{name} of stage {index} must {limit}, got {shown(value)}")
         if self.placement is not None and self.placement.num_stages != stages:
             raise InputError(f"the costs describe {stages} stages, their placement has {self.placement.num_stages}")
 
@@ -183,8 +185,8 @@ class Costs(Displayed):
             raise InputError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
         together = sum(times) if overlap is None else overlap
         for name, value in zip(("F", "B", "W", "comm", "held", "overlap"), (*times, comm, held, together), strict=True):
-            if not isfinite(value) or value < 0:
-                raise InputError(f"the cost of {name} must be a finite number >= 0, got {value}")
+            if not 0 <= value <= MOST_MS:
+                raise InputError(f"the cost of {name} must be {bounded('a finite number >= 0', value, MOST_MS)}, got {shown(value)}")
         per_stage = [round(t * NS_PER_MS / stages_per_rank) for t in times]
         forward, backward, weight = ((t,) * num_stages for t in per_stage)
         links = (round(comm * NS_PER_MS),) * (num_stages - 1)
@@ -220,8 +222,8 @@ class Costs(Displayed):
         columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links, "hidden": hidden}
         for name, values in columns.items():
             for index, value in enumerate(as_tuple(f"{name} of the costs", values)):
-                if not NUMBER.accepts(value) or not isfinite(value):
-                    raise InputError(f"{name} of stage {index} must be a finite number, got {shown(value)}")
+                if not NUMBER.accepts(value) or not abs(value) <= MOST_MS:
+                    raise InputError(f"{name} of stage {index} must be {bounded('a finite number', value, MOST_MS)}, got {shown(value)}")
         unit = (UNIT_BYTES,) * stages
         f, b, w, c, h = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
         return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h)

@@ -10,6 +10,8 @@ ZeroBubbleError
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +21,23 @@ from typing import Any
 __all__ = ["Fault", "InputError", "ParseError", "PipelineError", "ProgramError", "ScheduleError", "ZeroBubbleError"]
 
 
+MOST_WHOLE = 2**63 - 1
+"""The largest whole number in a file."""
+_LONGEST_WORD, _LONGEST_MESSAGE = 600, 8000
+
+
 class ZeroBubbleError(Exception):
     """Root of every exception this package raises on purpose."""
 
 
 class InputError(ZeroBubbleError, ValueError):
-    """A value given by the user cannot be used."""
+    """A value given by the user cannot be used.
+
+    A message that quotes what is longer than a reader's patience, such as a megabyte from a broken file, is shortened.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_shortened(message))
 
 
 class ParseError(InputError):
@@ -51,10 +64,50 @@ def reading(noun: str, data: Any, newest: int = 1) -> Iterator[None]:
 
 
 def whole(number: Any) -> int:
-    """`number` if it is an integer; raises `ParseError` for anything else, fractions and booleans included."""
+    """`number` if it is an integer of 64 bits; raises `ParseError` for anything else, fractions and booleans included."""
     if not isinstance(number, int) or isinstance(number, bool):
         raise ParseError(f"{number!r} is not a whole number")
+    if not -MOST_WHOLE <= number <= MOST_WHOLE:
+        raise ParseError(f"{number!r:.40}... is not a whole number of 64 bits")
     return number
+
+
+def line(text: Any) -> str:
+    """`text` if it is one line of printable text; raises `ParseError` for anything else, such as the codes that steer a terminal."""
+    if not isinstance(text, str) or not text.isprintable():
+        raise ParseError(f"{text!r} is not one line of printable text")
+    return text
+
+
+def parsed_json(text: str) -> Any:
+    """The value of JSON `text`, which may begin with a byte order mark.
+
+    Raises `ParseError` naming the line for what is no JSON, and for what readers of JSON disagree on: an object with the same key twice,
+    and numbers with thousands of digits.
+    """
+    try:
+        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ParseError(f"line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except ParseError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise ParseError(f"not JSON that can be read: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ParseError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return found
+
+
+def _shortened(message: str) -> str:
+    """`message` with words of more than `_LONGEST_WORD` characters cut, and its middle left out where it is still too long."""
+    message = re.sub(rf"(\S{{{_LONGEST_WORD // 2}}})\S{{{_LONGEST_WORD},}}", r"\1...", message)
+    half = _LONGEST_MESSAGE // 2
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]} ... {message[-half:]}"
 
 
 def near(word: str, known: Iterable[str]) -> str:

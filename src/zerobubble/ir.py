@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import WHOLE, as_tuple, require, takes
@@ -19,6 +19,7 @@ from zerobubble.kinds import KINDS, Stuff, kinds_making, kinds_using
 from zerobubble.kinds import Kind as Kind
 from zerobubble.units import counted
 
+LONGEST_NAME = 1000
 _OP = re.compile(r"([0-9]{1,9})([A-Z]{1,3})([0-9]{1,9})")
 
 
@@ -99,10 +100,13 @@ class Placement(Displayed):
         if len(lengths) > 1:
             raise InputError(f"every route must hold the same stages, got routes of {sorted(lengths)} stages")
         used = {rank for route in self.routes for rank in route}
-        if not used <= set(range(self.num_ranks)):
-            raise InputError(f"a placement over {self.num_ranks} ranks names ranks {sorted(used - set(range(self.num_ranks)))}")
+        beyond = sorted(rank for rank in used if not 0 <= rank < self.num_ranks)
+        if beyond:
+            raise InputError(f"a placement over {self.num_ranks} ranks names ranks {beyond}")
         if len(used) < self.num_ranks:
-            raise InputError(f"ranks {sorted(set(range(self.num_ranks)) - used)} hold no stage; use fewer ranks or more stages")
+            idle = list(islice((rank for rank in range(self.num_ranks) if rank not in used), 20))
+            more = f" and {self.num_ranks - len(used) - 20} more" if self.num_ranks - len(used) > 20 else ""
+            raise InputError(f"ranks {idle}{more} hold no stage; use fewer ranks or more stages")
 
     @property
     def num_stages(self) -> int:
@@ -236,8 +240,9 @@ def _numbers(key: str, text: str) -> tuple[int, ...]:
 def _check_name(noun: str, name: str) -> None:
     """Names stand on a line of their own in the text forms."""
     require(f"the name of a {noun}", name, str)
-    if not name.isprintable() or name != name.strip() or "#" in name:
-        raise InputError(f"a {noun} name is one line of printable text without '#' and outer blanks, got {name!r}")
+    if not name.isprintable() or name != name.strip() or "#" in name or len(name) > LONGEST_NAME:
+        rule = f"one line of printable text without '#' and outer blanks, of at most {LONGEST_NAME} characters"
+        raise InputError(f"a {noun} name is {rule}, got {name!r}")
 
 
 def content_lines(text: str, noun: str) -> list[tuple[int, str]]:

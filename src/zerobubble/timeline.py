@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, ParseError, reading, whole
+from zerobubble.errors import InputError, ParseError, line, reading, whole
 from zerobubble.ir import Op
 from zerobubble.units import counted, show_bytes, show_ms, show_percent
 
@@ -214,7 +214,7 @@ class Timeline(Displayed):
             rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
             marks = tuple(tuple(map(_mark_from_list, row)) for row in data.get("marks", ()))
-            return cls(str(data["name"]), rows, memory, str(data.get("source", "measured")), marks)
+            return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks)
 
 
 def _end_of_row(row: Sequence[Span]) -> int:
@@ -257,4 +257,4 @@ def _span_from_list(cell: list[Any]) -> Span:
 
 def _mark_from_list(cell: list[Any]) -> Mark:
     doing, start, end, value = cell
-    return Mark(Doing(doing), whole(start), whole(end), str(value))
+    return Mark(Doing(doing), whole(start), whole(end), line(value))

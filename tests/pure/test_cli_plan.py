@@ -142,7 +142,7 @@ def test_times_of_each_rank_come_from_a_file(tmp_path: Path, data: Any) -> None:
         (COLUMNS | {"comm": [1]}, "rank 1 has no time of comm"),
         (COLUMNS | {"held": "x"}, "held of rank 0"),
         ([], "at least one rank"),
-        ("{", "line 1 is not JSON"),
+        ("{", "line 1: not JSON"),
         ("3", "expected an object or a list"),
     ],
 )
@@ -209,7 +209,7 @@ GOOD = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after
         ({"layers": [GOOD | {"wieght": 1}]}, "layer 0 has 'wieght', which no layer has"),
         ({"layers": [3]}, "layer 0 must be an object, got 3"),
         ({"format": "zerobubble workload 1"}, "give a list of [F, B, W] in ms, a row per layer, or the JSON form of layers"),
-        ("{", "line 1 is not JSON"),
+        ("{", "line 1: not JSON"),
         ([[1, 1, 1]], "linear: 1 layers cannot be cut into 2 stages"),
     ],
 )

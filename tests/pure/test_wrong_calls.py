@@ -166,7 +166,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: Problem(PLACEMENT, 8, WORK, Limits((1, 1))), "costs of a Problem must be Costs, got a Workload"),
     (lambda: Problem(PLACEMENT, 8, COSTS, 40 * GB), "limits of a Problem must be Limits, got 40000000000"),
     (lambda: Layer(1.5, 1, 1, 1, 1), "forward of a layer must be a whole number >= 0 of ns or bytes, got 1.5"),
-    (lambda: Layer("1", 1, 1, 1, 1), "forward of a layer must be a whole number >= 0 of ns or bytes, got 1"),
+    (lambda: Layer("1", 1, 1, 1, 1), "forward of a layer must be a whole number >= 0 of ns or bytes, got '1'"),
     (lambda: repeat("zb-v", 8), "repeat: block must be a Block, got 'zb-v': blocks.known_block('zb-v', num_ranks) gives a published one"),
     (lambda: known_block("zb", 4), "there is no"),
     (lambda: Block.of("mine", PLACEMENT, 6, 3), "a path of block 'mine', slot after slot, must be a list or tuple, got 3"),

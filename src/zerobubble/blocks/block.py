@@ -19,6 +19,7 @@ from zerobubble.units import counted
 Times = tuple[int, int, int]
 
 UNIT: Times = (1, 1, 1)
+MOST_SLOTS = 1_000_000
 
 
 class Start(NamedTuple):
@@ -66,6 +67,9 @@ class Block(Displayed):
         early = [start for row in self.starts for start in row if start.slot < 0]
         if early:
             raise InputError(f"block {self.name!r} has {early[0].op} in slot {early[0].slot}: count slots from 0")
+        latest = max((self.interval, *self.times, *(start.slot for row in self.starts for start in row)))
+        if latest > MOST_SLOTS:
+            raise InputError(f"block {self.name!r} counts to slot {latest}, and blocks have up to {MOST_SLOTS:,}: count in longer slots")
         self.head.check(len(self.starts))
         object.__setattr__(self, "starts", tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in self.starts))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, parsed_json
 from zerobubble.export.document import describe_document, load_document
 from zerobubble.export.json_form import Document
 from zerobubble.ir import Schedule
@@ -26,7 +25,7 @@ MOST_PASSES = 2_000_000
 
 def is_file(name: str) -> bool:
     """Whether `name` means a file (or stdin) where the name of a schedule could stand too."""
-    return (name == "-" or bool(Path(name).suffix) or Path(name).exists()) and name not in known_schedules()
+    return (name == "-" or bool(Path(name).suffix) or os.path.exists(name)) and name not in known_schedules()
 
 
 def read_document(file: str) -> Document:
@@ -73,10 +72,8 @@ def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
     """What `parse` makes of the JSON in `file`. Raises `InputError` naming the file, and the line or what `parse` says is wrong with it."""
     text = read_text(file)
     try:
-        return parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise InputError(f"cannot read {file}: line {error.lineno} is not JSON: {error.msg}") from error
-    except (InputError, RecursionError) as error:
+        return parse(parsed_json(text))
+    except InputError as error:
         raise InputError(f"cannot read {what} from {file}: {error}") from error
 
 
@@ -96,8 +93,8 @@ def write_text(file: str, text: str) -> None:
     target = Path(file)
     try:
         handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {file!r}: {getattr(error, 'strerror', None) or error}") from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
             out.write(text)

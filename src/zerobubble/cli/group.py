@@ -30,6 +30,8 @@ class OneSentenceGroup(click.Group):
             return _refuse(_first_fault(error))
         except ZeroBubbleError as error:
             return _refuse(str(error))
+        except UnicodeEncodeError as error:
+            return _refuse(f"the output has {error.object[error.start]!r}, such as from a file's name, which {error.encoding} cannot write")
         except (click.Abort, KeyboardInterrupt):
             return INTERRUPTED
         return code if isinstance(code, int) else 0

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
-from math import isfinite
 from typing import Any
 
+from zerobubble.arguments import NUMBER, WHOLE
 from zerobubble.cli.files import read_json
-from zerobubble.costs import NS_PER_MS, Limits
+from zerobubble.costs import Limits
 from zerobubble.errors import ParseError
 from zerobubble.partition import Cuts, Layer
 from zerobubble.planning import LayersPlan
 from zerobubble.planning.problem import RANK_BYTES
 from zerobubble.planning.reasons import percent
+from zerobubble.units import MOST, MOST_MS, NS_PER_MS, bounded
 
 _TIMES = ("forward", "backward", "weight")
 _KEYS = tuple(column.name for column in fields(Layer))
@@ -41,8 +42,8 @@ def _from_times(number: int, row: Any, comm: float, held: float) -> Layer:
     if not isinstance(row, list) or len(row) != len(_TIMES):
         raise ParseError(f"layer {number} needs three times in ms, [F, B, W], got {row!r:.60}")
     for name, value in zip(_TIMES, row, strict=True):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
-            raise ParseError(f"{name} of layer {number} must be a finite number of ms >= 0, got {value!r:.60}")
+        if not NUMBER.accepts(value) or not 0 <= value <= MOST_MS:
+            raise ParseError(f"{name} of layer {number} must be {bounded('a finite number of ms >= 0', value, MOST_MS)}, got {value!r:.60}")
     forward, backward, weight, link = (round(value * NS_PER_MS) for value in (*row, comm))
     return Layer(forward, backward, weight, RANK_BYTES, round(held * RANK_BYTES), output_comm=link)
 
@@ -54,8 +55,9 @@ def _from_form(number: int, data: Any) -> Layer:
     if lacking or unknown:
         raise ParseError(f"layer {number} {f'lacks {lacking[0]!r}' if lacking else f'has {unknown[0]!r}, which no layer has'}")
     for name, value in data.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ParseError(f"{name} of layer {number} must be a whole number >= 0 of ns or bytes, got {value!r:.60}")
+        if not WHOLE.accepts(value) or not 0 <= value <= MOST:
+            limit = bounded("a whole number >= 0 of ns or bytes", value, MOST)
+            raise ParseError(f"{name} of layer {number} must be {limit}, got {value!r:.60}")
     return Layer(**data)
 
 

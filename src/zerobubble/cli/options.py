@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-MOST_MS = 1e9
+from zerobubble.units import MOST_MS
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Times = tuple[float, float, float]
@@ -76,7 +76,7 @@ def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         return text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerobubble.arguments import instance, takes
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ParseError
+from zerobubble.errors import InputError, ParseError, parsed_json
 from zerobubble.ir import Schedule
 from zerobubble.planning.problem import Solved, Workload
 from zerobubble.program import Program
@@ -37,12 +37,7 @@ def dumps(value: Document) -> str:
 @takes(text=str)
 def loads(text: str) -> Document:
     """The value that `dumps` wrote; raises `ParseError` for text that is not JSON, an unknown `format` or a malformed part."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ParseError(f"line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
-    except (RecursionError, ValueError) as error:
-        raise ParseError(f"not JSON that can be read: {error}") from None
+    data = parsed_json(text)
     tag = data.get("format") if isinstance(data, dict) else None
     reader = _READERS.get(tag) if isinstance(tag, str) else None
     if reader is None:

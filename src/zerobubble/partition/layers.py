@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from zerobubble.arguments import each, takes
+from zerobubble.arguments import WHOLE, each, shown, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
+from zerobubble.units import MOST, bounded
 
 Cuts = tuple[int, ...]
 """Where a model of L layers is cut into S stages: the first layer of each stage but the first, S - 1 ascending numbers in 1 to L - 1."""
@@ -35,8 +36,9 @@ class Layer:
     def __post_init__(self) -> None:
         for column in fields(self):
             value = getattr(self, column.name)
-            if not isinstance(value, int) or value < 0:
-                raise InputError(f"{column.name} of a layer must be a whole number >= 0 of ns or bytes, got {value}")
+            if not WHOLE.accepts(value) or not 0 <= value <= MOST:
+                limit = bounded("a whole number >= 0 of ns or bytes", value, MOST)
+                raise InputError(f"{column.name} of a layer must be {limit}, got {shown(value)}")
 
     @property
     def time(self) -> int:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from zerobubble.arguments import instance, takes
-from zerobubble.errors import InputError, ParseError, ZeroBubbleError
+from zerobubble.errors import InputError, ParseError, ZeroBubbleError, parsed_json
 from zerobubble.planning.competition import Plan
 from zerobubble.planning.layer_plan import LayersPlan
 from zerobubble.planning.problem import Solved
@@ -30,8 +30,8 @@ def save_plan(plan: Solved | Plan | LayersPlan, file: str | Path) -> None:
     text = plan_text(plan)
     try:
         Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def plan_text(plan: Solved | Plan | LayersPlan) -> str:
@@ -56,8 +56,8 @@ def load_plan(file: str | Path) -> Solved:
     <Problem on vee over 2 ranks: 4 microbatches for the shortest span>
     """
     try:
-        return Solved.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
+        return Solved.from_dict(parsed_json(Path(file).read_text(encoding="utf-8")))
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
-    except (ZeroBubbleError, ValueError, RecursionError) as error:
+    except (ZeroBubbleError, ValueError) as error:
         raise ParseError(f"cannot read a plan from {file}: {error}") from error

@@ -10,18 +10,22 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, require, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, require, shown, takes
 from zerobubble.bounds import Bound, Bounds, lower_bounds, shortage
 from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, ParseError, ScheduleError, reading, whole
+from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
 from zerobubble.ir import Placement, Schedule
 from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
 from zerobubble.timeline import Timeline
-from zerobubble.units import counted, show_ms, show_range
+from zerobubble.units import MOST, MOST_MS, bounded, counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
 """Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
+
+
+MOST_TOGETHER = 2**62
+"""The most that the search can add up."""
 
 
 class Objective(StrEnum):
@@ -76,6 +80,8 @@ class Problem(Displayed):
             raise InputError(f"the placement has {ranks} ranks, the limits describe {len(self.limits.memory)}")
         if self.layers_per_stage and len(self.layers_per_stage) != stages:
             raise InputError(f"the placement has {stages} stages, the cut gives layers to {len(self.layers_per_stage)}")
+        if max(self.work, self.num_microbatches * sum((*self.costs.held_after_f, *self.costs.held_after_b))) > MOST_TOGETHER:
+            raise InputError(f"the times of all passes together, and the bytes they hold, must stay below {MOST_TOGETHER:.0e} ns or bytes")
         if self.workload is not None and self.workload.costs(self.placement) != self.costs:
             raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
 
@@ -246,11 +252,11 @@ class Solved(Displayed):
         with reading("plan", data, newest=2):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)
-            bound, seconds = Bound(whole(data["bound"]["time"]), str(data["bound"]["reason"])), float(data["seconds"])
+            bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
             if not isfinite(seconds):
                 raise ParseError(f"it took {seconds} seconds, which is not a finite number")
             try:
-                solved = cls.of(problem, bound, schedule, seconds, str(data["how"]))
+                solved = cls.of(problem, bound, schedule, seconds, line(data["how"]))
             except ScheduleError as error:
                 raise ParseError(str(error)) from error
             if solved.time is not None and solved.time < bound.time:
@@ -317,8 +323,9 @@ class Workload(Displayed):
             if len(values) != ranks:
                 raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
             for rank, value in enumerate(values):
-                if not isinstance(value, int) or value < 0:
-                    raise InputError(f"{column.name} of rank {rank} must be a whole number >= 0 of ns or bytes, got {value}")
+                if not WHOLE.accepts(value) or not 0 <= value <= MOST:
+                    limit = bounded("a whole number >= 0 of ns or bytes", value, MOST)
+                    raise InputError(f"{column.name} of rank {rank} must be {limit}, got {shown(value)}")
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
@@ -351,8 +358,9 @@ class Workload(Displayed):
             if len(as_tuple(f"{name} of the workload", values)) < ranks:
                 raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
             for rank, value in enumerate(values):
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
-                    raise InputError(f"{name} of rank {rank} must be a finite number >= 0, got {value}")
+                if not NUMBER.accepts(value) or not 0 <= value <= MOST_MS:
+                    limit = bounded("a finite number >= 0", value, MOST_MS)
+                    raise InputError(f"{name} of rank {rank} must be {limit}, got {shown(value)}")
         f, b, w, c = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm))
         return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks)
 

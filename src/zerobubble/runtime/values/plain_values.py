@@ -2,7 +2,7 @@
 
 The bytes are Python's pickle format, which can call any function by its name while it is read. Here it cannot: reading knows the classes of
 plain values, named tuples, enumerations and what torch has as constants, and refuses every other name. So whoever can reach a connection of
-this process may spoil a training run, but cannot have code of his own run in it.
+this process may spoil a training run, but nothing that he sends is run in it.
 """
 
 from __future__ import annotations
