@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zerobubble as zb
 from tests.procs.endpoints import OverGloo
@@ -130,3 +132,54 @@ def test_a_rank_that_is_leaving_says_so(world: Ranks) -> None:
     first, _, last = world.run(leave_slowly, ranks=3)
     assert first == last
     assert first.startswith("rank 1 kept the others waiting: it was closing the pipeline when rank ")
+
+
+def step_in_another_order(group: Any, loner: int) -> tuple[str, int | None]:
+    """Two pipelines, of which one rank steps the second first."""
+    first, second = (zb.Pipeline(build, name, 4, loss_fn, group=group, timeout=2.0) for name in ("1f1b", "zb-h1"))
+    first.step(*batch(4))
+    second.step(*batch(4))
+    with pytest.raises(zb.PipelineError) as caught:
+        (second if first.rank == loner else first).step(*batch(4))
+    return str(caught.value), caught.value.rank
+
+
+@pytest.mark.parametrize(("loner", "ranks"), [(1, 2), (0, 3)])
+def test_pipelines_stepped_in_another_order_are_told_as_that(world: Ranks, loner: int, ranks: int) -> None:
+    told = world.run(step_in_another_order, loner, ranks=ranks)
+    for _, culprit in told:
+        assert culprit is None
+    assert len({text for rank, (text, _) in enumerate(told) if rank != loner}) == 1
+    for text, _ in told:
+        assert text.startswith("the ranks wait in different pipelines (no answer within `timeout`): rank 0 was waiting for ")
+        assert text.endswith("; call the pipelines in the same order on every rank, or raise `timeout`")
+        places = re.findall(r"rank (\d) was waiting for .*? in its pipeline \d+ \('(.*?)'\)", text)
+        assert places == [(str(rank), "zb-h1" if rank == loner else "1f1b") for rank in range(ranks)]
+
+
+def compute_elsewhere(group: Any) -> tuple[str, int | None]:
+    """Rank 1 computes for long in a step of another pipeline, of its own."""
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)]
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=2.0)
+    own = zb.Pipeline(lambda s, n: Dawdling(), "1f1b", 1, nn.functional.mse_loss, group=alone[pipe.rank])
+    if pipe.rank == 1:
+        own.step(torch.ones(1, 1), torch.ones(1, 1))
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(4))
+    return str(caught.value), caught.value.rank
+
+
+class Dawdling(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(5)
+        return super().forward(x)
+
+
+def test_a_rank_that_computes_in_another_pipeline_is_named(world: Ranks) -> None:
+    ((text, rank),) = set(world.run(compute_elsewhere, ranks=2))
+    assert rank == 1
+    start = r"rank 1 kept the others waiting: it was at 'run 0F0' in its pipeline \d+ \('1f1b'\), another one, when rank 0 gave up "
+    assert re.match(start, text)

@@ -159,6 +159,7 @@ class Pipeline:
             transport=transport,
         )
         self._session = session = connect(options)
+        session.guard.schedule = session.setup.schedule.name
         self.rank = session.transport.rank
         self.modules = session.setup.stages.modules
         self.device = session.setup.stages.device

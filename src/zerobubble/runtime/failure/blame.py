@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
-from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, NOBODY, STARTING
+from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, IN_TIME, NOBODY, STARTING
 
 CLOSING = RankStatus("closing the pipeline")
 """The status of a rank that has left the others."""
+
+_NONE_HERE = (NOBODY, ELSEWHERE)
+"""The `peer` of a rank that waits for none of this pipeline."""
 
 NO_ANSWER = "frozen or has ended, or the network between is cut"
 """What is known of the process of a rank that does not answer."""
@@ -29,6 +32,8 @@ def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> Failure
     culprit = _end_of_chain(statuses, caller)
     if culprit is None:
         return _report_circle(statuses, caller)
+    if statuses[culprit].peer == ELSEWHERE:
+        return _report_pipelines(statuses, caller)
     gave_up = f"rank {caller} gave up {statuses[caller].doing} ({statuses[caller].reason})"
     remedy = "; raise `timeout` if it may take that long" if statuses[caller].reason == IN_TIME else ""
     message = f"rank {culprit} kept the others waiting: it was {statuses[culprit].doing} when {gave_up}{remedy}"
@@ -98,21 +103,30 @@ def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureRepor
     return FailureReport(-1, "", f"ranks that live lost contact ({statuses[caller].reason}): {said}; {remedy}")
 
 
-def _end_of_chain(statuses: dict[int, RankStatus], caller: int) -> int | None:
-    """The rank that waits for none, followed from `caller`; None where those on the way wait for each other.
+def _report_pipelines(statuses: dict[int, RankStatus], caller: int) -> FailureReport:
+    """Ranks wait for each other in calls of different pipelines."""
+    said = ", ".join(
+        f"rank {rank} was {status.doing}{f' in {status.pipeline}' if status.pipeline else ''}" for rank, status in sorted(statuses.items())
+    )
+    remedy = "call the pipelines in the same order on every rank, or raise `timeout`"
+    return FailureReport(-1, "", f"the ranks wait in different pipelines ({statuses[caller].reason}): {said}; {remedy}")
 
-    A rank in a collective waits for those that are elsewhere, and of these first for one that waits for none.
+
+def _end_of_chain(statuses: dict[int, RankStatus], caller: int) -> int | None:
+    """The rank that waits for none of this pipeline, followed from `caller`; None where those on the way wait for each other.
+
+    A rank in a collective waits for those that are in none, or in another, and of these first for one that waits for none.
     """
     rank = caller
     passed: set[int] = set()
     while rank not in passed:
         passed.add(rank)
         status = statuses[rank]
-        if status.peer == NOBODY:
+        if status.peer in _NONE_HERE:
             return rank
         waits_for = [status.peer]
         if status.peer == EVERYBODY:
             waits_for = [other for other in statuses if statuses[other][:2] != status[:2]]
-        waiting_for_none = [other for other in waits_for if statuses[other].peer == NOBODY]
+        waiting_for_none = [other for peer in _NONE_HERE for other in waits_for if statuses[other].peer == peer]
         rank = (waiting_for_none or waits_for or [rank])[0]
     return None

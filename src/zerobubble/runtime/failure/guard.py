@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,11 +15,12 @@ from zerobubble.runtime.failure.blame import CLOSING, report_told_to_end
 from zerobubble.runtime.failure.elastic import forget_error_file, write_error_file
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.frame import AgreedError, Frame
+from zerobubble.runtime.failure.pipelines import enlist, status_beside
 from zerobubble.runtime.failure.processes import ProcessWatch, RankProcess
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
 from zerobubble.runtime.failure.turn import Turn
 from zerobubble.runtime.failure.watch import FailureWatch
-from zerobubble.runtime.transport.contact import LostContactError
+from zerobubble.runtime.transport.contact import ELSEWHERE, NOBODY, LostContactError
 from zerobubble.runtime.transport.transport import Transport
 
 NEVER_OPENED = "the pipeline was never opened"
@@ -30,8 +32,9 @@ class FailureGuard:
     """Runs what a rank does together with others, so that its failure is told to all of them, and theirs here.
 
     `activity` is what this rank does now, None in code of the user's own. `closed` says, once the connections are closed, why. `num_calls`
-    counts the calls that play steps, the same on every rank, and by its `turn` one thread at a time makes them. `stages` are those of the
-    program that is played, for reports. A `release` that was set with `on_closing` is called once before the connections close.
+    counts the calls that play steps, the same on every rank, and by its `turn` one thread at a time makes them. For reports, `schedule` is
+    the name of what is played first, and `stages` are those of the program that is played now. A `release` that was set with `on_closing`
+    is called once before the connections close.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -39,8 +42,11 @@ class FailureGuard:
         self.closed: str | None = None
         self.num_calls = 0
         self.turn = Turn()
+        self.schedule = ""
+        self._gave_up: tuple[float, RankStatus] | None = None
         self.stages: Mapping[int, HoldsMicrobatches] = {}
         self._transport = transport
+        self._number = enlist(self)
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
         self._watch = FailureWatch(transport.group, self._status, transport.hang_up)
         self._processes: ProcessWatch | None = None
@@ -124,7 +130,9 @@ class FailureGuard:
     def _tell(self, error: BaseException, when: str, action: str) -> FailureReport:
         """What all ranks tell of `error`, which may be their error, too."""
         if isinstance(error, LostContactError):
-            return self._watch.find_culprit(RankStatus(error.what, error.peer, error.reason, action))
+            status = RankStatus(error.what, error.peer, error.reason, action, self._name)
+            self._gave_up = time.monotonic(), status
+            return self._watch.find_culprit(status)
         rank = self._transport.rank
         return self._watch.publish(FailureReport(rank, action, f"rank {rank} failed {when}: {describe_error(error, self.stages)}"))
 
@@ -175,16 +183,37 @@ class FailureGuard:
         for other in range(self._transport.size):
             self._transport.hang_up(other)
 
-    def _status(self) -> RankStatus:
-        """What this rank answers when another waits for it in vain."""
+    @property
+    def _name(self) -> str:
+        """This pipeline among those of this process; other processes may count otherwise."""
+        return f"its pipeline {self._number} ({self.schedule!r})"
+
+    def inside(self) -> RankStatus | None:
+        """What this rank does in a call of this pipeline, or has given up so lately that others may ask; None between two calls."""
+        if self._gave_up is not None:
+            since, status = self._gave_up
+            return status if time.monotonic() < since + self._transport.group.timing.answer_s else None
         # Read once: this runs in the listener's thread while the rank goes on.
         activity, waits_for = self.activity, self._transport.waiting.now
-        if self.closed is not None:
-            return CLOSING
         if activity is None:
-            return OUTSIDE
+            return None
         if waits_for is not None:
             peer, doing = waits_for
-            return RankStatus(doing, peer)
+            return RankStatus(doing, peer, pipeline=self._name)
         when, action = words_of(activity)
-        return RankStatus(when.removeprefix("while "), op=action)
+        return RankStatus(when.removeprefix("while "), op=action, pipeline=self._name)
+
+    def _status(self) -> RankStatus:
+        """What this rank answers when another waits for it in vain."""
+        if self.closed is not None:
+            return CLOSING
+        return self.inside() or self._beside() or OUTSIDE
+
+    def _beside(self) -> RankStatus | None:
+        """What this rank does in a call of another pipeline, None where it is in none."""
+        status = status_beside(self)
+        if status is None:
+            return None
+        if status.peer == NOBODY:
+            return RankStatus(f"{status.doing} in {status.pipeline}, another one,")
+        return status._replace(peer=ELSEWHERE)

@@ -14,12 +14,16 @@ from zerobubble.runtime.transport.contact import NOBODY
 
 
 class RankStatus(NamedTuple):
-    """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass."""
+    """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass.
+
+    `pipeline` names the one in whose call it is, as its own process counts them.
+    """
 
     doing: str
     peer: int = NOBODY
     reason: str = ""
     op: str = ""
+    pipeline: str = ""
 
 
 class FailureReport(NamedTuple):

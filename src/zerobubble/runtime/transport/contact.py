@@ -16,6 +16,9 @@ NOBODY = -2
 EVERYBODY = -1
 """The `peer` of a rank that does something together with all others, where nobody knows whose message is missing."""
 
+ELSEWHERE = -3
+"""The `peer` of a rank that waits for one in a call of another pipeline."""
+
 IN_TIME = "no answer within `timeout`"
 """The reason of a rank that has waited for as long as it may."""
 
