@@ -93,8 +93,10 @@ def write_text(file: str, text: str) -> None:
     target = Path(file)
     try:
         handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {file!r}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"cannot write {file!r}: {error}") from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
             out.write(text)

@@ -30,8 +30,10 @@ def save_plan(plan: Solved | Plan | LayersPlan, file: str | Path) -> None:
     text = plan_text(plan)
     try:
         Path(file).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"cannot write {str(file)!r}: {error}") from error
 
 
 def plan_text(plan: Solved | Plan | LayersPlan) -> str:
