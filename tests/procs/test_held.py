@@ -20,6 +20,7 @@ from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, struck
 from zerobubble.runtime.executor import program_cache
 from zerobubble.runtime.executor.program_cache import ProgramCache
+from zerobubble.runtime.transport import shared_memory
 
 SPARE_KB = 12 << 10
 """By how much the memory of the allocator may wander."""
@@ -136,7 +137,7 @@ def wide(group: Any, module: Wide) -> zb.Pipeline:
     x = torch.ones(4, SIZE)
     for _ in range(2):
         pipe.step(x, x)
-    assert pipe.transport.held_bytes >= 4 * 4 * SIZE
+    assert pipe.transport.held_bytes > 4 * SIZE
     return pipe
 
 
@@ -179,3 +180,26 @@ def fail_often(group: Any, count: int) -> list[Held]:
 def test_failures_hold_nothing_though_pipeline_and_error_are_kept(world: Ranks, count: int) -> None:
     for early, late in world.run(fail_often, count, ranks=4, seconds=280):
         refuse_growth(early, late)
+
+
+def rings(group: Any) -> list[int]:
+    """The bytes of this rank's rings: before any message, after steps of one schedule, and after a step with half as many microbatches."""
+    x = torch.ones(32, 1 << 14)
+    seen = []
+    with zb.Pipeline(lambda s, n: nn.Identity(), "v-half", 32, square, group=group, transport="shared-memory") as pipe:
+        seen.append(pipe.transport.held_bytes)
+        for _ in range(2):
+            pipe.eval_step(x, x)
+        seen.append(pipe.transport.held_bytes)
+        for _ in range(2):
+            pipe.eval_step(x, x, num_microbatches=16)
+        seen.append(pipe.transport.held_bytes)
+    return seen
+
+
+def test_the_rings_of_a_rank_are_bounded_together(world: Ranks) -> None:
+    for rank, (before, after, again) in enumerate(world.run(rings, ranks=4)):
+        assert before == 0
+        channels = 1 if rank in (0, 3) else 2  # activations down and up the ranks; those of gradients are not used
+        assert (1 << 16) * 4 < after <= shared_memory.ROOMY_BYTES * channels / 4 + 1024
+        assert again == after

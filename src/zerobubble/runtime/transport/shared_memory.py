@@ -22,8 +22,9 @@ from zerobubble.runtime.transport.same_machine import connect_all
 from zerobubble.runtime.transport.sockets import PeerSockets
 from zerobubble.runtime.values.shapes import Shapes
 
-ROOMY_BYTES = 32 << 20
-"""The rings of a rank take this much room together for messages beyond the slots they need, so that senders run ahead."""
+ROOMY_BYTES = 8 << 20
+"""The rings into which a rank sends take no more room than this together for messages beyond the slots they need. Senders may run ahead
+there; steps are as fast without, and no faster with four times as much."""
 
 
 class SharedMemoryEndpoint(Endpoint):
