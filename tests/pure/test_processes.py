@@ -1,0 +1,141 @@
+"""Which processes are watched for their end, and which sockets are known as a transport's: never another's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zerobubble.runtime.failure import processes
+from zerobubble.runtime.failure.processes import ProcessWatch, RankProcess, this_process
+from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+SOON_S = 10.0
+
+
+class Told:
+    """Hears which ranks' processes have ended."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        self.is_told = threading.Event()
+
+    def ended(self, rank: int) -> None:
+        self.ranks.append(rank)
+        self.is_told.set()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def process_of(number: int) -> RankProcess:
+    return this_process()._replace(number=number, started=int(Path(f"/proc/{number}/stat").read_text().rsplit(")")[-1].split()[19]))
+
+
+def test_the_end_of_a_process_is_heard_once(sleeper: subprocess.Popen[bytes]) -> None:
+    told = Told()
+    watch = ProcessWatch([this_process(), process_of(sleeper.pid)], told.ended)
+    assert not told.is_told.wait(0.2)
+    sleeper.kill()
+    assert told.is_told.wait(SOON_S)
+    watch.close()
+    assert told.ranks == [1]
+
+
+def test_a_later_process_with_the_same_number_is_not_taken_for_a_rank(sleeper: subprocess.Popen[bytes]) -> None:
+    told = Told()
+    earlier = process_of(sleeper.pid)._replace(started=1)
+    watch = ProcessWatch([this_process(), earlier], told.ended)
+    assert told.is_told.wait(SOON_S)
+    watch.close()
+    assert told.ranks == [1]
+
+
+def test_a_process_of_another_machine_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:
+    told = Told()
+    elsewhere = process_of(sleeper.pid)._replace(place="another machine", started=1)
+    nowhere = RankProcess(sleeper.pid, 1, "")
+    ProcessWatch([this_process(), elsewhere, nowhere], told.ended).close()
+    assert not told.ranks
+
+
+def test_where_processes_cannot_be_watched_none_is_taken_for_dead(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(number: int) -> int:
+        raise PermissionError("a sandbox")
+
+    monkeypatch.setattr(processes.os, "pidfd_open", forbid)
+    told = Told()
+    ProcessWatch([this_process(), process_of(sleeper.pid)], told.ended).close()
+    assert not told.ranks
+
+
+def test_a_watch_leaves_nothing_behind(sleeper: subprocess.Popen[bytes]) -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        ProcessWatch([this_process(), process_of(sleeper.pid)], Told().ended).close()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket, NewConnections]]:
+    """A connection of which this process has both ends, and what found it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, NewConnections() as new:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        yield one, other, new
+
+
+def test_a_connection_is_known_by_what_both_ends_tell(ends: tuple[socket.socket, socket.socket, NewConnections]) -> None:
+    one, other, new = ends
+    assert set(new.found.values()) <= {one.fileno(), other.fileno()}
+    assert len(new.found) == 1  # both ends name it alike
+    sockets = PeerSockets()
+    sockets.claim(new.found, [list(new.found), ["0100007F:0001 0100007F:0002"]], 0)
+    sockets.hang_up()  # nothing is known: rank 1 has told of another connection
+    one.sendall(b"x")
+    assert other.recv(1) == b"x"
+    sockets.claim(new.found, [[], list(new.found)], 0)
+    sockets.hang_up(0)
+    one.sendall(b"y")
+    assert other.recv(1) == b"y"
+    sockets.hang_up(1)
+    assert other.recv(1) == b""
+
+
+def test_whose_connections_are_whose_is_not_guessed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, NewConnections() as first, NewConnections() as second:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        assert not first.found
+        assert not second.found
+
+
+def test_a_descriptor_that_was_given_to_another_file_is_left_alone() -> None:
+    one, other = socket.socketpair()
+    sockets = PeerSockets()
+    sockets.add(1, one.fileno())
+    number = one.fileno()
+    new, far = socket.socketpair()
+    os.dup2(new.fileno(), number)  # the number now is that of another socket
+    sockets.hang_up(1)
+    sockets.close_in_child()
+    with one, other, new, far:
+        one.sendall(b"x")
+        assert far.recv(1) == b"x"
