@@ -191,8 +191,11 @@ class Pipeline:
         it after the last pass, on the rank that gives it.
 
         Another `num_microbatches` than the pipeline's plays the same named schedule for that number. With a `scaler`, gradients are
-        scaled; call `unscale_` after it. Raises `InputError` for a schedule without backward passes, and `PipelineError` on every rank
-        when any rank fails.
+        scaled; call `unscale_` after it.
+
+        Raises `InputError`, and the pipeline stays open, where no rank can make the call: for a schedule without backward passes, a number
+        of microbatches that has none, inside `torch.inference_mode()`, and in a thread that comes while another uses the pipeline. Raises
+        `PipelineError` on every rank when any rank fails, or is called otherwise than the others.
         """
         return self._steps.train(StepInputs(inputs, targets, kwargs, scaler), num_microbatches)
 
