@@ -17,6 +17,9 @@ from zerobubble.runtime.transport.transport import Transport
 
 Answer = TypeVar("Answer")
 
+_TIMEOUTS_OF_GLOO = 5
+"""For how many of its timeouts gloo's constructor waits for another rank."""
+
 
 class Patience:
     """The `timeout` seconds that a rank waits for others while a pipeline is made, in all calls together."""
@@ -25,6 +28,7 @@ class Patience:
         self._transport = transport
         self._guard = guard
         self._left_s = timeout
+        self._longest_s = _TIMEOUTS_OF_GLOO * timeout
 
     def bear(self, call: Callable[[], Answer], doing: str, *, is_brief: bool = True) -> Answer:
         """What `call`, which all ranks make together, gives or raises.
@@ -33,7 +37,7 @@ class Patience:
         is not brief, such as one that copies many parameters, takes its time; each wait inside it must be bounded.
         """
         with self._transport.collective(doing):
-            return in_background(call, self._listen_and_count if is_brief else self._listen)
+            return in_background(call, self._listen_and_count if is_brief else self._listen, self._longest_s)
 
     def _listen(self, seconds: float) -> None:
         if self._guard.is_told(seconds):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import NamedTuple, TypeVar
@@ -14,29 +17,45 @@ Answer = TypeVar("Answer")
 
 _TICK_S = 0.1
 _LONGEST_TICK_S = 0.5
+_SOON_S, _SPARE_S = 10.0, 2.0
+_left_behind: weakref.WeakKeyDictionary[threading.Thread, float] = weakref.WeakKeyDictionary()
+"""The threads of calls that were left behind, each with the time, by `time.monotonic`, by which its call ends."""
 
 
-def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None]) -> Answer:
+def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None], longest_s: float = math.inf) -> Answer:
     """What `call` gives or raises in a thread of its own.
 
     While it lasts, `every_tick(seconds)` is told ten times a second for how long this rank has waited since it was told last. What it
-    raises leaves the call behind. The time in which this rank itself was frozen or starved does not count as waiting.
+    raises leaves the call behind, which ends by itself after at most `longest_s` seconds. The time in which this rank itself was frozen or
+    starved does not count as waiting.
     """
     future: Future[Answer] = Future()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     modes = _Modes(torch.is_inference_mode_enabled(), stream)
     thread = threading.Thread(target=_settle, args=(future, call, modes), name="zerobubble-background", daemon=True)
     thread.start()
+    began = told = time.monotonic()
     try:
-        told = time.monotonic()
         while not wait([future], _TICK_S).done:
             now = time.monotonic()
             every_tick(min(now - told, _LONGEST_TICK_S))
             told = now
         thread.join()
         return future.result()
+    except BaseException:
+        _left_behind[thread] = began + longest_s
+        raise
     finally:
         del future  # its error holds this frame
+
+
+@atexit.register
+def _stay() -> None:
+    """A thread that comes back from C++ while the interpreter ends aborts the process, so those that are about to are waited for."""
+    for thread, end in list(_left_behind.items()):
+        left_s = max(0.0, end - time.monotonic())
+        if left_s < _SOON_S:
+            thread.join(left_s + _SPARE_S)
 
 
 class _Modes(NamedTuple):
