@@ -85,3 +85,31 @@ def test_of_several_that_do_not_answer_the_one_that_another_waits_for_is_named()
     note = diagnose(words, 4, 1)
     assert (note.rank, note.absent) == (2, (0, 2))
     assert note.message.startswith("rank 2 does not answer: rank 1 lost contact with rank 2 ")
+
+
+def test_a_rank_that_stood_still_is_named_where_all_wait_again() -> None:
+    words = {rank: RankStatus("gathering norms", EVERYBODY, IN_TIME) for rank in (0, 2)}
+    words[1] = RankStatus("gathering norms", EVERYBODY, stood_still=4.6)
+    note = diagnose(words, 3, 0)
+    assert note.rank == 1
+    assert note.message.startswith("rank 1 stood still for 5 s: its process was stopped or starved")
+    assert note.message.endswith("meanwhile rank 0 gave up gathering norms (no answer within `timeout`)")
+
+
+def test_a_rank_that_stood_still_is_named_before_one_that_computes_again() -> None:
+    words = {
+        0: RankStatus("waiting", 1, IN_TIME),
+        1: RankStatus("waiting", 2, stood_still=4.6),
+        2: RankStatus("at 'run 2F1'", op="run 2F1"),
+    }
+    assert diagnose(words, 3, 0).rank == 1
+
+
+def test_a_short_standstill_is_no_excuse_for_a_rank_in_code_of_its_own() -> None:
+    words = {0: RankStatus("waiting", 2, IN_TIME), 1: RankStatus("waiting", 0, stood_still=1.5), 2: RankStatus("outside the pipeline")}
+    assert diagnose(words, 3, 0).rank == 2
+
+
+def test_nobody_is_blamed_for_a_standstill_where_nobody_waited_too_long() -> None:
+    words = {0: RankStatus("waiting", 1, "Connection closed by peer"), 1: RankStatus("waiting", 0, stood_still=4.6)}
+    assert diagnose(words, 2, 0).rank == -1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
-from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, IN_TIME, NOBODY, STARTING
+from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, IN_TIME, NO_ANSWER, NOBODY, STARTING, stood_still
 
 CLOSING = RankStatus("closing the pipeline")
 """The status of a rank that has left the others."""
@@ -16,20 +16,25 @@ CLOSING = RankStatus("closing the pipeline")
 _NONE_HERE = (NOBODY, ELSEWHERE)
 """The `peer` of a rank that waits for none of this pipeline."""
 
-NO_ANSWER = "frozen or has ended, or the network between is cut"
-"""What is known of the process of a rank that does not answer."""
+LONG_STANDSTILL_S, STANDSTILL_S = 3.0, 1.0
+"""A process that has just stood still for so long is to blame for what did not come in time: the first whoever waits for whom, the second
+where otherwise nobody is."""
 
 
 def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> FailureReport:
     """Who keeps the ranks waiting, by the statuses of those that answered, among them the `caller` who lost contact.
 
-    A rank that does not answer comes first. If all answer, the culprit is the one at the end of the chain of those who wait. Where the
-    chain leads back to a rank on it, the ranks make different calls, or the culprit came too late, after another had given it up.
+    A rank that does not answer comes first, then one whose process has just stood still. Otherwise the culprit is at the end of the chain
+    of those who wait. Where the chain leads back to a rank on it, the ranks make different calls, or the culprit came too late, after
+    another had given it up.
     """
     absent = tuple(rank for rank in range(size) if rank not in statuses)
     if absent:
         return _report_absent(statuses, absent, caller)
     culprit = _end_of_chain(statuses, caller)
+    still = _stood_still(statuses, STANDSTILL_S if culprit is None else LONG_STANDSTILL_S)
+    if still is not None:
+        return still
     if culprit is None:
         return _report_circle(statuses, caller)
     if statuses[culprit].peer == ELSEWHERE:
@@ -80,6 +85,17 @@ def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], cal
     others = [rank for rank in absent if rank not in blamed]
     either = f"; {_named(others)} not answer either" if others else ""
     return FailureReport(blamed[0], "", f"{message}{either}", absent)
+
+
+def _stood_still(statuses: dict[int, RankStatus], seconds: float) -> FailureReport | None:
+    """Where a rank gave up because nothing came in time, the one that has just stood still for longest, if for at least `seconds`."""
+    gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == IN_TIME}
+    rank = max(statuses, key=lambda rank: statuses[rank].stood_still)
+    if statuses[rank].stood_still < seconds or not gave_up:
+        return None
+    other, status = next(iter(gave_up.items()))
+    message = f"{stood_still(rank, statuses[rank].stood_still)}; meanwhile rank {other} gave up {status.doing} ({IN_TIME})"
+    return FailureReport(rank, statuses[rank].op, message)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -16,7 +16,8 @@ from zerobubble.runtime.transport.contact import NOBODY
 class RankStatus(NamedTuple):
     """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass.
 
-    `pipeline` names the one in whose call it is, as its own process counts them.
+    `pipeline` names the one in whose call it is, as its own process counts them. `stood_still` are the seconds for which its process has
+    just stood still.
     """
 
     doing: str
@@ -24,6 +25,7 @@ class RankStatus(NamedTuple):
     reason: str = ""
     op: str = ""
     pipeline: str = ""
+    stood_still: float = 0.0
 
 
 class FailureReport(NamedTuple):

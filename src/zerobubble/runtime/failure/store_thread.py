@@ -86,17 +86,23 @@ class Standstill:
 class StoreThread:
     """Calls `store` for its rank, and meanwhile `look(store)` every `look_s` seconds until that is true; in the end `leave(store)`.
 
-    `standstill` is that of this process, as far as its waits show it. Raises `RuntimeError` where no thread can be started.
+    It tells its waits to `standstill`, from which any may see for how long this process stood still. Raises `RuntimeError` where no thread
+    can be started.
     """
 
     def __init__(
-        self, store: Any, look_s: float, look: Callable[[MeasuredStore], bool], leave: Callable[[MeasuredStore], object], longest_s: float
+        self,
+        store: Any,
+        standstill: Standstill,
+        look_s: float,
+        look: Callable[[MeasuredStore], bool],
+        leave: Callable[[MeasuredStore], object],
+        longest_s: float,
     ) -> None:
         self.store = MeasuredStore(store)
-        self.standstill = Standstill()
         self._is_lost = threading.Event()
         self._requests: SimpleQueue[_Request[Any] | None] = SimpleQueue()
-        serve = _Serving(self.store, self.standstill, self._requests, look_s, look, leave)
+        serve = _Serving(self.store, standstill, self._requests, look_s, look, leave)
         self._thread = threading.Thread(target=serve.run, name="zerobubble-listener", daemon=True)
         self._thread.start()
         self.end = weakref.finalize(self, _stop, self._requests, self._thread, self._is_lost, longest_s)

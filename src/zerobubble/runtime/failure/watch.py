@@ -16,14 +16,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from zerobubble.runtime.failure.blame import CLOSING, NO_ANSWER, diagnose, lost_contact, report_ended, report_ended_with_store
+from zerobubble.runtime.failure.blame import CLOSING, diagnose, lost_contact, report_ended, report_ended_with_store
 from zerobubble.runtime.failure.error_text import text_of
 from zerobubble.runtime.failure.memory_kills import memory_kills
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
-from zerobubble.runtime.failure.store_thread import MeasuredStore, StoreThread
+from zerobubble.runtime.failure.store_thread import MeasuredStore, Standstill, StoreThread
+from zerobubble.runtime.transport.contact import host_is_silent, stood_still
 from zerobubble.runtime.transport.endpoint import Group
 
 _POLL_S = 0.02
+_END_S = 0.3
+"""The end of a process is heard within this time of the end of its connections."""
 _REPORT, _ALARM = "report", "alarm"
 """Keys of the store: the report, and the rank that was first to publish one or to ask the others what they do."""
 
@@ -43,7 +46,8 @@ class FailureWatch:
         self._kills = memory_kills()
         self._listener = _Listener(group, weakref.WeakMethod(status), weakref.WeakMethod(hang_up))
         try:
-            self._thread = StoreThread(group.store, group.timing.listen_s, self._listener.look, self._listener.leave, group.timing.answer_s)
+            listener, timing = self._listener, group.timing
+            self._thread = StoreThread(group.store, listener.standstill, timing.listen_s, listener.look, listener.leave, timing.answer_s)
         except RuntimeError as error:
             failed = FailureReport(group.rank, "", f"rank {group.rank} failed while meeting the other ranks: RuntimeError: {error}")
             raise error_of(_publish(group.store, group.rank, failed)) from error
@@ -68,7 +72,14 @@ class FailureWatch:
         """The report that there is, or the one that the ranks find together; `status` says with whom this rank lost contact, and how."""
         found = self._listener.heard or self._ask(lambda: self._diagnose_together(status))
         still = self._own_standstill(lost_contact(self._group.rank, status))
-        return found or self._listener.heard or still or self._report_without_store(status)
+        return found or self._heard_of_host() or still or self._report_without_store(status)
+
+    def _heard_of_host(self) -> FailureReport | None:
+        """The report, for which this rank waits a little where the store is gone: the end of its host is heard in another thread."""
+        end = time.monotonic() + _END_S
+        while self._listener.heard is None and self._group.store_host is not None and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        return self._listener.heard
 
     def tell_of_end(self, ended: int, status: RankStatus) -> bool:
         """Publish that the process of rank `ended` has ended while this one did what `status` says; False if it had left in order.
@@ -87,7 +98,10 @@ class FailureWatch:
         """The report, if a process is known to have ended that had not left in order: then there is nobody to be waited for."""
         rank, store = self._group.rank, self._thread.store
         ended = [other for other in self._ended if not store.check([_left_key(other)])]
-        return _publish(store, rank, report_ended(ended[0], rank, status, memory_kills() - self._kills)) if ended else None
+        if not ended:
+            return None
+        still = self._own_standstill(f"the process of rank {ended[0]} had ended")
+        return _publish(store, rank, still or report_ended(ended[0], rank, status, memory_kills() - self._kills))
 
     def abandon(self) -> None:
         """Leave everything to the parent: this is a forked child."""
@@ -109,7 +123,9 @@ class FailureWatch:
     def _diagnose_together(self, status: RankStatus) -> FailureReport:
         """What the caller says counts at once; the report of the first caller, from what all have said, is everyone's."""
         rank, size, store = self._group.rank, self._group.size, self._thread.store
-        store.set(_status_key(rank), _write_status(status))
+        store.set(
+            _status_key(rank), _write_status(status._replace(stood_still=self._listener.standstill.lately(self._group.timing.answer_s)))
+        )
         first = int(store.compare_set(_ALARM, "", str(rank)))
         end = time.monotonic() + self._group.timing.answer_s * (1 if first == rank else 1.5)
         absent = set(range(size)) - {rank}
@@ -129,21 +145,19 @@ class FailureWatch:
     def _own_standstill(self, found: str) -> FailureReport | None:
         """That this process has just stood still for too long to answer, if it has, and what it `found` then."""
         longest_s = self._group.timing.answer_s
-        seconds = self._thread.standstill.lately(longest_s)
+        seconds = self._listener.standstill.lately(longest_s)
         if seconds < longest_s:
             return None
         rank = self._group.rank
-        why = "its process was stopped or starved, or a thread kept Python's lock"
-        return FailureReport(rank, "", f"rank {rank} stood still for {seconds:.0f} s: {why}; then {found}")
+        return FailureReport(rank, "", f"{stood_still(rank, seconds)}; then {found}")
 
     def _report_without_store(self, status: RankStatus) -> FailureReport:
-        rank, host = self._group.rank, self._group.store_host
-        lost = lost_contact(rank, status)
-        if host is None:
-            message = f"{lost}, and the store of torch.distributed does not answer: see the log of the one who started it"
-            return FailureReport(status.peer, "", message)
-        store = f"the store of torch.distributed, in the process of rank {host}, does not answer"
-        return FailureReport(host, "", f"rank {host} does not answer: {lost}, and {store}; the process is {NO_ANSWER}: see the log there")
+        host = self._group.store_host
+        if host is not None:
+            return FailureReport(host, "", host_is_silent(host))
+        lost = lost_contact(self._group.rank, status)
+        message = f"{lost}, and the store of torch.distributed does not answer: see the log of the one who started it"
+        return FailureReport(status.peer, "", message)
 
     def _leave(self, absent: tuple[int, ...]) -> bool:
         store = self._thread.store
@@ -162,7 +176,9 @@ class _Listener:
         self, group: Group, status: weakref.WeakMethod[Callable[[], RankStatus]], hang_up: weakref.WeakMethod[Callable[[int], None]]
     ) -> None:
         self.heard: FailureReport | None = None
+        self.standstill = Standstill()
         self._rank = group.rank
+        self._lately_s = group.timing.answer_s
         self._status = status
         self._hang_up = hang_up
 
@@ -192,7 +208,8 @@ class _Listener:
 
     def _status_now(self) -> RankStatus:
         tell = self._status()
-        return tell() if tell is not None else CLOSING
+        status = tell() if tell is not None else CLOSING
+        return status._replace(stood_still=self.standstill.lately(self._lately_s))
 
 
 def _publish(store: Any, rank: int, report: FailureReport) -> FailureReport:

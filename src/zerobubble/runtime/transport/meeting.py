@@ -12,13 +12,16 @@ store may be gone or frozen with the process that hosts it, so nobody bears its 
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.transport.background import in_background
+from zerobubble.runtime.transport.contact import host_is_silent, stood_still
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
 from zerobubble.runtime.transport.terms import Terms, faults_of
 
@@ -26,6 +29,8 @@ _SHORTEST_S, _LONGEST_S = 0.001, 0.1
 """Between two looks into the store."""
 _STAY_S = 1.0
 """How long a process that was told to end stays to tell the others."""
+_STANDSTILL_S = 2.0
+"""For so long a process does not stand still on a busy machine."""
 _ROUND = "round"
 """The key of the round that was opened last."""
 _ONE_AT_A_TIME = threading.Lock()
@@ -71,6 +76,8 @@ class _Attendance:
         self._arrival = arrival
         self._timeout = timeout
         self._missed = Decision()
+        self._looked = time.monotonic()
+        self._stood_still_s, self._went_on = 0.0, -math.inf
         self._waited_s = self._silence_s = 0.0
         self._over = threading.Event()
         self._left = threading.Event()
@@ -81,7 +88,7 @@ class _Attendance:
         try:
             return in_background(self._attend, self._count)
         except (_SilentError, RuntimeError):
-            return self._leave(_without_store(self._group))
+            return self._leave(self._own_standstill() or _without_store(self._group))
         except BaseException as error:  # this process was told to end, as by KeyboardInterrupt
             rank = self._group.rank
             self._leave(Decision(failure=f"rank {rank} failed while meeting the other ranks: {type(error).__name__}", rank=rank))
@@ -90,12 +97,29 @@ class _Attendance:
 
     def _count(self, seconds: float) -> None:
         """Count the time in which nothing happened."""
+        self._look_at_clock()
         self._waited_s += seconds
         self._silence_s += seconds
         if self._waited_s >= self._timeout:
             self._over.set()
         if self._silence_s >= min(StoreTiming().silence_s, self._timeout):
             raise _SilentError
+
+    def _look_at_clock(self) -> None:
+        """Notice when this process has stood still since it looked last."""
+        now = time.monotonic()
+        if now - self._looked > _STANDSTILL_S:
+            self._stood_still_s, self._went_on = now - self._looked, now
+        self._looked = now
+
+    def _own_standstill(self) -> Decision | None:
+        """That this process has just stood still, if it has: the others may have given it up and ended, and the store with them."""
+        self._look_at_clock()
+        if time.monotonic() - self._went_on > StoreTiming().answer_s:
+            return None
+        rank = self._group.rank
+        found = "then the store of torch.distributed did not answer"
+        return Decision(failure=f"{stood_still(rank, self._stood_still_s)}; {found}", rank=rank)
 
     def _leave(self, reason: Decision) -> Decision:
         """Give up for this reason, which the others hear once the store answers."""
@@ -178,5 +202,4 @@ def _without_store(group: Group) -> Decision:
     host = group.store_host
     if host is None:
         return Decision(failure="the store of torch.distributed does not answer: see the log of the one who started it")
-    silent = "the store of torch.distributed, in its process, does not answer"
-    return Decision(failure=f"rank {host} does not answer: {silent}; see the log there", rank=host)
+    return Decision(failure=host_is_silent(host), rank=host)
