@@ -170,10 +170,9 @@ class _Judge:
 
     def _judge_living(self, rank: int) -> None:
         told, code = self.told[rank], self.evidence.codes[rank]
-        entries = self.evidence.diaries[rank]
-        doing = self.case.calls[entries[-1].call] if entries else cases.START
-        if code is None and doing in OF_TORCH and told is None:
-            return  # torch waits for as long as it likes
+        if self._waits_in_torch(rank):
+            return
+        doing = self._doing(rank)
         if code is None:
             self.faults.append(f"rank {rank} hangs in {doing}" if told is None else f"rank {rank} hangs after it was told")
         elif told is None:
@@ -186,6 +185,15 @@ class _Judge:
         else:
             self._judge_told(rank, told)
         self._judge_ending(rank)
+
+    def _doing(self, rank: int) -> str:
+        """The call that `rank` was in when it was last heard of."""
+        entries = self.evidence.diaries[rank]
+        return self.case.calls[entries[-1].call] if entries else cases.START
+
+    def _waits_in_torch(self, rank: int) -> bool:
+        """Whether `rank` still runs, in a call of torch's, which waits for as long as it likes."""
+        return self.evidence.codes[rank] is None and self.told[rank] is None and self._doing(rank) in OF_TORCH
 
     def _judge_told(self, rank: int, told: Told) -> None:
         call = self.case.calls[told.call]
@@ -220,7 +228,7 @@ class _Judge:
         told, code = self.told[victim], self.evidence.codes[victim]
         if self._is_harmless():
             self._judge_living(victim)
-        elif code is None and deed != cases.FREEZE:
+        elif code is None and deed != cases.FREEZE and not self._waits_in_torch(victim):
             self.faults.append(f"the victim, rank {victim}, hangs")
         elif deed == cases.WAKE and told is not None and self.case.calls[told.call] not in OF_TORCH:
             alone = self.case.store == "rank 0"  # the store is gone with its process
