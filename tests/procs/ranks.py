@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import traceback
@@ -19,6 +20,7 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
     import torch.distributed as dist
 
     tempfile.tempdir = folder  # what is left there was left by this world
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, has it ignored
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}

@@ -223,9 +223,9 @@ def test_a_rank_that_cannot_compare_schedules_follows_one_that_can(world: Ranks,
         assert warned == (wanted if rank in ranks else [])
 
 
-def test_where_no_rank_can_training_goes_on_as_it_began(world: Ranks) -> None:
+def test_where_no_rank_can_training_begins_one_by_one(world: Ranks) -> None:
     for warned, names in world.run(unable, [0, 1], 5, ranks=2):
-        assert names == ["one by one"]
+        assert names[0] == "one by one"
         assert len(warned) == 1
 
 

@@ -307,7 +307,7 @@ def test_a_process_ends_as_usual_after_it_has_left_a_constructor_behind(tmp_path
         for living in (ranks[0], ranks[2]):
             _, told = living.communicate(timeout=60)
             assert living.returncode == 1, told
-            assert "zerobubble.errors.PipelineError: rank 1 does not answer: " in told.rstrip().splitlines()[-1]
+            assert "zerobubble.errors.PipelineError: rank 1 does not answer: " in told  # gloo may have its say behind that
             assert "terminate called" not in told
     finally:
         for process in ranks:

@@ -252,12 +252,18 @@ class Executor:
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
+        step = (op,)
+        mark = self._clock.mark
+        is_paced = self._pace is not None
 
         def run() -> None:
             taken = take()
-            begin = self._clock.mark()
+            begin = mark()
             work(taken)
-            self._done((op,), begin)
+            if is_paced or self.meter is not None:
+                self._done(step, begin)
+            else:
+                self._marks.append((op, begin, mark()))
 
         return run
 

@@ -20,9 +20,8 @@ class HostClock:
     def settle(self) -> None:
         """Wait until the device has done what it was given."""
 
-    def mark(self) -> Instant:
-        """A point in time."""
-        return perf_counter_ns()
+    mark = staticmethod(perf_counter_ns)
+    """A point in time; no method of ours, because every pass and message calls it."""
 
     def read(self, instant: Instant) -> int:
         """An instant in `perf_counter_ns` time."""

@@ -60,5 +60,5 @@ def deferral(weight: Tensor) -> Deferral:
     """
     compiling = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     work = None if compiling else pass_in_progress()
-    trains = work is not None and weight in work.context.can_wait and weight.requires_grad
+    trains = work is not None and id(weight) in work.context.can_wait and weight.requires_grad
     return Deferral(weight, work if trains and not is_watched(weight) else None)

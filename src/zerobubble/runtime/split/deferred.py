@@ -41,7 +41,7 @@ class DeferredSplitter:
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
         self._parameters = parameters
         self._reasons = reasons_not_to_wait(self._module, parameters)
-        can_wait = frozenset(parameters).difference(self._reasons)
+        can_wait = frozenset(id(parameter) for parameter in parameters if parameter not in self._reasons)
         self._context = StepContext(can_wait, meter, self._gradients, self._copies)
 
     @contextmanager

@@ -28,7 +28,7 @@ def work_for(weight: Tensor, x: Tensor) -> WeightWork | None:
     if torch.compiler.is_compiling():
         return None
     work = pass_in_progress()
-    if work is None or weight not in work.context.can_wait or not weight.requires_grad or is_watched(weight):
+    if work is None or id(weight) not in work.context.can_wait or not weight.requires_grad or is_watched(weight):
         return None
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:  # our Functions reshape
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,11 +43,12 @@ _kept: Callable[[], WeightWork] = partial(torch._C._get_obj_in_tls, _PASS)
 class StepContext:
     """What the passes of one stage share for the length of a step.
 
-    `can_wait` are the parameters whose gradients may wait for W: those of the stage, but for some that others watch, sum or shard.
+    `can_wait` are the parameters whose gradients may wait for W: those of the stage, but for some that others watch, sum or shard. They go
+    by their `id`, because torch hashes a tensor in Python, and every layer asks.
     `meter` counts the bytes that wait, None where nobody asks. `gradients` is where W adds. `copies` are autocast's copies of parameters.
     """
 
-    can_wait: frozenset[Tensor]
+    can_wait: frozenset[int]
     meter: Meter | None = None
     gradients: Gradients = IN_GRAD
     copies: AutocastCopies = field(default_factory=AutocastCopies)
@@ -128,7 +129,7 @@ class WeightWork:
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what `torch.no_grad` does, in a tenth of its time: every W comes by here
         try:
-            for weight, gradient in self._totals().items():
+            for weight, gradient in self._totals():
                 self.context.gradients.add(weight, gradient)
         finally:
             torch._C._set_grad_enabled(was_enabled)
@@ -137,17 +138,19 @@ class WeightWork:
         self._versions.clear()
         self.held.clear()
 
-    def _totals(self) -> dict[Tensor, Tensor]:
-        """The sum of each weight's gradients, those of one cast first."""
-        parts: dict[tuple[Tensor, object], Tensor] = {}
+    def _totals(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Each weight with the sum of its gradients, those of one cast first."""
+        parts: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}
         for weight, cast, compute, held in self._entries:
             found = compute(*held)
-            parts[weight, cast] = parts[weight, cast] + found if (weight, cast) in parts else found
-        totals: dict[Tensor, Tensor] = {}
-        for (weight, _), part in parts.items():
+            before = parts.get((id(weight), cast))
+            parts[id(weight), cast] = weight, found if before is None else before[1] + found
+        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        for weight, part in parts.values():
             gradient = part.to(weight.dtype)
-            totals[weight] = totals[weight] + gradient if weight in totals else gradient
-        return totals
+            before = totals.get(id(weight))
+            totals[id(weight)] = weight, gradient if before is None else before[1] + gradient
+        return totals.values()
 
 
 def _accumulates(node: Any) -> bool:
