@@ -5,13 +5,15 @@ A job is a module-level function `job(group, *args)`; it runs on the first `rank
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import socket
 import tempfile
+import threading
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
@@ -19,75 +21,108 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a process that C code aborts tells on stderr what each of its threads did in Python
     tempfile.tempdir = folder  # what is left there was left by this world
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, has it ignored
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
     while True:
-        job = pipe.recv()
-        if job is None:
-            break
-        function, count, args = job
+        function, count, args = pipe.recv()
         try:
             pipe.send(("ok", function(groups[count], *args)))
         except BaseException as error:  # the test shows it
             pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-    os._exit(0)
 
 
-def _free_port() -> int:
+ONE_AT_A_TIME = threading.Lock()
+"""Held by whoever starts a process, who looks after all others too, or asks for an exit code: two threads that look read a status twice."""
+
+
+def free_port() -> int:
+    """One that nobody has now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
+
+
+def forkserver() -> Any:
+    """Starts processes from a server that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.procs.preload"])
+    return context
 
 
 class Ranks:
     """`size` processes in one gloo world; its store is a file, or where `hosted`, in the process of rank 0."""
 
     def __init__(self, size: int, *, hosted: bool = False) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.procs.preload"])
+        context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
-        store = f"tcp://127.0.0.1:{_free_port()}" if hosted else f"file://{os.path.join(self._folder.name, 'store')}"
+        store = f"tcp://127.0.0.1:{free_port()}" if hosted else f"file://{os.path.join(self._folder.name, 'store')}"
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
             context.Process(target=_worker, args=(rank, size, store, self._folder.name, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
+        self._jobs: list[list[str]] = [[] for _ in range(size)]
         for process in self.processes:
-            process.start()
+            with ONE_AT_A_TIME:
+                process.start()
         for _, theirs in pairs:
             theirs.close()
 
     def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[tuple[str, Any]]:
-        """Per rank: ("ok", result), ("error", text) or ("gone", "") when the process died."""
+        """Per rank: ("ok", result), ("error", text), or where the process ended, ("gone", the name of the signal or the exit code)."""
         self.start(function, *args, ranks=ranks)
         return [self.outcome(rank, seconds) for rank in range(ranks)]
 
     def start(self, function: Any, *args: Any, ranks: int) -> None:
         """Give the first `ranks` processes a job."""
-        for pipe in self.pipes[:ranks]:
-            pipe.send((function, ranks, args))
+        job = f"{function.__qualname__}{args}"[:300]
+        for rank, pipe in enumerate(self.pipes[:ranks]):
+            try:
+                pipe.send((function, ranks, args))
+            except ConnectionError as error:
+                ended = self._how_it_ended(rank)
+                self.kill()
+                raise AssertionError(f"rank {rank} ended by {ended} before it got {job}; {self._last_jobs(rank)}") from error
+            self._jobs[rank].append(job)
 
     def outcome(self, rank: int, seconds: float = 120) -> tuple[str, Any]:
         """How the job ended on `rank`, as `outcomes` tells it."""
         try:
             if not self.pipes[rank].poll(seconds):
                 self.kill()
-                raise AssertionError(f"rank {rank} hangs")
+                raise AssertionError(f"rank {rank} hangs; {self._last_jobs(rank)}")
             found: tuple[str, Any] = self.pipes[rank].recv()
             return found
-        except (EOFError, ConnectionResetError):
-            return "gone", ""
+        except (EOFError, ConnectionError):
+            return "gone", self._how_it_ended(rank)
 
     def run(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[Any]:
         """The results of a job that must succeed on every rank."""
         outcomes = self.outcomes(function, *args, ranks=ranks, seconds=seconds)
-        failed = [f"rank {rank}: {result}" for rank, (state, result) in enumerate(outcomes) if state != "ok"]
+        failed = [
+            f"rank {rank}: {result}" if state == "error" else f"rank {rank} ended by {result}; {self._last_jobs(rank)}"
+            for rank, (state, result) in enumerate(outcomes)
+            if state != "ok"
+        ]
         assert not failed, "\n".join(failed)
         return [result for _, result in outcomes]
+
+    def _how_it_ended(self, rank: int) -> str:
+        """By which signal or exit code a process ended that has closed its pipe."""
+        process = self.processes[rank]
+        assert wait([process.sentinel], 60), f"rank {rank} has closed its pipe and does not end; {self._last_jobs(rank)}"
+        with ONE_AT_A_TIME:
+            code = process.exitcode
+        return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+    def _last_jobs(self, rank: int) -> str:
+        """What may be to blame: memory that one job has spoilt ends the process in the next, or between the two."""
+        return f"its last jobs were {' and '.join(self._jobs[rank][-2:]) or 'none'}"
 
     def kill(self) -> None:
         """End every process."""

@@ -237,7 +237,7 @@ def test_a_rank_that_cannot_clip_ends_all_with_its_cause(world: Ranks, culprit: 
 
 def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks) -> None:
     first, gone, last = doomed.outcomes(clip_with, die, 1, 60.0, ranks=3)
-    assert gone == ("gone", "")
+    assert gone == ("gone", "SIGKILL")
     for state, (took, text, rank) in (first, last):
         assert state == "ok"
         assert took < PROMPT

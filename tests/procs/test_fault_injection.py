@@ -256,7 +256,7 @@ def judge_kill(case: Case) -> None:
     world = Ranks(RANKS)
     try:
         outcomes = world.outcomes(train, case, LONG_S, ranks=RANKS)
-        assert outcomes[case.rank] == ("gone", ""), f"{case}: {outcomes}"
+        assert outcomes[case.rank] == ("gone", "SIGKILL"), f"{case}: {outcomes}"
         judge_survivors(case, {rank: outcome for rank, outcome in enumerate(outcomes) if rank != case.rank}, LONG_S / 2)
     finally:
         world.kill()

@@ -465,7 +465,7 @@ def test_a_rank_that_is_gone_ends_the_others(culprit: int) -> None:
         outcomes = doomed.outcomes(vanish, culprit, ranks=3, seconds=45)
     finally:
         doomed.kill()
-    assert outcomes.pop(culprit) == ("gone", "")
+    assert outcomes.pop(culprit) == ("gone", "SIGKILL")
     texts = {text for _, text in outcomes}
     assert len(texts) == 1, outcomes
     assert texts.pop().startswith(f"rank {culprit} is gone")

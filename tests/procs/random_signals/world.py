@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +17,7 @@ from tests.procs.random_signals import case as cases
 from tests.procs.random_signals import diary, script
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Entry
+from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
 
 PATIENCE_S = 15.0
 """Beyond the timeouts of torch and of the pipeline: whoever is not at an end by then hangs."""
@@ -52,21 +50,11 @@ def play(case: Case, offset: float) -> Evidence:
         return _World(case, Path(folder), offset).play()
 
 
-_ONE_AT_A_TIME = threading.Lock()
-"""Who starts a process looks after all others too, and two threads that look after one read its status twice."""
-
-
 def warm_up() -> None:
     """Start the server that ranks are forked from, which imports torch."""
-    first = _context().Process(target=os.getpid)
+    first = forkserver().Process(target=os.getpid)
     first.start()
     first.join()
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.procs.preload"])
-    return context
 
 
 class _World:
@@ -79,7 +67,7 @@ class _World:
         self.deed: float | None = None
         self.woken: float | None = None
         self.ended = [0.0] * case.ranks
-        context = _context()
+        context = forkserver()
         self._bell, self._bells = context.Pipe(duplex=False)
         self._store, address = _store(case, folder)
         self.processes: list[Any] = [
@@ -89,7 +77,7 @@ class _World:
     def play(self) -> Evidence:
         try:
             for process in self.processes:
-                with _ONE_AT_A_TIME:
+                with ONE_AT_A_TIME:
                     process.start()
             self._do_the_deed()
             living = [rank for rank in range(self.case.ranks) if rank != self.case.victim]
@@ -144,7 +132,7 @@ class _World:
         diaries = [self._read(rank) for rank in range(self.case.ranks)]
         if self.case.place:
             self.deed = next((entry.time for entry in diaries[self.case.victim] if entry.what == "deed"), None)
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             codes = [process.exitcode for process in self.processes]
         self._end()
         return Evidence(
@@ -200,8 +188,7 @@ def _store(case: Case, folder: Path) -> tuple[Any, str | int]:
     if case.store == "file":
         return None, f"file://{folder / 'store'}"
     if case.store == "rank 0":
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return None, f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        return None, f"tcp://127.0.0.1:{free_port()}"
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
