@@ -7,6 +7,7 @@ seconds: the rank waits for this thread, not for the store.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -38,11 +39,23 @@ class _Request(Generic[Answer]):
 
 
 class MeasuredStore:
-    """A store that ends its silence with every answer; whoever waits for one counts the silence up, in seconds."""
+    """A store whose silence is known, in seconds: it ends with every answer, and whoever waits for one counts it up.
+
+    Time is counted once, however many threads wait through it.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self.silence_s = 0.0
+        self._counted = -math.inf
+        self._lock = threading.Lock()
+
+    def count(self, seconds: float) -> None:
+        """The caller has waited for `seconds` until now. They are no time by the clock, which goes on while this process stands still."""
+        with self._lock:
+            now = time.monotonic()
+            self.silence_s += min(seconds, now - self._counted)
+            self._counted = now
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def ask(*args: Any) -> Any:
@@ -109,19 +122,16 @@ class StoreThread:
 
     def count(self, seconds: float) -> None:
         """This rank has waited for `seconds`, for whatever it may be; the store, which is looked into meanwhile, may have been silent."""
-        self.store.silence_s += seconds
+        self.store.count(seconds)
 
     def ask(self, call: Callable[[], Answer], silence_s: float) -> Answer | None:
-        """What `call` gives; None where it raises or the store is silent for `silence_s`, and from then on.
-
-        Silence is counted in ticks, not by the clock, which goes on while this process stands still.
-        """
+        """What `call` gives; None where it raises or the store is silent for `silence_s`, and from then on."""
         if self._is_lost.is_set():
             return None
         request = _Request(call)
         self._requests.put(request)
         while not request.is_done.wait(_TICK_S):
-            self.store.silence_s += _TICK_S
+            self.store.count(_TICK_S)
             if self.store.silence_s > silence_s or not self._thread.is_alive() or self._is_lost.is_set():
                 break
         if request.answer is None:
