@@ -184,3 +184,41 @@ def test_a_scaler_must_be_given_where_the_loss_is(world: Ranks, name: str, culpr
 
 def test_a_scaler_is_enough_where_the_loss_is(world: Ranks) -> None:
     assert world.run(scaled_on_one_rank, "1f1b", 1, ranks=2) == ["", ""]
+
+
+def enabled_on_some(group: Any, enabled: list[tuple[bool, bool]]) -> tuple[int, str, float]:
+    """A step for each of `enabled`, with a scaler on each of two ranks that is enabled where this is true.
+
+    The steps that were made, the error after them, and the seconds it took.
+    """
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        for step, of_ranks in enumerate(enabled):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=of_ranks[pipe.rank])
+            pipe.step(*batch(4), scaler=scaler)
+            began = time.monotonic()
+            try:
+                pipe.unscale_(scaler, optimizer)
+            except zb.PipelineError as error:
+                return step, str(error), time.monotonic() - began
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return len(enabled), "", 0.0
+
+
+ALIKE = [(True, True), (False, False), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ([], "the scalers of some ranks are disabled: rank 0 has one that is enabled, rank 1 has one that is disabled; make them alike"),
+        (ALIKE, "the ranks make different calls: rank 0 is sharing which gradients are not finite"),
+    ],
+)
+def test_scalers_that_are_disabled_on_some_ranks_only_are_told_of(world: Ranks, before: list[tuple[bool, bool]], told: str) -> None:
+    for steps, text, seconds in world.run(enabled_on_some, [*before, (True, False)], ranks=2):
+        assert steps == len(before), text
+        assert told in text
+        assert seconds < PROMPT

@@ -20,8 +20,9 @@ from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache
 from zerobubble.runtime.failure.frame import Frame
 from zerobubble.runtime.failure.guard import FailureGuard
-from zerobubble.runtime.hooks import clip, gradient_scaling
+from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.hooks.auto import Auto
+from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import Tied
@@ -166,6 +167,7 @@ class Pipeline:
         self.pace = Pace(pace) if pace is not None else None
         with session.guard.during("while making its programs"):
             self._steps = _runner(session, StepLosses(session.transport, loss_fn, loss_weight, on_loss), self.pace, overlap)
+        self._unscaling = Unscaling(self._steps)
         session.guard.on_closing(self._steps.close)
         self._auto = session.setup.planner
         self._attach_first([session.shared, *([self._auto] if self._auto is not None else []), *hooks])
@@ -264,11 +266,10 @@ class Pipeline:
         """`scaler.unscale_(optimizer)`, after which `scaler.step` and `scaler.update` do the same on every rank. All must call it.
 
         Each rank has a scaler of its own, made alike, for this rank's optimizer; a gradient that is not finite on one rank makes every
-        rank leave out the step, as on one device. Raises `PipelineError` on every rank when any rank fails or their scales differ.
+        rank leave out the step, as on one device. Raises `PipelineError` on every rank when any rank fails, their scales differ, or some
+        scalers are enabled and others not.
         """
-        if scaler.is_enabled():
-            self._steps.before_optimizer()
-            gradient_scaling.unscale(self._steps, scaler, optimizer)
+        self._unscaling.unscale(scaler, optimizer)
 
     @plays_steps
     def profile(

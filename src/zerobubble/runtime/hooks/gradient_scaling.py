@@ -12,18 +12,41 @@ from zerobubble.ir import Schedule
 from zerobubble.runtime.step.hook import AttachedPipeline
 
 
-def unscale(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """`scaler.unscale_(optimizer)` on this rank, of `main_grad` where gradients are there, and what it found on any rank told to all.
+class Unscaling:
+    """The scalers of all ranks of a pipeline, which are alike: all of them are enabled, or none."""
 
-    Raises `InputError` when the ranks' scalers differ in their scale, and when the last step was given one on some ranks, but not where it
-    scales: on those with a last stage.
-    """
-    with pipeline.activity("while unscaling gradients"):
-        if pipeline.gradients.dtype is None:
-            scaler.unscale_(optimizer)
-        else:
-            _unscale_sums(scaler, optimizer, _sums(pipeline))
-        _share_what_is_not_finite(pipeline, scaler, optimizer)
+    def __init__(self, pipeline: AttachedPipeline) -> None:
+        self._pipeline = pipeline
+        self._are_enabled: bool | None = None
+
+    def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.unscale_(optimizer)` on this rank, of `main_grad` where gradients are there, and what it found on any rank told to all.
+
+        With scalers that are disabled there is nothing to do. The ranks tell each other whether theirs are in the first call, and when that
+        changes. Raises `InputError` when the scalers of some ranks are enabled and those of others not, when they differ in their scale,
+        and when the last step was given one on some ranks, but not where it scales: on those with a last stage.
+        """
+        pipeline = self._pipeline
+        if scaler.is_enabled() is not self._are_enabled:
+            self._are_enabled = _are_enabled(pipeline, scaler)
+        if not self._are_enabled:
+            return
+        pipeline.before_optimizer()
+        with pipeline.activity("while unscaling gradients"):
+            if pipeline.gradients.dtype is None:
+                scaler.unscale_(optimizer)
+            else:
+                _unscale_sums(scaler, optimizer, _sums(pipeline))
+            _share_what_is_not_finite(pipeline, scaler, optimizer)
+
+
+def _are_enabled(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler) -> bool:
+    """Whether the scalers of all ranks are enabled; raises `InputError` where some are and some are not."""
+    told: list[bool] = pipeline.gather(scaler.is_enabled(), "comparing scalers")
+    if len(set(told)) > 1:
+        listed = ", ".join(f"rank {rank} has one that is {'enabled' if is_enabled else 'disabled'}" for rank, is_enabled in enumerate(told))
+        raise InputError(f"the scalers of some ranks are disabled: {listed}; make them alike")
+    return told[0]
 
 
 def _sums(pipeline: AttachedPipeline) -> list[Tensor]:
