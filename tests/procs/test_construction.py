@@ -252,7 +252,11 @@ def judge(case: Case) -> None:
         world.start(be_struck, case, ranks=RANKS)
         outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
         assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
-        judge_ended(str(case), case.rank, {rank: Ended(*end) for rank, (_, end) in outcomes.items()}, case.hosted and case.rank == 0)
+        ended = {rank: Ended(*end) for rank, (_, end) in outcomes.items()}
+        judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
+        if case.act is kill and case.moment != "coming":  # which process the rank is, it has told when it came
+            assert max(end.seconds for end in ended.values()) < ANSWER_S + SPARE_S, f"{case}: {ended}"
+            assert all(f"rank {case.rank} is gone: its process ended" in end.text for end in ended.values()), f"{case}: {ended}"
         if case.act is stop:
             os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)
             state, woken = world.outcome(case.rank)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from zerobubble.runtime.failure import processes
-from zerobubble.runtime.failure.processes import ProcessWatch, RankProcess, this_process
+from zerobubble.runtime.failure.processes import ProcessWatch
+from zerobubble.runtime.transport.rank_process import RankProcess, this_process
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")

@@ -15,7 +15,6 @@ from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channe
 from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.patience import Patience
-from zerobubble.runtime.failure.processes import this_process
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, read_tied
@@ -23,6 +22,7 @@ from zerobubble.runtime.options import PipelineOptions, faults_in, planned_sched
 from zerobubble.runtime.stage.rank_stages import Stages, modules_of
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
 from zerobubble.runtime.transport.meeting import Arrival
+from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.terms import Terms, faults_of, versions
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
@@ -69,12 +69,11 @@ def connect(options: PipelineOptions) -> Session:
     one of them fails or does not come.
     """
     refuse_unreachable(options)
-    transport = transport_for(options.transport, options.group, usable_timeout(options), Arrival(faults_in(options), versions()))
+    arrival = Arrival(faults_in(options), versions(), this_process())
+    transport = transport_for(options.transport, options.group, usable_timeout(options), arrival)
     guard = FailureGuard(transport)
     patience = Patience(transport, guard, usable_timeout(options))
-    with guard.during("while meeting the other ranks"):
-        patience.bear(transport.connect, "meeting the other ranks")
-        guard.watch_processes(patience.bear(lambda: transport.gather_objects(this_process()), "meeting the other ranks"))
+    _meet(transport, guard, patience)
     with guard.during("while building its stages"):
         setup, fault = _build(options, transport)
     agree(transport, guard, patience, fault, _terms(options, setup))
@@ -86,6 +85,17 @@ def connect(options: PipelineOptions) -> Session:
     with guard.opening("while making the copies of stages equal"):
         patience.bear(shared.broadcast_initial_values, "making the copies of stages equal", is_brief=False)
     return Session(transport, guard, patience, setup, shared)
+
+
+def _meet(transport: Transport, guard: FailureGuard, patience: Patience) -> None:
+    """Reach the other ranks, and hear from here on when their processes end: from before that where they are known already."""
+    doing, known = "meeting the other ranks", transport.group.processes
+    with guard.during(f"while {doing}"):
+        if known:
+            guard.watch_processes(known)
+        patience.bear(transport.connect, doing)
+        if not known:
+            guard.watch_processes(patience.bear(lambda: transport.gather_objects(this_process()), doing))
 
 
 def _build(options: PipelineOptions, transport: Transport) -> tuple[Setup | None, str]:

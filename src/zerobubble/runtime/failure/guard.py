@@ -16,11 +16,12 @@ from zerobubble.runtime.failure.elastic import forget_error_file, write_error_fi
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.frame import AgreedError, Frame
 from zerobubble.runtime.failure.pipelines import enlist, status_beside
-from zerobubble.runtime.failure.processes import ProcessWatch, RankProcess
+from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
 from zerobubble.runtime.failure.turn import Turn
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.contact import ELSEWHERE, NOBODY, LostContactError
+from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.transport.transport import Transport
 
 NEVER_OPENED = "the pipeline was never opened"

@@ -1,7 +1,7 @@
 """The end of a rank's process is heard at once, even while children that it forked keep its connections open.
 
-Ranks tell each other which process they are. A thread on each rank sleeps until one of those that run on its machine ends; where Linux does
-not let it watch a process, the end is found by the connections alone.
+Ranks tell each other which process they are when they meet. A thread on each rank sleeps until one of those that run on its machine ends;
+where Linux does not let it watch a process, the end is found by the connections alone.
 """
 
 from __future__ import annotations
@@ -11,37 +11,11 @@ import select
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from zerobubble.runtime.transport.rank_process import RankProcess, start_of, this_process
 
 _LONGEST_STOP_S = 3.0
-_START_TIME = 19
-"""The place of a process's start in what its stat says behind its name, which is in parentheses."""
-
-
-class RankProcess(NamedTuple):
-    """A rank's process. A number is given again to a later process, which has `started`, in clock ticks after the boot, at another time.
-
-    Numbers mean the same in one `place`: the boot of a machine and its namespace of processes; empty where that cannot be told.
-    """
-
-    number: int
-    started: int
-    place: str
-
-
-def this_process() -> RankProcess:
-    """What this rank tells the others of its process."""
-    try:
-        place = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
-        return RankProcess(os.getpid(), _started(os.getpid()), place)
-    except OSError:
-        return RankProcess(os.getpid(), 0, "")
-
-
-def _started(number: int) -> int:
-    told = Path(f"/proc/{number}/stat").read_text()
-    return int(told[told.rindex(")") + 1 :].split()[_START_TIME])
 
 
 class ProcessWatch:
@@ -93,7 +67,7 @@ def _descriptor_of(process: RankProcess) -> int:
     """A descriptor that can be polled for the end of a process; raises `ProcessLookupError` after it, `OSError` where there can be none."""
     descriptor = os.pidfd_open(process.number)
     try:
-        started = _started(process.number)
+        started = start_of(process.number)
     except OSError:
         started = -1
     if started != process.started:

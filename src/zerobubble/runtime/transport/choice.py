@@ -15,6 +15,7 @@ from zerobubble.runtime.transport.endpoint import Endpoint, Group
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.meeting import Arrival, meet
 from zerobubble.runtime.transport.nccl import NcclEndpoint
+from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.same_machine import NoSharedMemoryError
 from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint
 from zerobubble.runtime.transport.terms import versions
@@ -92,8 +93,9 @@ def over_torch(group: dist.ProcessGroup | None, timeout: float, arrival: Arrival
     ranks = dist.get_process_group_ranks(world)
     place = f"zerobubble/meeting/{world.group_name}/{'-'.join(map(str, ranks))}"
     meeting = Group(dist.get_rank(group), len(ranks), dist.distributed_c10d.PrefixStore(place, store), _store_host(group))
-    name = meet(meeting, arrival or Arrival("", versions()), timeout)
-    return GlooEndpoint(meeting._replace(store=dist.distributed_c10d.PrefixStore(f"zerobubble/{name}", store), name=name), timeout)
+    met = meet(meeting, arrival or Arrival("", versions(), this_process()), timeout)
+    together = dist.distributed_c10d.PrefixStore(f"zerobubble/{met.session}", store)
+    return GlooEndpoint(meeting._replace(store=together, name=met.session, processes=met.processes), timeout)
 
 
 def _store_host(group: dist.ProcessGroup | None) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.control import Topic
+from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.values.shapes import Shapes
 
 Put = Callable[[Sequence[Tensor | None]], None]
@@ -72,7 +73,7 @@ class Group(NamedTuple):
     The store is one of torch.distributed's, or has its methods `set`, `get`, `check` and `compare_set`; it is asked only when something
     goes wrong, so it must not depend on the lines. Each pipeline needs a part of it for itself, such as a `PrefixStore`. `store_host` is
     the rank whose process holds the store, None when it is none of these ranks. `name` differs between pipelines and is the same on all
-    ranks.
+    ranks. `processes` are those of ranks 0, 1, ... where they are known before the ranks are connected; else ranks tell them then.
     """
 
     rank: int
@@ -81,6 +82,7 @@ class Group(NamedTuple):
     store_host: int | None = None
     name: str = ""
     timing: StoreTiming = StoreTiming()
+    processes: tuple[RankProcess, ...] = ()
 
 
 class Capabilities(NamedTuple):

@@ -1,9 +1,10 @@
 """How the ranks of a group meet before there is any connection between them: in the store of torch.distributed, round by round.
 
-Every rank writes into the round that is open that it has come, with what is wrong with its arguments and the versions it runs. The first
-rank of the group waits until all have come, and decides the round: the ranks go on under a name, or a fault is told to all. A rank that
-has waited for long enough decides it, too: those that did not come are named. The first decision counts and is read by all; the rank that
-comes next opens a new round. So ranks meet again after a failure, also when one of them has made more attempts than another.
+Every rank writes into the round that is open that it has come, with what is wrong with its arguments, the versions it runs and which
+process it is. The first rank of the group waits until all have come, and decides the round: the ranks go on under a name, or a fault is
+told to all. A rank that has waited for long enough decides it, too: those that did not come are named. The first decision counts and is
+read by all; the rank that comes next opens a new round. So ranks meet again after a failure, also when one of them has made more attempts
+than another.
 
 What is written is JSON, and the versions are compared first, so that two revisions of this package can still tell that they differ. The
 store may be gone or frozen with the process that hosts it, so nobody bears its silence for longer than a few seconds.
@@ -23,6 +24,7 @@ from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.transport.background import in_background
 from zerobubble.runtime.transport.contact import host_is_silent, stood_still
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
+from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.transport.terms import Terms, faults_of
 
 _SHORTEST_S, _LONGEST_S = 0.001, 0.1
@@ -38,23 +40,26 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class Arrival(NamedTuple):
-    """What a rank says when it comes: what is wrong with its arguments, and what all ranks must have alike."""
+    """What a rank says when it comes: what is wrong with its arguments, what all ranks must have alike, and which process it is."""
 
     fault: str
     terms: Terms
+    process: RankProcess
 
 
 class Decision(NamedTuple):
-    """How a round ended: the ranks go on under the name `session`, or all raise an error: one of input, or the failure of `rank`."""
+    """How a round ended: the ranks, which are these `processes`, go on under the name `session`, or all raise an error: one of input, or
+    the failure of `rank`."""
 
     session: str = ""
+    processes: tuple[RankProcess, ...] = ()
     input_error: str = ""
     failure: str = ""
     rank: int = -1
 
 
-def meet(group: Group, arrival: Arrival, timeout: float) -> str:
-    """Meet the other ranks of `group` in its store, a part of it that belongs to the group of processes: a name for what they do together.
+def meet(group: Group, arrival: Arrival, timeout: float) -> Decision:
+    """Meet the other ranks of `group` in its store, a part of it that belongs to the group of processes: how they go on together.
 
     Raises `InputError` on every rank when something is wrong on one of them or differs, and `PipelineError` on every rank when one does
     not come within `timeout` seconds, or the store does not answer.
@@ -65,7 +70,7 @@ def meet(group: Group, arrival: Arrival, timeout: float) -> str:
         raise InputError(decision.input_error)
     if decision.failure:
         raise PipelineError(decision.failure, rank=decision.rank if decision.rank >= 0 else None)
-    return decision.session
+    return decision
 
 
 class _Attendance:
@@ -167,7 +172,9 @@ class _Attendance:
         """All have come: whether they can go on together."""
         told = [json.loads(self._ask("get", key)) for key in everybody]
         faults = faults_of([(fault, terms) for fault, terms, *_ in told])
-        return Decision(input_error=faults) if faults else Decision(session=uuid.uuid4().hex)
+        if faults:
+            return Decision(input_error=faults)
+        return Decision(session=uuid.uuid4().hex, processes=tuple(RankProcess(*process) for _, _, process in told))
 
     def _give_up(self, everybody: Sequence[str]) -> Decision:
         """Who is to blame that this rank has waited for so long."""
@@ -195,7 +202,8 @@ def _decision_key(current: str) -> str:
 def _as_decision(text: bytes) -> Decision:
     """What is written there, perhaps by another revision with more to say."""
     written = json.loads(text)
-    return Decision(**{name: written[name] for name in Decision._fields if name in written})
+    decision = Decision(**{name: written[name] for name in Decision._fields if name in written})
+    return decision._replace(processes=tuple(RankProcess(*process) for process in decision.processes))
 
 
 def _without_store(group: Group) -> Decision:
