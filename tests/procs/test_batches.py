@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 
-ROOT = Path(__file__).parents[2]
 PAD = -100
 
 
@@ -449,11 +446,5 @@ def test_a_forward_only_schedule_serves_evaluation(world: Ranks, stages_per_rank
 
 
 def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
-    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "batches.md").read_text(), re.DOTALL)
-    assert program is not None
-    (tmp_path / "batches.py").write_text(program[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "batches.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)] == pytest.approx([4, 4, 4], abs=0.5)
+    printed = run_forked(programs_of("docs/batches.md")[0], tmp_path, 2)
+    assert [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)] == pytest.approx([4, 4, 4], abs=0.5)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.procs.programs import torchrun
 
 FORGETFUL = """
 import torch, torch.distributed as dist, zerobubble as zb
@@ -19,10 +18,7 @@ print("done", flush=True)
 
 
 def test_a_program_that_never_closes_its_pipeline_ends_cleanly(tmp_path: Path) -> None:
-    (tmp_path / "forgetful.py").write_text(FORGETFUL)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "forgetful.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = torchrun(FORGETFUL, tmp_path, 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2
     assert "terminate called" not in done.stderr

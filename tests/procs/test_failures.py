@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.procs.models import batch, build, loss_fn
+from tests.procs.models import InBackward, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 
 TIMEOUT, PROMPT = 60.0, 30.0
@@ -45,26 +45,19 @@ class Bomb(nn.Module):
         return x
 
 
-class _BackwardBomb(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, microbatch: int) -> Tensor:
-        ctx.microbatch = microbatch
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        if ctx.microbatch == 2:
-            raise ValueError("boom in backward")
-        return dy, None
-
-
 class BackwardBomb(nn.Module):
+    """Fails in the backward pass of microbatch 2."""
+
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        y: Tensor = _BackwardBomb.apply(x, self.calls - 1)
+        y: Tensor = InBackward.apply(x, boom_in_backward) if self.calls == 3 else x
         return y
+
+
+def boom_in_backward(dy: Tensor) -> Tensor:
+    raise ValueError("boom in backward")
 
 
 def boom() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.programs import torchrun
 from tests.procs.ranks import Ranks
 
 M = 8
@@ -131,9 +130,6 @@ print("done", flush=True)
 
 
 def test_children_of_every_kind_end_by_themselves(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = torchrun(PROGRAM, tmp_path, 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from benchmarks.split.run import Block
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
 from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.measure.memory_meter import Meter
@@ -327,15 +325,8 @@ def test_a_wrong_split_is_refused_on_every_rank(world: Ranks, split: Any, senten
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "graph-split.md").read_text(), re.DOTALL)
-    assert program is not None
-    (tmp_path / "graph.py").write_text(program[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "graph.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    (program,) = programs_of("docs/graph-split.md")
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(program, tmp_path, 2))]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 

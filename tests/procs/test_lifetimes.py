@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
-import subprocess
-import sys
 import tempfile
 import weakref
 from dataclasses import replace
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, struck
 
@@ -254,8 +252,7 @@ class RootOfZero(Spoil):
 
 def stop_at_nan(group: Any, make: Any, anomalies: bool) -> str:
     """A step with what the page says: its hook on every stage, or `detect_anomaly`."""
-    page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
-    _, hook = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    _, hook = programs_of("docs/failures.md")
     pipe = zb.Pipeline(lambda s, n: make(build(s, n)) if s == 1 else build(s, n), "zb-h1", M, loss_fn, group=group)
     if not anomalies:
         exec(hook, {"pipe": pipe})
@@ -357,9 +354,6 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
         world.kill()
 
 
-def test_the_example_of_the_docs_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
-    program, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "rank 0 failed at 'run 0F0': ValueError: boom\nTrue\n"
+def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
+    program, _ = programs_of("docs/failures.md")
+    assert run_forked(program, tmp_path, 1) == "rank 0 failed at 'run 0F0': ValueError: boom\nTrue\n"

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import zerobubble as zb
+from tests.procs.programs import ROOT, programs_of
 from tests.procs.ranks import Ranks
 from zerobubble.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "measure.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/measure.md").read_text(encoding="utf-8")
 
 
 def run_page(group: Any, folder: str) -> zb.explain.Difference:
     """The page's program in `folder`; a group of two ranks is its world."""
-    program = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert program is not None
-    text = program[1].replace("nn.functional.mse_loss)", "nn.functional.mse_loss, group=group)")
+    (program,) = programs_of("docs/measure.md")
+    text = program.replace("nn.functional.mse_loss)", "nn.functional.mse_loss, group=group)")
     names: dict[str, Any] = {"group": group}
     before = os.getcwd()
     os.chdir(folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from benchmarks.split_matrix.kinds import D, Kind, Way, checkpointed, lin, parameter
 from benchmarks.split_matrix.ways import Ours, Plain, difference, train
+from tests.procs.programs import programs_of
 
 
 class Product(torch.autograd.Function):
@@ -106,7 +105,6 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "split.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (program,) = programs_of("docs/split.md")
     exec(program, {"__name__": "page"})
     assert capsys.readouterr().out == "waits for W: weight\n"

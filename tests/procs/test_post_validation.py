@@ -6,8 +6,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.procs.models import batch, loss_fn
+from tests.procs.models import InBackward, batch, loss_fn
+from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.pure.shapes import TRAINING
 from zerobubble.runtime.hooks import post_validation
@@ -39,18 +38,7 @@ class Spoiled(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + _Scale.apply(self.bias, self)  # type: ignore[no-any-return]
-
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, owner: Spoiled) -> Tensor:
-        ctx.owner = owner
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy * ctx.owner.factor, None
+        return x + InBackward.apply(self.bias, lambda dy: dy * self.factor)  # type: ignore[no-any-return]
 
 
 class Normed(nn.Module):
@@ -481,15 +469,9 @@ def test_200_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: str
 
 
 def test_the_program_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
-    program = re.search(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text(), re.DOTALL)
-    assert program is not None
-    (tmp_path / "train.py").write_text(program[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"loss (0\.\d+), norm of the last gradients (0\.\d+)\n", done.stdout)
-    assert found is not None, done.stdout
+    (program,) = programs_of("docs/optimizer.md")
+    printed = run_forked(program, tmp_path, 4)
+    found = re.fullmatch(r"loss (0\.\d+), norm of the last gradients (0\.\d+)\n", printed)
+    assert found is not None, printed
     assert float(found[1]) < 0.4
     assert float(found[2]) > 0

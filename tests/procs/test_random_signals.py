@@ -6,10 +6,13 @@ A case follows from its seed; play one alone with `python -m tests.procs.random_
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.campaign import play_all, summary
+from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.judge import Row
 
 AT_ONCE = 8
@@ -17,9 +20,9 @@ MOST_WRONG = 0.04
 """The share of cases that may be judged wrong: their moments fall anew in every run, and another load makes another of them late."""
 
 
-def tell(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
+def tell(what: object, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\n{row}", flush=True)
+        print(f"\n{what}", flush=True)
 
 
 def judge_campaign(rows: list[Row], told: str) -> None:
@@ -35,19 +38,9 @@ def test_a_few_random_signals() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_random_signals_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = play_all([cases.anywhere(seed) for seed in range(100)], AT_ONCE, lambda row: row.faults and tell(row, capsys))
+@pytest.mark.parametrize(("draw", "count"), [(cases.anywhere, 100), (cases.in_construction, 60)])
+def test_many_random_signals(draw: Callable[[int], Case], count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = play_all([draw(seed) for seed in range(count)], AT_ONCE, lambda row: row.faults and tell(row, capsys))
     told = summary(rows)
-    with capsys.disabled():
-        print(f"\n{told}")
-    judge_campaign(rows, told)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_kills_and_freezes_in_construction(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = play_all([cases.in_construction(seed) for seed in range(60)], AT_ONCE, lambda row: row.faults and tell(row, capsys))
-    told = summary(rows)
-    with capsys.disabled():
-        print(f"\n{told}")
+    tell(told, capsys)
     judge_campaign(rows, told)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
 from tests.procs.models import batch, build, gradient_error, loss_fn, one_device
+from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.values.payload import Stashed
 from zerobubble.runtime.values.shapes import read_announcement, shapes_of, write_announcement
@@ -272,9 +271,8 @@ def test_a_note_tells_names(names: tuple[str, ...]) -> None:
 
 def run_page(group: Any) -> tuple[list[float], float]:
     """The losses of the page's first program; how far the second's outputs on the last rank are from one device."""
-    page = (Path(__file__).parents[2] / "docs" / "skips.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
-    for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+    for program in programs_of("docs/skips.md"):
         exec(program, names)
     tokens = torch.arange(24).reshape(4, 6) % 10
     with zb.Pipeline(names["Block"], "1f1b", 4, nn.functional.mse_loss, group=group) as pipe:

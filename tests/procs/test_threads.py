@@ -13,30 +13,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
-from tests.procs.models import Block, batch, loss_fn, one_device
+from tests.procs.models import Block, InBackward, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 
 STEPS = 2
 
 
-class _Meet(torch.autograd.Function):
-    """Identity, at which the passes of two threads wait for each other, on their way there and back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, barrier: threading.Barrier) -> Tensor:
-        ctx.barrier = barrier
-        barrier.wait()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.barrier.wait()
-        return dy, None
-
-
 class Meeting(nn.Module):
-    """Layers that wait for W, one in a checkpoint and a matrix of the module itself, around a point where two threads meet."""
+    """Layers that wait for W, one in a checkpoint and a matrix of the module itself, around a point where two threads meet.
+
+    There the passes of both wait for each other, on their way there and back.
+    """
 
     def __init__(self, barrier: threading.Barrier | None) -> None:
         super().__init__()
@@ -47,9 +35,15 @@ class Meeting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.first(x) @ self.matrix
         if self.barrier is not None and torch.is_grad_enabled():
-            y = _Meet.apply(y, self.barrier)
+            self.barrier.wait()
+            y = InBackward.apply(y, self._meet)
         z: Tensor = checkpoint(self.second, y, use_reentrant=False)
         return z
+
+    def _meet(self, dy: Tensor) -> Tensor:
+        assert self.barrier is not None
+        self.barrier.wait()
+        return dy
 
 
 def stage_of(pipeline: int, barrier: threading.Barrier | None, stage: int, num_stages: int) -> nn.Module:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.endpoints import of_group
 from tests.procs.models import Block, batch, loss_fn, one_device
+from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
 from zerobubble.rules import Stuff
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, shared_groups
@@ -357,9 +356,8 @@ def test_groups_that_meet_are_one() -> None:
 
 def run_page(group: Any) -> list[Any]:
     """What the page's programs give on this rank."""
-    page = (Path(__file__).parents[2] / "docs" / "tied.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
-    for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+    for program in programs_of("docs/tied.md"):
         exec(program, names)
     return [names["train"](group), names["train_shared"](group)]
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.programs import torchrun
 from tests.procs.ranks import Ranks
 
 M = 8
@@ -126,10 +124,7 @@ pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
     ],
 )
 def test_torchrun_names_the_culprit(act: str, exitcode: str, told: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "program.py", act]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = torchrun(PROGRAM, tmp_path, 3, act)
     assert done.returncode != 0
     _, cause = done.stderr.split("Root Cause (first observed failure):")
     assert re.search(r"rank +: 1 \(local_rank: 1\)", cause), cause

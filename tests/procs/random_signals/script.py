@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.procs.models import batch, build, loss_fn
+from tests.procs.models import InBackward, batch, build, loss_fn
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Diary
@@ -218,17 +218,9 @@ class _Own(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._script.come_to("forward")
-        y: Tensor = _OwnBackward.apply(x, self._script) if x.requires_grad else x
+        y: Tensor = InBackward.apply(x, self._pass_back) if x.requires_grad else x
         return y
 
-
-class _OwnBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, script: Script) -> Tensor:
-        ctx.script = script
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.script.come_to("backward")
-        return dy, None
+    def _pass_back(self, dy: Tensor) -> Tensor:
+        self._script.come_to("backward")
+        return dy

@@ -1,0 +1,65 @@
+"""Whole programs, those of the pages and those of tests: each rank runs the text as its main program."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
+
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 120.0
+
+
+def programs_of(page: str) -> list[str]:
+    """The Python programs on a page, which is named as from the folder of the project."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def torchrun(program: str, folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `program` in `folder` as users do, by torchrun."""
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "program.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+
+
+def run_forked(program: str, folder: Path, ranks: int) -> str:
+    """What `program` prints in processes that have imported torch already: seconds sooner than by torchrun, with its variables."""
+    (folder / "program.py").write_text(program)
+    port = free_port()
+    processes = [forkserver().Process(target=_run, args=(folder, rank, ranks, port), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        with ONE_AT_A_TIME:
+            process.start()
+    try:
+        for process in processes:
+            assert wait([process.sentinel], LONGEST_S), "a rank hangs"
+        codes = [process.exitcode for process in processes]
+        assert not any(codes), (codes, (folder / "stderr").read_text())
+    finally:
+        for process in processes:
+            process.kill()
+    return (folder / "stdout").read_text()
+
+
+def _run(folder: Path, rank: int, size: int, port: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    runpy.run_path("program.py", run_name="__main__")
