@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
+from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zerobubble as zb
 from zerobubble import InputError, Limits, Placement
 from zerobubble.errors import ParseError
 from zerobubble.partition import (
@@ -17,14 +20,20 @@ from zerobubble.partition import (
     activation_limits,
     balance,
     balance_placement,
+    cut_layers,
+    join_blocks,
     layers_from_dict,
     layers_to_dict,
     parameter_bytes,
     stage_costs,
 )
 
-EXACT = [Placement.linear(1), Placement.linear(3), Placement.custom((2, 0, 1)), Placement.vee(1), Placement.vee(2), Placement.vee(3)]
-SEARCHED = [Placement.looped(2, 2), Placement.looped(3, 2), Placement.wave(2, 2), Placement.custom((0, 1, 0)), Placement.looped(2, 3)]
+LINES = [Placement.linear(1), Placement.linear(3), Placement.custom((2, 0, 1))]
+EXACT = [*LINES, Placement.vee(1), Placement.vee(2), Placement.vee(3), Placement.looped(2, 2), Placement.looped(3, 2)]
+SEARCHED = [Placement.wave(2, 3), Placement.custom((0, 1, 0)), Placement.looped(2, 3)]
+
+
+UNNAMED = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after_b": 1, "name": 3}
 
 
 def layer(time: int, held: int = 1, parameters: int = 0) -> Layer:
@@ -99,6 +108,90 @@ def test_the_search_stays_near_the_best_and_no_single_layer_moved_is_better(plac
     assert ratios.count(1.0) >= 12
 
 
+@pytest.mark.parametrize("placement", [*EXACT, *SEARCHED], ids=lambda placement: f"{placement.name}-{placement.num_ranks}")
+def test_no_cut_is_faster_than_the_bound_and_a_cut_that_is_proven_is_the_fastest(placement: Placement) -> None:
+    dice = random.Random(11)
+    proven = 0
+    for _ in range(20):
+        layers = random_layers(dice, placement.num_stages + dice.randint(0, 4))
+        found = cut_layers(layers, placement)
+        best = min(figures(layers, placement, cuts, 1)[0] for cuts in every_cut(layers, placement))
+        assert found.bound <= best <= found.slowest == figures(layers, placement, found.cuts, 1)[0]
+        proven += found.bound == best
+    assert proven == 20 if placement in EXACT else proven >= 5
+
+
+SCHEDULES = [("1f1b", 3), ("zb-h2", 3), ("zb-v", 2), ("v-min", 2), ("interleaved-1f1b", 2)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), SCHEDULES, ids=lambda value: str(value))
+def test_cuts_for_a_schedule_keep_the_memory_that_it_takes(name: str, ranks: int) -> None:
+    schedule = zb.make(name, ranks, 2 * ranks)
+    placement, dice, outcomes = schedule.placement, random.Random(5), set()
+    for _ in range(12):
+        dealt = [Layer(*(dice.randint(1, 9) for _ in range(6))) for _ in range(placement.num_stages + 2)]
+        limits = Limits((dice.randint(25, 110),) * ranks)
+        fitting = []
+        for cuts in every_cut(dealt, placement):
+            peaks = zb.simulation.peak_memory(schedule, stage_costs(dealt, cuts))
+            kept = parameter_bytes(dealt, cuts, placement)
+            if all(peak + bytes_ <= limit for peak, bytes_, limit in zip(peaks, kept, limits.memory, strict=True)):
+                fitting.append(figures(dealt, placement, cuts, 1)[:2])
+        outcomes.add(bool(fitting))
+        if fitting:
+            assert figures(dealt, placement, cut_layers(dealt, placement, limits, schedule).cuts, 1)[:2] == min(fitting)
+        else:
+            with pytest.raises(InputError, match="no cuts fit the memory limits"):
+                cut_layers(dealt, placement, limits, schedule)
+    assert outcomes == {True, False}
+
+
+def least_bottleneck(times: list[int], ranks: int) -> int:
+    """The smallest largest stage by the textbook's recurrence over all last cuts."""
+    before = [0]
+    for time in times:
+        before.append(before[-1] + time)
+    best = before.copy()
+    for _ in range(1, ranks):
+        best = [min(max(best[cut], before[end] - before[cut]) for cut in range(end + 1)) for end in range(len(before))]
+    return best[-1]
+
+
+def test_thirty_profiles_of_real_size_are_cut_at_the_optimum_at_once() -> None:
+    dice = random.Random(30)
+    began = perf_counter()
+    for _ in range(30):
+        times = [dice.randint(800, 1200) for _ in range(dice.randint(32, 100))]
+        profile = [layer(300), *map(layer, times), layer(dice.randint(1000, 4000))]
+        ranks = dice.choice([4, 8, 16])
+        found = cut_layers(profile, Placement.linear(ranks))
+        assert found.slowest == found.bound == least_bottleneck([each.time for each in profile], ranks)
+        assert cut_layers(profile, Placement.vee(ranks)).slowest <= found.slowest
+    assert perf_counter() - began < 60
+
+
+def test_the_bound_names_the_head() -> None:
+    layers = [layer(30)] * 14 + [replace(layer(120), name="lm_head")]
+    found = cut_layers(layers, Placement.linear(8))
+    assert (found.slowest, found.bound, found.reason) == (120, 120, "layer 14 (lm_head) alone takes 0.00012 ms")
+    assert found.excess == 120 * 8 / 540
+    assert "no finer cut of the others is below 1.778 x" in str(found)
+    shared = cut_layers(layers, Placement.looped(4, 2))
+    assert (shared.slowest, shared.bound) == (150, 150)
+    assert shared.reason == "layer 14 (lm_head) alone takes 0.00012 ms, and its rank has 2 stages"
+
+
+def test_parts_of_a_block_are_joined_and_cuts_inside_are_better() -> None:
+    parts = [
+        layer(10),
+        *(replace(layer(time), name=name, block=f"block {n}") for n in range(8) for name, time in (("mlp", 14), ("attn", 6))),
+    ]
+    whole = join_blocks([*parts, layer(44)])
+    assert [(each.time, each.name) for each in whole] == [(10, ""), *((20, f"block {n}") for n in range(8)), (44, "")]
+    assert (whole[1].forward, whole[1].held_after_f, whole[1].output_comm) == (14 // 3 + 6 // 3, 2, 6 % 4)
+    assert cut_layers([*parts, layer(44)], Placement.linear(3)).slowest < cut_layers(whole, Placement.linear(3)).slowest
+
+
 def test_the_search_keeps_the_memory_or_says_that_it_found_no_way() -> None:
     placement = Placement.looped(2, 2)
     layers = [layer(3, parameters=10) for _ in range(8)]
@@ -164,11 +257,13 @@ def test_bad_input_is_named() -> None:
 
 
 def test_layers_survive_json() -> None:
-    layers = (Layer(1, 2, 3, 4, 5, 6, 7), Layer(0, 0, 0, 0, 0))
+    layers = (Layer(1, 2, 3, 4, 5, 6, 7, "attention", "block 3"), Layer(0, 0, 0, 0, 0))
     assert layers_from_dict(layers_to_dict(layers)) == layers
 
 
-@pytest.mark.parametrize("bad", [{}, {"layers": 3}, {"layers": [{"forward": 1}]}, {"layers": [{"forward": 0.5}]}, {"layers": [7]}])
+@pytest.mark.parametrize(
+    "bad", [{}, {"layers": 3}, {"layers": [{"forward": 1}]}, {"layers": [{"forward": 0.5}]}, {"layers": [7]}, {"layers": [UNNAMED]}]
+)
 def test_malformed_json_is_a_parse_error(bad: dict[str, object]) -> None:
     with pytest.raises(ParseError):
         layers_from_dict(bad)

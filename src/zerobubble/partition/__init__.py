@@ -1,16 +1,17 @@
 """From layers to stages: contiguous slices of the model, balanced by measured time, within memory.
 
-cuts = balance_placement(layers, Placement.vee(8))
-costs = stage_costs(layers, cuts)
+found = cut_layers(layers, Placement.vee(8), Limits((40 * 10**9,) * 8), held=schedule)
+costs = stage_costs(layers, found.cuts)
 """
 
 from __future__ import annotations
 
-from zerobubble.partition.balancing import balance, balance_placement
+from zerobubble.partition.balancing import LayerCut, balance, balance_placement, cut_layers
 from zerobubble.partition.layers import (
     Cuts,
     Layer,
     activation_limits,
+    join_blocks,
     layers_from_dict,
     layers_to_dict,
     parameter_bytes,
@@ -21,9 +22,12 @@ from zerobubble.partition.layers import (
 __all__ = [
     "Cuts",
     "Layer",
+    "LayerCut",
     "activation_limits",
     "balance",
     "balance_placement",
+    "cut_layers",
+    "join_blocks",
     "layers_from_dict",
     "layers_to_dict",
     "parameter_bytes",

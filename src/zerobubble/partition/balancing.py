@@ -1,18 +1,90 @@
-"""Where to cut so that the slowest rank is as fast as it can be."""
+"""Where to cut so that the slowest rank is as fast as it can be, and the proof of how fast that is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from zerobubble.arguments import WHOLE, each, optional, takes
+from zerobubble.arguments import WHOLE, each, either, optional, takes
 from zerobubble.costs import Limits
+from zerobubble.display import Displayed
 from zerobubble.errors import InputError
-from zerobubble.ir import Placement
+from zerobubble.ir import Placement, Schedule
+from zerobubble.partition.bound import cut_bound, heaviest_layer, layer_label
 from zerobubble.partition.descent import descend
-from zerobubble.partition.exact import CutProblem, Loads, exact_cuts
+from zerobubble.partition.exact import FromTheEnds, exact_cuts
 from zerobubble.partition.layers import Cuts, Layer
+from zerobubble.partition.room import Loads, Room, rooms
+from zerobubble.partition.rounds import two_rounds
+from zerobubble.units import counted, show_ms
 
 _NO_FIT = "no cuts fit the memory limits: raise them, use more ranks, or keep fewer microbatches in flight"
+_COVERED = "the search covered every cut"
+
+
+@dataclass(frozen=True, repr=False)
+class LayerCut(Displayed):
+    """Where `layers` are cut on `placement`, and how good that is.
+
+    `bound` is what the slowest rank takes at least for a microbatch, F, B and W in ns, whatever the cut, and `reason` says why.
+
+    >>> import zerobubble as zb
+    >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 7 + [zb.partition.Layer(2 * 10**6, 2 * 10**6, 2 * 10**6, 0, 0)]
+    >>> zb.partition.cut_layers(layers, zb.Placement.linear(3))
+    <LayerCut of 8 layers into 3 stages: 3 3 2; slowest rank 9 ms, 1.000 x an even share, proven the least>
+    """
+
+    layers: tuple[Layer, ...]
+    placement: Placement
+    cuts: Cuts
+    bound: int
+    reason: str
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The numbers of the layers of each stage."""
+        return tuple(range(first, end) for first, end in pairwise((0, *self.cuts, len(self.layers))))
+
+    @property
+    def rank_times(self) -> tuple[int, ...]:
+        """The ns of F, B and W that each rank takes for a microbatch."""
+        busy = [0] * self.placement.num_ranks
+        for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
+            busy[rank] += sum(self.layers[number].time for number in stage)
+        return tuple(busy)
+
+    @property
+    def slowest(self) -> int:
+        """The ns that the slowest rank takes."""
+        return max(self.rank_times)
+
+    @property
+    def excess(self) -> float:
+        """How many times an even share of the work the slowest rank takes; 1 is the ideal."""
+        return self._shares(self.slowest)
+
+    def _shares(self, time: int) -> float:
+        total = sum(layer.time for layer in self.layers)
+        return time * self.placement.num_ranks / total if total else 1.0
+
+    def _summary(self) -> str:
+        sizes = " ".join(str(len(stage)) for stage in self.stages)
+        least = "proven the least" if self.slowest == self.bound else f"at least {self._shares(self.bound):.3f} x"
+        what = f"of {counted(len(self.layers), 'layer')} into {counted(len(self.stages), 'stage')}: {sizes}"
+        return f"{what}; slowest rank {show_ms(self.slowest)}, {self.excess:.3f} x an even share, {least}"
+
+    def _details(self) -> Iterator[str]:
+        yield f"no cut has a slowest rank below {show_ms(self.bound)}: {self.reason}"
+        number = heaviest_layer(self.layers)
+        heaviest = self.layers[number]
+        yield (
+            f"{layer_label(number, heaviest)}, the heaviest, takes {show_ms(heaviest.time)}, {self._shares(heaviest.time):.3f} x an even"
+            f" share: no finer cut of the others is below {max(1.0, self._shares(heaviest.time)):.3f} x"
+        )
+        for stage, (rank, numbers) in enumerate(zip(self.placement.routes[0], self.stages, strict=True)):
+            time = sum(self.layers[number].time for number in numbers)
+            yield f"stage {stage} on rank {rank}: layers {numbers[0]} to {numbers[-1]}, {show_ms(time)}"
 
 
 @takes(layers=each(Layer), num_stages=WHOLE)
@@ -21,38 +93,67 @@ def balance(layers: Sequence[Layer], num_stages: int) -> Cuts:
 
     Raises `InputError` for fewer layers than stages.
     """
-    return balance_placement(layers, Placement.linear(num_stages))
+    return cut_layers(layers, Placement.linear(num_stages)).cuts
 
 
 @takes(layers=each(Layer), placement=Placement, limits=optional(Limits), in_flight=WHOLE)
 def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, in_flight: int = 1) -> Cuts:
-    """The cuts with the smallest largest rank time (F + B + W of its stages), among them with the smoothest stage times.
+    """The cuts of `cut_layers`, with the activations of `in_flight` microbatches in each stage."""
+    return cut_layers(layers, placement, limits, in_flight).cuts
 
-    Exact where each rank holds one stage, and for the vee; elsewhere a local search that ends where moving a layer along any run
-    of stages helps no more. `limits` bound what each rank holds: its parameters and the activations of `in_flight` microbatches in
-    each of its stages (1 is the least with which anything runs). Raises `InputError` for fewer layers than stages, for a placement of
-    several routes, and where no cuts fit the limits.
+
+@takes(layers=each(Layer), placement=Placement, limits=optional(Limits), held=either(WHOLE, Schedule))
+def cut_layers(layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, held: int | Schedule = 1) -> LayerCut:
+    """The cut with the smallest largest rank time (F + B + W of its stages), among those with the smoothest stage times, and its proof.
+
+    Exact where each rank holds one stage, for the vee, and for loops of two rounds of some 60 layers; elsewhere a search, whose
+    distance from the best cut is at most that of `LayerCut.slowest` from `LayerCut.bound`.
+
+    Arguments:
+        layers: what each layer takes and holds; a stage is some in a row, at least one.
+        placement: which rank holds which stage, of one route.
+        limits: the bytes that each rank may hold, parameters, gradients, optimizer state and activations together; None for no limit.
+        held: what fills the memory beside parameters: a schedule of as many stages, whose moments of most activations are taken rank
+            by rank, or how many microbatches each stage keeps from F until B (1 is the least with which anything runs).
+
+    Raises `InputError` for fewer layers than stages, for a placement of several routes, and where no cuts fit the limits.
     """
+    _require_fit(layers, placement, limits, held)
+    bound = cut_bound(layers, placement)
+    found = _cuts(Loads.of(layers), placement, rooms(placement, limits, held), bound.time)
+    if found is None:
+        raise InputError(_NO_FIT)
+    cuts, is_best = found
+    made = LayerCut(tuple(layers), placement, cuts, *bound)
+    return replace(made, bound=made.slowest, reason=_COVERED) if is_best and made.slowest > bound.time else made
+
+
+def _cuts(loads: Loads, placement: Placement, of_ranks: Sequence[Room], enough: int) -> tuple[Cuts, bool] | None:
+    """The cuts, and whether all others are known to be no better; None where none fits. No slowest rank takes less than `enough` ns."""
+    home, ranks = placement.routes[0], placement.num_ranks
+    in_turn = [of_ranks[rank] for rank in home[:ranks]]
+    if len(home) == ranks or (len(home) == 2 * ranks and home == home[::-1]):
+        cuts = exact_cuts(FromTheEnds(loads, in_turn, len(home) > ranks))
+        return None if cuts is None else (cuts, True)
+    rounds = two_rounds(loads, in_turn, enough) if home == 2 * home[:ranks] else None
+    return rounds or _by_descent(loads, home, of_ranks)
+
+
+def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> None:
     if len(placement.routes) > 1:
         raise InputError(f"layers are cut for one route, the placement {placement.name!r} has {len(placement.routes)}")
     if len(layers) < placement.num_stages:
         raise InputError(f"{len(layers)} layers cannot be cut into {placement.num_stages} stages: a stage is at least one layer")
     if limits is not None and len(limits.memory) != placement.num_ranks:
         raise InputError(f"the placement has {placement.num_ranks} ranks, the limits describe {len(limits.memory)}")
-    home, ranks, loads = placement.routes[0], placement.num_ranks, Loads.of(layers, in_flight)
-    if len(home) == ranks or (len(home) == 2 * ranks and home == home[::-1]):
-        memory_limits = None if limits is None else [limits.memory[rank] for rank in home[:ranks]]
-        found = exact_cuts(CutProblem(loads, ranks, len(home) > ranks, memory_limits))
-    else:
-        found = _by_descent(loads, home, None if limits is None else limits.memory)
-    if found is None:
-        raise InputError(_NO_FIT)
-    return found
+    if isinstance(held, Schedule) and held.placement.routes != placement.routes:
+        raise InputError(f"the schedule {held.name!r} has its stages on other ranks than the placement {placement.name!r}")
 
 
-def _by_descent(loads: Loads, home: Sequence[int], memory_limits: Sequence[int] | None) -> Cuts | None:
+def _by_descent(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room]) -> tuple[Cuts, bool] | None:
     """The better end of two descents, from equal stage times and from equal numbers of layers; None where both are over the memory."""
     stages, num_layers = len(home), len(loads.time) - 1
-    starts = [exact_cuts(CutProblem(loads, stages, False)), tuple(num_layers * stage // stages for stage in range(1, stages))]
-    (over, *_), cuts = min(descend(loads, home, memory_limits, start) for start in starts if start is not None)
-    return None if over else cuts
+    free = [Room(None, ())] * stages
+    starts = [exact_cuts(FromTheEnds(loads, free, False)), tuple(num_layers * stage // stages for stage in range(1, stages))]
+    (over, *_), cuts = min(descend(loads, home, of_ranks, start) for start in starts if start is not None)
+    return None if over else (cuts, False)

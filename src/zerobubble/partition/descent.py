@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from zerobubble.partition.exact import Loads
 from zerobubble.partition.layers import Cuts
+from zerobubble.partition.room import Loads, Room
 
 Score = tuple[int, int, int, int]
 """Bytes over the memory, the largest rank time in ns, and how rough the ranks and the stages are (sums of squares)."""
 
 
-def descend(loads: Loads, home: Sequence[int], memory_limits: Sequence[int] | None, cuts: Cuts) -> tuple[Score, Cuts]:
-    """The cuts reached from `cuts` for stages on the ranks `home`, where no move makes the score less.
-
-    `memory_limits[r]` is what rank r may hold in bytes; None for no limits.
-    """
-    best = score(loads, home, memory_limits, cuts)
+def descend(loads: Loads, home: Sequence[int], rooms: Sequence[Room], cuts: Cuts) -> tuple[Score, Cuts]:
+    """The cuts reached from `cuts` for stages on the ranks `home`, where no move makes the score less. `rooms[r]` is that of rank r."""
+    best = score(loads, home, rooms, cuts)
     improved = True
     while improved:
         improved = False
         for moved in moves(cuts, len(loads.time) - 1):
-            now = score(loads, home, memory_limits, moved)
+            now = score(loads, home, rooms, moved)
             if now < best:
                 best, cuts, improved = now, moved, True
                 break
@@ -39,14 +36,13 @@ def moves(cuts: Cuts, num_layers: int) -> Iterator[Cuts]:
                     yield moved
 
 
-def score(loads: Loads, home: Sequence[int], memory_limits: Sequence[int] | None, cuts: Cuts) -> Score:
+def score(loads: Loads, home: Sequence[int], rooms: Sequence[Room], cuts: Cuts) -> Score:
     """How good the cuts are; less is better."""
-    edges = (0, *cuts, len(loads.time) - 1)
-    busy, held, rough = [0] * (max(home) + 1), [0] * (max(home) + 1), 0
-    for rank, (begin, end) in zip(home, pairwise(edges), strict=True):
-        time = loads.time[end] - loads.time[begin]
-        busy[rank] += time
-        held[rank] += loads.memory[end] - loads.memory[begin]
-        rough += time * time
-    over = 0 if memory_limits is None else sum(max(0, have - cap) for have, cap in zip(held, memory_limits, strict=True))
+    pieces: list[list[tuple[int, int]]] = [[] for _ in rooms]
+    rough = 0
+    for rank, (begin, end) in zip(home, pairwise((0, *cuts, len(loads.time) - 1)), strict=True):
+        pieces[rank].append((begin, end))
+        rough += (loads.time[end] - loads.time[begin]) ** 2
+    busy = [loads.work(stages) for stages in pieces]
+    over = sum(room.missing(loads, stages) for room, stages in zip(rooms, pieces, strict=True))
     return over, max(busy), sum(time * time for time in busy), rough

@@ -1,77 +1,122 @@
-"""The best cuts where each rank takes its layers from the ends of what is left: one stage a rank, or the two of a vee."""
+"""The best cuts where the ranks take their layers in turn: a dynamic programme, and the chains of one stage a rank and of a vee.
+
+What is left of the model after some ranks have taken theirs is told by two numbers, so a dynamic programme over what is left covers
+every cut. Cuts that leave so much that the other ranks cannot be fast enough are dropped, which leaves few.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import Protocol
 
-from zerobubble.partition.layers import Cuts, Layer
+from zerobubble.partition.layers import Cuts
+from zerobubble.partition.room import Loads, Pieces, Room
 
 Left = tuple[int, int]
-"""The layers that no rank has taken: from the first number up to the second."""
+"""What no rank has taken yet, as two numbers of layers: see `Chain`."""
+
+
+class Chain(Protocol):
+    """Layers to cut for ranks in the order of their `rooms`."""
+
+    @property
+    def loads(self) -> Loads: ...
+
+    @property
+    def rooms(self) -> Sequence[Room]: ...
+
+    @property
+    def start(self) -> Left:
+        """What is left before any rank has taken layers: all."""
+
+    def is_done(self, left: Left) -> bool:
+        """Whether nothing is left."""
+
+    def takes(self, left: Left, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+        """What may be left once a rank has taken stages of at most `limit` ns together that fit its room, and the layers of these.
+
+        What is left then takes `rest` ns at most.
+        """
+
+
+@dataclass(frozen=True)
+class FromTheEnds:
+    """Each rank takes its layers from the front, and its second stage from the back if `folded`. The layers between are left."""
+
+    loads: Loads
+    rooms: Sequence[Room]
+    folded: bool
+
+    @property
+    def start(self) -> Left:
+        return 0, len(self.loads.time) - 1
+
+    def is_done(self, left: Left) -> bool:
+        return left[0] == left[1]
+
+    def takes(self, left: Left, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+        time = self.loads.time
+        begin, end = left
+        first = begin + 1 if self.folded else max(begin + 1, bisect_left(time, time[end] - rest))
+        for front in range(first, min(end, bisect_right(time, time[begin] + limit) - 1) + 1):
+            if room.missing(self.loads, [(begin, front)]):
+                return
+            if self.folded:
+                yield from self._folded((begin, front), end, room, limit, rest)
+            else:
+                yield (front, end), [(begin, front)]
+
+    def _folded(self, first: Left, end: int, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+        time, front = self.loads.time, first[1]
+        most = limit - (time[front] - time[first[0]])
+        highest = min(end - 1, bisect_right(time, time[front] + rest) - 1)
+        for back in range(highest, max(front, bisect_left(time, time[end] - most)) - 1, -1):
+            pieces = [first, (back, end)]
+            if room.missing(self.loads, pieces):
+                return
+            yield (front, back), pieces
+
 
 Accumulate = Callable[[int, Sequence[int]], int]
 """The worth of a split so far and the stage times of the next rank make the worth of the split with that rank."""
 
 
-@dataclass(frozen=True)
-class Loads:
-    """Time in ns and memory in bytes of the layers before each layer, and of all."""
-
-    time: list[int]
-    memory: list[int]
-
-    @classmethod
-    def of(cls, layers: Sequence[Layer], in_flight: int) -> Loads:
-        """The loads of `layers` with the activations of `in_flight` microbatches."""
-        times = (layer.time for layer in layers)
-        held = (layer.parameters_bytes + in_flight * layer.held_after_f for layer in layers)
-        return cls([0, *accumulate(times)], [0, *accumulate(held)])
-
-
-@dataclass(frozen=True)
-class CutProblem:
-    """Layers to cut for the ranks in this order, stages from the front alone, or also from the back (`folded`).
-
-    `memory_limits` is the memory of each of the ranks in bytes, None for no limit.
-    """
-
-    loads: Loads
-    num_ranks: int
-    folded: bool
-    memory_limits: Sequence[int] | None = None
-
-    def takes(self, left: Left, rank: int, limit: int) -> Iterator[tuple[Left, tuple[int, ...]]]:
-        """What may be left once `rank` has taken its stages of at most `limit` ns together, and the times of these."""
-        time, memory = self.loads.time, self.loads.memory
-        room = memory[-1] if self.memory_limits is None else self.memory_limits[rank]
-        begin, end = left
-        for front in range(begin + 1, end + 1):
-            first, held = time[front] - time[begin], memory[front] - memory[begin]
-            if first > limit or held > room:
-                return
-            if not self.folded:
-                yield (front, end), (first,)
-                continue
-            for back in range(end - 1, front - 1, -1):
-                second = time[end] - time[back]
-                if first + second > limit or held + memory[end] - memory[back] > room:
-                    break
-                yield (front, back), (first, second)
-
-
-def exact_cuts(chain: CutProblem) -> Cuts | None:
+def exact_cuts(chain: Chain) -> Cuts | None:
     """The cuts with the smallest largest rank time, among them those with the smoothest stage times; None where none fits."""
-    time = chain.loads.time
-    total, heaviest = time[-1], max(after - before for before, after in pairwise(time))
-    limit = min(total, total // chain.num_ranks + heaviest)
-    slowest = _best(chain, limit, _slowest)
-    while slowest is None and limit < total:
-        limit = min(2 * limit, total)
-        slowest = _best(chain, limit, _slowest)
-    smoothest = slowest and _best(chain, slowest[0], _roughness)
-    return smoothest and smoothest[1]
+    slowest = slowest_rank(chain)
+    smooth = None if slowest is None else smoothest(chain, slowest)
+    return smooth and smooth[1]
+
+
+def slowest_rank(chain: Chain) -> int | None:
+    """The least ns in which the slowest rank can do its work; None where no cuts fit."""
+    least, most = at_least(chain.loads, len(chain.rooms)), chain.loads.time[-1]
+    limit, slack = least, max(1, least // 256)
+    found = faster(chain, limit)
+    while found is None and limit < most:
+        limit, slack = min(most, least + slack), 2 * slack
+        found = faster(chain, limit)
+    return found
+
+
+def faster(chain: Chain, limit: int) -> int | None:
+    """The least ns in which the slowest rank can do its work, None where that is not `limit` or less."""
+    found = _best(chain, limit, _slowest)
+    return found and found[0]
+
+
+def smoothest(chain: Chain, slowest: int) -> tuple[int, Cuts] | None:
+    """The least sum of squared stage times among the cuts whose ranks take `slowest` ns at most, and these cuts; None without any."""
+    return _best(chain, slowest, _roughness)
+
+
+def at_least(loads: Loads, num_ranks: int) -> int:
+    """The ns that the slowest rank has at least: an equal share of all, or the heaviest layer."""
+    heaviest = max(after - before for before, after in pairwise(loads.time))
+    return max(heaviest, -(-loads.time[-1] // num_ranks))
 
 
 def _slowest(worth: int, times: Sequence[int]) -> int:
@@ -82,20 +127,32 @@ def _roughness(worth: int, times: Sequence[int]) -> int:
     return worth + sum(time * time for time in times)
 
 
-def _best(chain: CutProblem, limit: int, accumulate_worth: Accumulate) -> tuple[int, Cuts] | None:
+Trail = tuple[int, "Trail"] | tuple[()]
+"""The numbers of the layers where stages begin or end, the last first."""
+
+
+def _best(chain: Chain, limit: int, accumulate_worth: Accumulate) -> tuple[int, Cuts] | None:
     """The least worth of a split whose ranks take at most `limit` ns each, and its cuts."""
-    time = chain.loads.time
-    everything = (0, len(time) - 1)
-    front: dict[Left, tuple[int, frozenset[int]]] = {everything: (0, frozenset())}
-    for rank in range(chain.num_ranks):
-        reached: dict[Left, tuple[int, frozenset[int]]] = {}
-        rest = limit * (chain.num_ranks - 1 - rank)
-        for left, (worth, cuts) in front.items():
-            for now, times in chain.takes(left, rank, limit):
-                joined = accumulate_worth(worth, times)
-                if time[now[1]] - time[now[0]] <= rest and (now not in reached or joined < reached[now][0]):
-                    reached[now] = joined, cuts.union(now)
+    loads, num_ranks = chain.loads, len(chain.rooms)
+    front: dict[Left, tuple[int, Trail]] = {chain.start: (0, ())}
+    for rank, room in enumerate(chain.rooms):
+        reached: dict[Left, tuple[int, Trail]] = {}
+        rest = limit * (num_ranks - 1 - rank)
+        for left, (worth, trail) in front.items():
+            for now, pieces in chain.takes(left, room, limit, rest):
+                joined = accumulate_worth(worth, [loads.time[end] - loads.time[first] for first, end in pieces])
+                if now not in reached or joined < reached[now][0]:
+                    reached[now] = joined, (now[0], (now[1], trail))
         front = reached
-    ends = [found for (begin, end), found in front.items() if begin == end]
-    worth, cuts = min(ends, key=lambda found: found[0], default=(0, frozenset(everything)))
-    return (worth, tuple(sorted(cuts.difference(everything)))) if ends else None
+    done = [found for left, found in front.items() if chain.is_done(left)]
+    if not done:
+        return None
+    worth, trail = min(done, key=lambda found: found[0])
+    ends = {0, len(loads.time) - 1}
+    return worth, tuple(sorted({*chain.start, *_numbers(trail)} - ends))
+
+
+def _numbers(trail: Trail) -> Iterator[int]:
+    while trail:
+        number, trail = trail
+        yield number

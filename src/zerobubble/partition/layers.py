@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
-from zerobubble.arguments import WHOLE, each, shown, takes
+from zerobubble.arguments import WHOLE, Wanted, each, require, shown, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
@@ -22,7 +22,8 @@ class Layer:
     """What one layer costs: ns of F, B and W for a microbatch, bytes held from F until B and from B until W.
 
     `parameters_bytes` stay on the layer's rank throughout: parameters, gradients, optimizer state. `output_comm` is the time in ns
-    of the message with its output, or with the gradient back, when the next layer is on another rank.
+    of the message with its output, or with the gradient back, when the next layer is on another rank. `name` is for people to read.
+    Layers in a row with the same `block` are parts of one, such as its attention and its MLP; `join_blocks` puts them together.
     """
 
     forward: int
@@ -32,18 +33,43 @@ class Layer:
     held_after_b: int
     parameters_bytes: int = 0
     output_comm: int = 0
+    name: str = ""
+    block: str = ""
 
     def __post_init__(self) -> None:
-        for column in fields(self):
-            value = getattr(self, column.name)
+        for column in NUMBERS:
+            value = getattr(self, column)
             if not WHOLE.accepts(value) or not 0 <= value <= MOST:
                 limit = bounded("a whole number >= 0 of ns or bytes", value, MOST)
-                raise InputError(f"{column.name} of a layer must be {limit}, got {shown(value)}")
+                raise InputError(f"{column} of a layer must be {limit}, got {shown(value)}")
+        for word in WORDS:
+            require(f"{word} of a layer", getattr(self, word), LINE)
 
     @property
     def time(self) -> int:
         """ns of F, B and W together."""
         return self.forward + self.backward + self.weight
+
+
+NUMBERS = tuple(column.name for column in fields(Layer) if column.type == "int")
+"""What of a `Layer` is a number, of ns or bytes."""
+WORDS = tuple(column.name for column in fields(Layer) if column.type == "str")
+"""What of a `Layer` is text."""
+LINE = Wanted("one line of printable text", lambda value: isinstance(value, str) and value.isprintable())
+
+
+@takes(layers=each(Layer))
+def join_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """The layers with the parts of each block as one layer, named as the block; a layer that is no part of one stays as it is."""
+    grouped = groupby(enumerate(layers), key=lambda numbered: numbered[1].block or numbered[0])
+    return tuple(_joined([layer for _, layer in parts]) for _, parts in grouped)
+
+
+def _joined(parts: Sequence[Layer]) -> Layer:
+    if not parts[0].block:
+        return parts[0]
+    sums = {column: sum(getattr(part, column) for part in parts) for column in NUMBERS}
+    return Layer(**sums | {"output_comm": parts[-1].output_comm}, name=parts[0].block)
 
 
 def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
@@ -85,10 +111,19 @@ def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement,
 
 def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
     """The JSON form, in ns and bytes; `layers_from_dict` reads it back."""
-    return {"format": "zerobubble layers 1", "layers": [asdict(layer) for layer in layers]}
+    return {"format": "zerobubble layers 1", "layers": [_layer_dict(layer) for layer in layers]}
+
+
+def _layer_dict(layer: Layer) -> dict[str, Any]:
+    """The layer by its fields, without the text that it does not have."""
+    return {name: value for name, value in asdict(layer).items() if value or name in NUMBERS}
 
 
 def layers_from_dict(data: dict[str, Any]) -> tuple[Layer, ...]:
     """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
     with reading("layers", data):
-        return tuple(Layer(**{name: whole(value) for name, value in dict(layer).items()}) for layer in data["layers"])
+        return tuple(Layer(**_fields_of(layer)) for layer in data["layers"])
+
+
+def _fields_of(layer: Any) -> dict[str, Any]:
+    return {name: value if name in WORDS else whole(value) for name, value in dict(layer).items()}

@@ -1,0 +1,102 @@
+"""What a rank holds of the layers it is given, in bytes, and how much it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from zerobubble.costs import Limits
+from zerobubble.ir import Op, Placement, Schedule
+from zerobubble.kinds import Stuff, traits_of
+from zerobubble.partition.layers import Layer
+
+Moment = tuple[tuple[int, int], ...]
+"""For each stage of a rank, in the order of the model, how many microbatches wait there for B, and how many for W, at one moment."""
+
+Moments = tuple[Moment, ...]
+"""The moments of a rank that can be its fullest; which of them is, the sizes of its stages decide."""
+
+Pieces = Sequence[tuple[int, int]]
+"""The layers of each stage of a rank: from the first number up to the second."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """For the layers before each layer, and for all: ns of F, B and W, and bytes of parameters, saved by F, and left by B for W."""
+
+    time: list[int]
+    parameters: list[int]
+    saved: list[int]
+    pending: list[int]
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer]) -> Loads:
+        """The loads of `layers`."""
+        columns = ("time", "parameters_bytes", "held_after_f", "held_after_b")
+        return cls(*([0, *accumulate(getattr(layer, column) for layer in layers)] for column in columns))
+
+    def work(self, pieces: Pieces) -> int:
+        """The ns of F, B and W of these layers for a microbatch."""
+        return sum(self.time[end] - self.time[first] for first, end in pieces)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The bytes that a rank may hold, None where it does not matter, and the moments at which it may be fullest."""
+
+    limit: int | None
+    moments: Moments
+
+    def bytes(self, loads: Loads, pieces: Pieces) -> int:
+        """The most bytes that the rank holds if these are the layers of its stages, or of the first of them."""
+        parameters = sum(loads.parameters[end] - loads.parameters[first] for first, end in pieces)
+        sizes = [(loads.saved[end] - loads.saved[first], loads.pending[end] - loads.pending[first]) for first, end in pieces]
+        return parameters + max(_held(moment, sizes) for moment in self.moments)
+
+    def missing(self, loads: Loads, pieces: Pieces) -> int:
+        """How many of these bytes are over the limit."""
+        return 0 if self.limit is None else max(0, self.bytes(loads, pieces) - self.limit)
+
+
+def _held(moment: Moment, sizes: Sequence[tuple[int, int]]) -> int:
+    return sum(saved * after_f + pending * after_b for (saved, pending), (after_f, after_b) in zip(moment, sizes, strict=False))
+
+
+def rooms(placement: Placement, limits: Limits | None, held: int | Schedule) -> list[Room]:
+    """The room of each rank: `held` microbatches that wait for B in each of its stages, or what the schedule holds there at once."""
+    memory = [None] * placement.num_ranks if limits is None else limits.memory
+    if isinstance(held, Schedule):
+        moments = held_at_once(held)
+    else:
+        moments = tuple((((held, 0),) * len(placement.stages(rank)),) for rank in range(placement.num_ranks))
+    return [Room(limit, fullest) for limit, fullest in zip(memory, moments, strict=True)]
+
+
+def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
+    """The moments of each rank, of which none holds as much as another in all its stages."""
+    stages = [[stage for _, stage in schedule.placement.stages(rank)] for rank in range(schedule.num_ranks)]
+    return tuple(_moments(row, held) for row, held in zip(schedule.rows, stages, strict=True))
+
+
+def _moments(row: Iterable[Op], stages: Sequence[int]) -> Moments:
+    counts = {(stuff, stage): 0 for stage in stages for stuff in (Stuff.SAVED, Stuff.WORK)}
+    seen = {tuple(counts.values())}
+    for kind, stage, _ in row:
+        traits = traits_of(kind)
+        for stuff in traits.makes:
+            if (stuff, stage) in counts:
+                counts[stuff, stage] += 1
+        for stuff, hop in traits.uses:
+            if hop == 0 and (stuff, stage) in counts:
+                counts[stuff, stage] -= 1
+        seen.add(tuple(counts.values()))
+    return tuple(tuple(zip(counts[::2], counts[1::2], strict=True)) for counts in _not_below_another(seen))
+
+
+def _not_below_another(seen: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    kept: list[tuple[int, ...]] = []
+    for counts in sorted(seen, key=sum, reverse=True):
+        if not any(all(have <= more for have, more in zip(counts, other, strict=True)) for other in kept):
+            kept.append(counts)
+    return kept
