@@ -142,6 +142,22 @@ def with_tensor_hook() -> nn.Module:
     return module
 
 
+def hooked_view() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        view = m.w.t()
+        view.register_hook(lambda gradient: 2 * gradient)
+        y: Tensor = x @ view
+        return y
+
+    return Way(forward, w=parameter(D, D))
+
+
+def halves(m: Any, x: Tensor) -> Tensor:
+    first, second = m.w.chunk(2)
+    y: Tensor = functional.linear(x, first) * functional.linear(x, second)
+    return y
+
+
 def with_accumulated_hook() -> nn.Module:
     module = Way(lambda m, x: m.linear(x), linear=lin(), seen=[])
     module.linear.weight.register_post_accumulate_grad_hook(lambda weight: module.seen.append(weight.grad.clone()))
@@ -206,6 +222,57 @@ def three_of_one() -> nn.Module:
 def in_half_precision_twice(m: Any, x: Tensor) -> Tensor:
     """The same block in two regions of autocast, each of which casts its weights anew."""
     return in_half_precision(m, in_half_precision(m, x))
+
+
+class Scaled(torch.autograd.Function):
+    """A view whose gradient is not that of the tensor it shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 3 * dy
+
+
+class StackedExperts(nn.Module):
+    """Experts whose matrices are slices of two parameters, as Transformers has them; the last is never chosen."""
+
+    def __init__(self, *, turned: bool = False) -> None:
+        super().__init__()
+        self.turned = turned
+        self.router, self.up = lin(4), parameter(4, D, 8) if turned else parameter(4, 8, D)
+        self.down, self.bias = parameter(4, D, 4), parameter(4, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        scores = self.router(rows).softmax(-1).double() * torch.tensor([1.0, 1.0, 1.0, 0.0])
+        weights, chosen = scores.topk(2)
+        y = torch.zeros_like(rows)
+        for index in torch.arange(4):
+            row, slot = (chosen == index).nonzero(as_tuple=True)
+            if not len(row):
+                continue
+            up = rows[row] @ self.up[index] if self.turned else functional.linear(rows[row], self.up[index])
+            gate, value = up.chunk(2, -1)
+            found = functional.linear(torch.tanh(gate) * value, self.down[index], self.bias[index])
+            y.index_add_(0, row, (found * weights[row, slot].unsqueeze(-1)).to(y.dtype))
+        return y.view_as(x)
+
+
+def gathered(m: Any, x: Tensor) -> Tensor:
+    """A matrix of its own for each row, some of them the same."""
+    numbers = torch.tensor([0, 2, 2, 0, 1])
+    y: Tensor = torch.bmm(x[0].unsqueeze(1), m.w[numbers])
+    z: Tensor = torch.bmm(m.v[numbers], y.mT)
+    return z
+
+
+def grouped_and_turned(m: Any, x: Tensor) -> Tensor:
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    y: Tensor = functional.grouped_mm(m.first(x).flatten(0, 1).bfloat16(), m.w.transpose(-2, -1), offs=ends)
+    return y.double()
 
 
 def grouped(m: Any, x: Tensor) -> Tensor:
@@ -440,6 +507,35 @@ KINDS: dict[str, Kind] = {
     "experts by einsum": Kind(
         lambda: Way(lambda m, x: torch.einsum("bend,edf->benf", x.unsqueeze(1).expand(2, 3, 5, D), m.w), w=parameter(3, D, 4))
     ),
+    "addmm": Kind(lambda: Way(lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w), w=parameter(D, 4), b=parameter(4))),
+    "addmm that scales": Kind(
+        lambda: Way(lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w, alpha=2), w=parameter(D, 4), b=parameter(4)), waits=False
+    ),
+    "addmm under autocast": Kind(
+        lambda: Way(
+            in_half_precision,
+            block=Way(
+                lambda m, x: m.act(torch.addmm(m.b, x[0], m.w)) @ m.w, act=nn.ReLU(inplace=True), w=parameter(D, D), b=parameter(D)
+            ).float(),
+        )
+    ),
+    "matrix turned": Kind(lambda: Way(lambda m, x: torch.tanh(x @ m.w.T) @ m.w, w=parameter(8, D))),
+    "matrix turned and linear": Kind(lambda: Way(lambda m, x: functional.linear(x, m.w.t(), m.b), w=parameter(D, 8), b=parameter(8))),
+    "matrix of a view that scales its gradient": Kind(lambda: Way(lambda m, x: x @ Scaled.apply(m.w), w=parameter(D, D)), waits=False),
+    "matrix of a view that is hooked": Kind(hooked_view, waits=False),
+    "matrix of a view, broadcast": Kind(lambda: Way(lambda m, x: x @ m.w.expand(2, D, 4), w=parameter(D, 4)), waits=False),
+    "halves of a matrix": Kind(lambda: Way(halves, w=parameter(8, D))),
+    "matrix whole and in part": Kind(lambda: Way(lambda m, x: torch.tanh(x @ m.w) @ m.w[:, :2], w=parameter(D, D))),
+    "experts in stacks": Kind(StackedExperts),
+    "experts in stacks, turned": Kind(lambda: StackedExperts(turned=True)),
+    "experts in stacks, twice": Kind(lambda: Way(lambda m, x: m.block(torch.tanh(m.block(x))), block=StackedExperts())),
+    "experts in stacks, checkpointed": Kind(lambda: checkpointed(StackedExperts())),
+    "experts in stacks, autocast": Kind(lambda: Way(in_half_precision, block=StackedExperts().float())),
+    "experts gathered": Kind(lambda: Way(gathered, w=parameter(3, D, 4), v=parameter(3, 5, 4))),
+    "experts by einsum in parts": Kind(lambda: Way(lambda m, x: torch.einsum("bd,fd->bf", x[0], m.w[1]), w=parameter(2, 4, D))),
+    "experts grouped and turned": Kind(
+        lambda: Way(grouped_and_turned, w=nn.Parameter(torch.randn(3, 8, 16, dtype=torch.bfloat16)), first=lin(16))
+    ),
     "experts grouped": Kind(lambda: Way(grouped, w=nn.Parameter(torch.randn(3, 16, 8, dtype=torch.bfloat16)), first=lin(16))),
     "gradient within a checkpoint": Kind(lambda: checkpointed(Way(forces, first=lin(), second=lin(), third=lin()))),
     "gradient within a reentrant checkpoint": Kind(
@@ -458,4 +554,4 @@ KINDS: dict[str, Kind] = {
     "module hook": Kind(with_module_hook),
 }
 if not hasattr(functional, "grouped_mm"):  # torch 2.6 has none
-    del KINDS["experts grouped"]
+    del KINDS["experts grouped"], KINDS["experts grouped and turned"]

@@ -39,7 +39,7 @@ def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:
 
 def test_the_share_is_that_of_flops() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        y: Tensor = m.deferred(x) @ m.matrix.t()  # the weight of the product is a view of the parameter, which stays in B
+        y: Tensor = m.deferred(x) @ (2 * m.matrix).t()  # the weight of the product is computed, and its gradient stays in B
         return y
 
     module = Way(forward, deferred=nn.Linear(6, 6), matrix=parameter(18, 6))

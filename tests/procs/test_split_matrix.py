@@ -28,6 +28,7 @@ ROUNDED = {
     "gradient within a reentrant checkpoint",
     "gradient of weights within a checkpoint",
     "matrix of the module, first",
+    "matrix whole and in part",
 }
 """Kinds in which a weight is used by its Linear and elsewhere too: what waits is added last. All others keep every bit."""
 ONLY_OWN_MATRICES = {
@@ -42,6 +43,14 @@ ONLY_OWN_MATRICES = {
     "experts, batched with bias",
     "experts, broadcast",
     "experts by einsum",
+    "experts by einsum in parts",
+    "experts gathered",
+    "addmm",
+    "addmm under autocast",
+    "matrix turned",
+    "matrix turned and linear",
+    "matrix whole and in part",
+    "halves of a matrix",
 }
 """Kinds whose weights are their module's own alone. Before 2.8 torch does not tell who saves tensors: there their gradients stay in B."""
 TOLERANCES = dict.fromkeys(ROUNDED, 1e-12) | {"autocast, gradient within the forward": 2**-7}

@@ -17,8 +17,13 @@ from zerobubble.runtime.split import matmul
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.linear import linear
 
+
+def _linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(x, weight, bias) if type(weight) is nn.Parameter else matmul.linear_of_part(original, x, weight, bias)
+
+
 _CAUGHT: dict[Any, Callable[..., Tensor]] = {
-    nn.functional.linear: lambda _, *args, **kwargs: linear(*args, **kwargs),
+    nn.functional.linear: _linear,
     torch.matmul: matmul.product,
     Tensor.matmul: matmul.product,
     Tensor.__matmul__: matmul.product,
@@ -26,6 +31,8 @@ _CAUGHT: dict[Any, Callable[..., Tensor]] = {
     Tensor.mm: matmul.product,
     torch.bmm: matmul.product,
     Tensor.bmm: matmul.product,
+    torch.addmm: matmul.sum_and_product,
+    Tensor.addmm: matmul.sum_and_product,
     torch.baddbmm: matmul.sum_and_product,
     Tensor.baddbmm: matmul.sum_and_product,
     torch.einsum: matmul.einsum,
@@ -36,7 +43,7 @@ _TAKEN: tuple[set[str], ...] = (set(), {"bias"}, {"offs"})
 
 
 class Catching(TorchFunctionMode):
-    """Sends products of parameters to where their weight gradient can wait."""
+    """Sends products to where the gradients of parameters, or of parts of them, can wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +55,7 @@ class Catching(TorchFunctionMode):
         if ours is None or torch.compiler.is_compiling() or _saving_hooks() != self._hooks:
             return func(*args, **kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
-        has_parameter = any(type(arg) is nn.Parameter for arg in args)
-        return ours(func, *args, **given) if has_parameter and given.keys() in _TAKEN else func(*args, **kwargs)
+        return ours(func, *args, **given) if given.keys() in _TAKEN else func(*args, **kwargs)
 
 
 def _saving_hooks() -> Any:

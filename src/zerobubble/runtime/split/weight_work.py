@@ -14,7 +14,7 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.split.autocast import AutocastCopies
-from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
+from zerobubble.runtime.values.gradients import IN_GRAD, Gradients, Part
 
 _PASS = "zerobubble.pass_in_progress"
 """The name of what torch keeps for the thread, and hands on to the threads on which its engine goes back."""
@@ -67,7 +67,7 @@ class WeightWork:
         self.context = context
         self.held: list[Tensor] = []
         self._versions: list[int] = []
-        self._entries: list[tuple[Tensor, object, Callable[..., Tensor], list[Tensor]]] = []
+        self._entries: list[tuple[Tensor, Part | None, object, Callable[..., Tensor], list[Tensor]]] = []
         self._counted: list[Held] = []
         self._accumulating_task: int | None = None
         self._outer: WeightWork | None = None
@@ -96,15 +96,15 @@ class WeightWork:
             self._accumulating_task = task
         return True
 
-    def defer(self, weight: Tensor, gradient: Callable[..., Tensor], *held: Tensor, cast: object = None) -> None:
-        """Leave `gradient(*held)` of `weight` for W; nobody may change what is held until then.
+    def defer(self, weight: Tensor, gradient: Callable[..., Tensor], *held: Tensor, cast: object = None, part: Part | None = None) -> None:
+        """Leave `gradient(*held)` of `weight`, or of a `part` of it, for W; nobody may change what is held until then.
 
         It is held apart from its graph: what autograd saved would keep all behind it, down to the stage's input and its gradient.
         Where the model used a copy of the weight in another type, `cast` tells one copy from another: the gradients of one are summed
         before they get the weight's type.
         """
         apart = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
-        self._entries.append((weight, cast, gradient, apart))
+        self._entries.append((weight, part, cast, gradient, apart))
         self.held += apart
         self._versions += [tensor._version for tensor in apart]
         meter = self.context.meter
@@ -113,7 +113,7 @@ class WeightWork:
 
     def weights(self) -> set[Tensor]:
         """The weights whose gradients wait."""
-        return {weight for weight, _, _, _ in self._entries}
+        return {weight for weight, *_ in self._entries}
 
     def run(self) -> None:
         """Add every queued gradient to those of its weight. A weight used twice is summed first, as autograd does.
@@ -129,8 +129,11 @@ class WeightWork:
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what `torch.no_grad` does, in a tenth of its time: every W comes by here
         try:
-            for weight, gradient in self._totals():
-                self.context.gradients.add(weight, gradient)
+            for weight, part, gradient in self._totals():
+                if part is None:
+                    self.context.gradients.add(weight, gradient)
+                else:
+                    self.context.gradients.add_part(weight, part, gradient)
         finally:
             torch._C._set_grad_enabled(was_enabled)
         self._entries.clear()
@@ -138,18 +141,18 @@ class WeightWork:
         self._versions.clear()
         self.held.clear()
 
-    def _totals(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each weight with the sum of its gradients, those of one cast first."""
-        parts: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}
-        for weight, cast, compute, held in self._entries:
+    def _totals(self) -> Iterable[tuple[Tensor, Part | None, Tensor]]:
+        """Each weight, or part of one, with the sum of its gradients, those of one cast first."""
+        sums: dict[tuple[int, Part | None, object], tuple[Tensor, Tensor]] = {}
+        for weight, part, cast, compute, held in self._entries:
             found = compute(*held)
-            before = parts.get((id(weight), cast))
-            parts[id(weight), cast] = weight, found if before is None else before[1] + found
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
-        for weight, part in parts.values():
-            gradient = part.to(weight.dtype)
-            before = totals.get(id(weight))
-            totals[id(weight)] = weight, gradient if before is None else before[1] + gradient
+            before = sums.get((id(weight), part, cast))
+            sums[id(weight), part, cast] = weight, found if before is None else before[1] + found
+        totals: dict[tuple[int, Part | None], tuple[Tensor, Part | None, Tensor]] = {}
+        for (number, part, _), (weight, found) in sums.items():
+            gradient = found.to(weight.dtype)
+            so_far = totals.get((number, part))
+            totals[number, part] = weight, part, gradient if so_far is None else so_far[2] + gradient
         return totals.values()
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+
+
+class Part(Protocol):
+    """A part of a tensor: a slice, say. Equal parts are the same one."""
+
+    def add(self, whole: Tensor, gradient: Tensor) -> None:
+        """Add the `gradient` of the part to it in `whole`, which is contiguous."""
 
 
 class Gradients:
@@ -40,6 +48,19 @@ class Gradients:
             self.put(parameter, gradient + so_far)
         else:
             so_far.add_(gradient)
+
+    def add_part(self, parameter: Tensor, part: Part, gradient: Tensor) -> None:
+        """Add the `gradient` of a part of the parameter to the sum; the first one is filled up with zeros."""
+        so_far = self.of(parameter)
+        if so_far is None:
+            so_far = torch.zeros_like(parameter, dtype=self.dtype, memory_format=torch.contiguous_format, requires_grad=False)
+            self.put(parameter, so_far)
+        if so_far.is_sparse or not so_far.is_contiguous():
+            whole = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+            part.add(whole, gradient)
+            self.add(parameter, whole)
+        else:
+            part.add(so_far, gradient)
 
     def collect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Move what autograd left in `.grad` to the sums in `main_grad`."""
