@@ -160,6 +160,18 @@ def test_every_schedule_file_is_in_the_table() -> None:
     assert files == {recipe.build.__module__.rpartition(".")[2] for recipe in SCHEDULES.values()}
 
 
+# Backends of torch send and receive, and do nothing together: see `GlooEndpoint`.
+
+COLLECTIVES = {"all_gather", "allgather", "all_reduce", "allreduce", "alltoall", "barrier", "broadcast", "reduce_scatter", "scatter"}
+
+
+def test_no_collective_of_torch_is_called() -> None:
+    nodes = [node for file in (ROOT / "runtime").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    calls = [node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert "gather_objects" in calls
+    assert set(calls) & COLLECTIVES == set()
+
+
 # Style that a linter does not check.
 
 

@@ -30,7 +30,11 @@ divides this, so a line takes the same interface as those beside it and keeps it
 
 class GlooEndpoint(Endpoint):
     """Gloo backends of the pipeline's own, so that closing them wakes the ranks of this pipeline and no others: one for topics, one for
-    tensors. A wait ends with an error after `timeout` seconds."""
+    tensors. A wait ends with an error after `timeout` seconds.
+
+    They only send and receive. In torch's collectives over gloo, a rank that hangs up in the middle makes the others free buffers which
+    gloo's thread still reads and writes: `ProcessGroupGloo.cpp` declares them after the options that hold gloo's reference to them.
+    """
 
     name = "gloo"
     capabilities = Capabilities(completes_in_order=True)
@@ -76,11 +80,6 @@ class GlooEndpoint(Endpoint):
     def _backends(self, line: Line) -> list[Any]:
         """Where the line's backend is: the list, because a call that kept the backend itself would keep it open."""
         return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.group.size)]
-        self._for_topics[0].allgather([gathered], [tensor]).wait()
-        return gathered
 
     def hang_up(self, rank: int) -> None:
         self._sockets.hang_up(rank)
