@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy.
+# The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; torchvision, and timm with it, belong to one version alone.
 TORCHES := 2.6.0 2.15.0
 
 .PHONY: help venv demo test test-long test-all test-versions lint gallery bench clean
@@ -36,7 +36,7 @@ test-versions: $(READY) ## run the process tests on the oldest and the newest to
 	for torch in $(TORCHES); do \
 	  $(PYTHON) -m venv $(VENV)-torch-$$torch && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check torch==$$torch && \
-	  grep -vE '^(torch|sympy)==' requirements.txt > $(VENV)-torch-$$torch/requirements.txt && \
+	  grep -vE '^(torch|torchvision|timm|sympy)==' requirements.txt > $(VENV)-torch-$$torch/requirements.txt && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-torch-$$torch/requirements.txt && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	  $(VENV)-torch-$$torch/bin/python -m pytest -W default tests/procs tests/pure/test_export_torch.py || exit 1; \

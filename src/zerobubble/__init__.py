@@ -45,12 +45,14 @@ if TYPE_CHECKING:
     from zerobubble import io as io
     from zerobubble import nn as nn
     from zerobubble import transport as transport
+    from zerobubble.models.model_split import split
     from zerobubble.runtime.hooks.auto import Auto
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
 
 __all__ = [  # noqa: RUF022 - in the order in which a newcomer reads them
     "Pipeline",
+    "split",
     "PostValidation",
     "Auto",
     "Schedule",
@@ -93,7 +95,12 @@ _NAMESPACES = (
     "simulation",
     "transport",
 )
-_NEEDS_TORCH = {"Auto": "zerobubble.hooks", "Pipeline": "zerobubble.runtime.pipeline", "PostValidation": "zerobubble.hooks"}
+_NEEDS_TORCH = {
+    "Auto": "zerobubble.hooks",
+    "Pipeline": "zerobubble.runtime.pipeline",
+    "PostValidation": "zerobubble.hooks",
+    "split": "zerobubble.models.model_split",
+}
 
 if find_spec("torch") is None:
     __all__[:] = [name for name in __all__ if name not in _NEEDS_TORCH]

@@ -1,127 +1,197 @@
-"""One stage of a model that was cut: the model's own code, with stand-ins for the units that other stages hold."""
+"""One stage of a model that was cut: the model's own code, with stand-ins for the units that other stages hold.
+
+The law: a stage runs the model's code from its start, until the last of its own units has given its output. What it needs of other stages'
+units comes over the boundary in front of it; all else of theirs is blank (`stand_in.blank`), so that a use of it cannot go unnoticed.
+"""
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zerobubble.models.cut import ModelCut
-from zerobubble.models.dataflow import UnitCall
-from zerobubble.models.stand_in import ForwardInProgress, StandIn
-from zerobubble.models.units import Units
+from zerobubble.errors import InputError
+from zerobubble.models.assembly import assemble, place, shallow
+from zerobubble.models.cut import Crossings, ModelCut, crossings
+from zerobubble.models.dataflow import Dataflow, UnitCall
+from zerobubble.models.example import without_cache
+from zerobubble.models.observation import ObservedModel
+from zerobubble.models.stand_in import Current, StandIn, blank, blank_like, device_of
+from zerobubble.models.units import Units, join
+
+Leaves = list[Any]
+"""The output of a call of a unit as it crosses boundaries: its tensors, and the constants between them."""
+
+_MESSAGE = frozenset({"args", "kwargs", "crossed"})
+"""What a stage gives the next, by name: the model's arguments, and the outputs of units that cross the boundary."""
 
 
 class _StageIsDoneError(BaseException):
     """Raised in the forward of a stage when it has made all that it makes, to leave the model's code behind that."""
 
 
-class _Making:
-    """Makes the modules of one stage from those of the model."""
+class StageForward:
+    """One forward of a stage: what came for the calls of other stages' units, and what the calls of its own have made."""
 
-    def __init__(self, units: Units, cut: ModelCut, stage: int) -> None:
-        self.cut = cut
+    def __init__(self, flow: Dataflow, received: Mapping[UnitCall, Leaves], last_call: UnitCall | None) -> None:
+        self._flow = flow
+        self._received = received
+        self._last_call = last_call
+        self._counts: dict[str, int] = defaultdict(int)
+        self.made: dict[UnitCall, Leaves] = {}
+
+    def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of another stage's unit gives here."""
+        call = self._next_call(stand_in.skeleton.name)
+        called = self._flow.calls[call]
+        if call in self._received:
+            leaves = self._received[call]
+            return called.form.filled([_copied(leaf) for leaf in leaves] if called.changed_later else leaves)
+        form = stand_in.skeleton.seen(args, kwargs, training=stand_in.training).form
+        return blank(form, device_of(args, kwargs), writable=called.changed_later)
+
+    def note(self, unit: str, output: Any) -> None:
+        """A call of one of this stage's units has given `output`; raises where the stage is done with it."""
+        call = self._next_call(unit)
+        leaves = pytree.tree_leaves(output)
+        is_last = call == self._last_call
+        self.made[call] = [_copied(leaf) for leaf in leaves] if self._flow.calls[call].changed_later and not is_last else leaves
+        if is_last:
+            raise _StageIsDoneError
+
+    def _next_call(self, unit: str) -> UnitCall:
+        call = UnitCall(unit, self._counts[unit])
+        self._counts[unit] += 1
+        if call not in self._flow.calls:
+            raise InputError(
+                f"{call} runs with this microbatch and did not run with others like it: the model's code looks at the numbers of its "
+                "inputs and calls its parts by them, which a model that is cut cannot do"
+            )
+        return call
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+class _Current(Current):
+    """Holds the forward that runs now in a stage."""
+
+    forward: StageForward
+
+
+class _Boundaries:
+    """What stage `stage` of a cut takes and gives, for each kind of arguments of the model."""
+
+    _REMEMBERED = 64
+
+    def __init__(self, observed: ObservedModel, cut: ModelCut, stage: int) -> None:
+        self._observed = observed
+        self._cut = cut
         self.stage = stage
-        self.progress: list[ForwardInProgress] = []
-        self._names = {unit: name for name, unit in units.units.items()}
-        self._around = units.around
-        self._made: dict[nn.Module, nn.Module] = {}
+        self.is_last = stage == cut.num_stages - 1
+        self._of_flows: OrderedDict[int, Crossings] = OrderedDict()
 
-    def module(self, name: str, given: nn.Module) -> nn.Module:
-        """What is in the place of the model's module of this name, once for all its names."""
-        if given not in self._made:
-            self._made[given] = self._unit(given) if given in self._names else self._module_around(name, given)
-        return self._made[given]
-
-    def _unit(self, given: nn.Module) -> nn.Module:
-        name = self._names[given]
-        if self.cut.stage_of.get(name) != self.stage:
-            forms = {call: called.form for call, called in self.cut.calls.items() if call.unit == name}
-            return StandIn(name, given, forms, self.progress)
-        made = _shallow(given)
-        made.register_forward_hook(self._note(name))
-        return made
-
-    def _note(self, name: str) -> Callable[..., None]:
-        """A hook that keeps what the unit gives, and ends the forward behind the stage's last unit."""
-        last = self.cut.last_call(self.stage) if self.stage < self.cut.num_stages - 1 else None
-
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            progress = self.progress[0]
-            call = progress.next_call(name)
-            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            changes = call in self.cut.calls and self.cut.calls[call].changed_later
-            progress.made[call] = [tensor.clone() for tensor in tensors] if changes and call != last else tensors
-            if call == last:
-                raise _StageIsDoneError
-
-        return note
-
-    def _module_around(self, name: str, given: nn.Module) -> nn.Module:
-        if name not in self._around:
-            return copy.deepcopy(given)
-        made = _shallow(given)
-        made._modules = {
-            child: None if part is None else self.module(f"{name}.{child}" if name else child, part) for child, part in given._modules.items()
-        }
-        made._buffers = {own: None if buffer is None else buffer.clone() for own, buffer in given._buffers.items()}
-        made._parameters = {}
-        for own, parameter in given._parameters.items():
-            full = f"{name}.{own}" if name else own
-            if parameter is None or full in self.cut.parameters[self.stage]:
-                made._parameters[own] = parameter
-            else:  # code that runs on every stage reads it, and what it makes of it is used elsewhere
-                made.__dict__[own] = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        return made
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Crossings:
+        """What crosses boundaries in a forward with these arguments of the model."""
+        flow = self._observed.flow(args, kwargs, training=training)
+        found = self._of_flows.get(id(flow))
+        if found is None:
+            found = self._of_flows[id(flow)] = crossings(flow, self._cut)  # which holds the flow, so that its id stays its own
+            while len(self._of_flows) > self._REMEMBERED:
+                self._of_flows.popitem(last=False)
+        return found
 
 
-def _shallow(module: nn.Module) -> nn.Module:
-    """Another module with the same parts, parameters, buffers and hooks, to which more can be added."""
-    made = copy.copy(module)
-    for name in ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
-        made.__dict__[name] = module.__dict__[name].copy()
-    return made
-
-
-def stage_model(model: nn.Module, units: Units, cut: ModelCut, stage: int) -> nn.Module:
+def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: ModelCut, stage: int) -> nn.Module:
     """Stage `stage` of `model`: a module of the model's class, whose parameters are named as in the model.
 
-    The first stage is called as the model is. It gives the next stage a dict, which becomes its named arguments: the inputs of the model,
-    and the outputs of units that cross the boundary. The last stage gives what the model gives.
+    The first stage is called as the model is. It gives the next stage a dict, which becomes its named arguments: those of the model, and
+    the outputs of units that cross the boundary. The last stage gives what the model gives.
     """
-    making = _Making(units, cut, stage)
-    made = making.module("", model)
+    current = _Current()
+    made = assemble(model, units, _unit_maker(observed, cut, stage, current), _parameter_maker(cut, stage))
+    boundaries = _Boundaries(observed, cut, stage)
     kind = type(model)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        crossed: Mapping[UnitCall, list[Tensor]] = {}
+        crossed: list[Leaves] = []
         if stage > 0:
-            args, kwargs, crossed = _unpacked(cut, stage, kwargs)
-        progress = ForwardInProgress(crossed)
-        making.progress[:] = [progress]
+            args, kwargs, crossed = _unpacked(stage, kwargs)
+        else:
+            kwargs = without_cache(self, kwargs)
+        crossing = boundaries.of(args, kwargs, training=self.training)
+        received = dict(zip(crossing.arriving[stage], crossed, strict=True))
+        last_call = None if boundaries.is_last else crossing.last_calls[stage]
+        progress = current.forward = StageForward(crossing.flow, received, last_call)
         try:
-            output = kind.forward(self, *args, **kwargs)
+            if boundaries.is_last:
+                return kind.forward(self, *args, **kwargs)
+            if last_call is not None:
+                kind.forward(self, *args, **kwargs)
         except _StageIsDoneError:
-            output = None
+            pass
         finally:
-            making.progress.clear()
-        if stage == cut.num_stages - 1:
-            return output
-        values = [progress.made[call] if call in progress.made else crossed[call] for call in cut.crossing[stage]]
-        return {"args": list(args), "kwargs": kwargs, "values": values}
+            del current.forward
+        crossed = [progress.made[call] if call in progress.made else received[call] for call in crossing.leaving[stage]]
+        return {"args": args, "kwargs": kwargs, "crossed": crossed}
 
-    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
     return made
 
 
-def _unpacked(cut: ModelCut, stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], dict[UnitCall, list[Tensor]]]:
-    """The model's arguments and what has crossed the boundary in front of `stage`."""
-    arguments = dict(given)
-    args = tuple(arguments.pop("args"))
-    kwargs = {**arguments.pop("kwargs"), **{}}
-    values = arguments.pop("values")
-    return args, {**kwargs, **arguments}, dict(zip(cut.crossing[stage - 1], map(list, values), strict=True))
+def _unit_maker(observed: ObservedModel, cut: ModelCut, stage: int, current: _Current) -> Callable[[str, nn.Module], nn.Module]:
+    def make(name: str, unit: nn.Module) -> nn.Module:
+        if cut.stage_of[name] == stage:
+            return _own_unit(name, unit, current)
+        stand_in = StandIn(observed.skeletons[name], current)
+        make_parameter = _parameter_maker(cut, stage)
+        for own, parameter in unit._parameters.items():
+            if parameter is not None:
+                place(stand_in, own, make_parameter(join(name, own), parameter))
+        return stand_in
+
+    return make
+
+
+def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
+    """A unit of this stage, which tells of each of its calls.
+
+    A class that has its own `__call__`, such as the checkpointed layers of Transformers, is noted outside of it: what runs inside runs
+    again in the backward pass. Any other has a hook and stays of its class, by which layers are known whose gradients wait for W.
+    """
+    made = shallow(unit)
+    kind = type(unit)
+    if kind.__call__ is nn.Module.__call__:
+        made.register_forward_hook(lambda _, __, output: current.forward.note(name, output))
+        return made
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = kind.__call__(self, *args, **kwargs)
+        current.forward.note(name, output)
+        return output
+
+    made.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return made
+
+
+def _parameter_maker(cut: ModelCut, stage: int) -> Callable[[str, nn.Parameter], Tensor]:
+    def make(name: str, parameter: nn.Parameter) -> Tensor:
+        return parameter if name in cut.parameters[stage] else blank_like(parameter, parameter.device)
+
+    return make
+
+
+def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Leaves]]:
+    """The model's arguments and what crossed the boundary in front of `stage`; raises `InputError` for arguments of this stage alone."""
+    own = sorted(given.keys() - _MESSAGE)
+    if own:
+        raise InputError(
+            f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} alone; every stage of a model that is cut runs its "
+            "code, so give all of its arguments to the first stage, as inputs"
+        )
+    args, kwargs, crossed = (given[name] for name in ("args", "kwargs", "crossed"))
+    return tuple(args), kwargs, crossed

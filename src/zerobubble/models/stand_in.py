@@ -1,95 +1,62 @@
-"""What stands in a stage for the units that other stages hold."""
+"""What stands for a unit where it is not: in a stage that does not hold it, and in the model that is only looked at."""
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zerobubble.models.dataflow import OutputForm, UnitCall
+from zerobubble.models.dataflow import OutputForm
+from zerobubble.models.skeleton import Skeleton
 
 
-class ForwardInProgress:
-    """One forward of a stage: which calls of units there were, what came for some of them, and what those of this stage have made."""
+class ForwardInProgress(Protocol):
+    """The forward that runs now, which knows what a call of a stand-in gives."""
 
-    def __init__(self, received: Mapping[UnitCall, list[Tensor]]) -> None:
-        self.received = received
-        self.made: dict[UnitCall, list[Tensor]] = {}
-        self._counts: dict[str, int] = defaultdict(int)
+    def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-    def next_call(self, unit: str) -> UnitCall:
-        """The call of `unit` that is now."""
-        call = UnitCall(unit, self._counts[unit])
-        self._counts[unit] += 1
-        return call
+
+class Current:
+    """Holds the forward that runs now in a model with stand-ins."""
+
+    forward: ForwardInProgress
 
 
 class StandIn(nn.Module):
-    """In the place of `unit`, without its parameters: gives what came for a call, or zeros where nobody needs its output.
+    """In the place of a unit, without its parameters. Other attributes, such as a layer's type, are those of the unit."""
 
-    `forms` has the forms of the unit's outputs as they were seen on the example, and `progress` holds the forward that runs now. Other
-    attributes of the unit, such as a layer's type, are those of the unit.
-    """
-
-    def __init__(self, name: str, unit: nn.Module, forms: Mapping[UnitCall, OutputForm], progress: list[ForwardInProgress]) -> None:
+    def __init__(self, skeleton: Skeleton, current: Current) -> None:
         super().__init__()
-        self._name = name
-        self._forms = forms
-        self._progress = progress
-        self._shapes: dict[tuple[Any, ...], Any] = {}
-        self.__dict__["_unit"] = _without_memory(unit)  # past `nn.Module.__setattr__`, which would take its parameters for ours
+        self.skeleton = skeleton
+        self._current = current
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_unit"], name)
+            return getattr(self.__dict__["skeleton"].unit, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        progress = self._progress[0]
-        call = progress.next_call(self._name)
-        if call in progress.received:
-            return filled(self._forms[call], progress.received[call])
-        return self._zeros(call, args, kwargs)
-
-    def _zeros(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        seen = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        if seen not in self._shapes:
-            self._shapes[seen] = self._shape_of(call, args, kwargs)
-        device = tensors[0].device if tensors else torch.device("cpu")
-        return pytree.tree_map_only(Tensor, lambda like: torch.zeros(like.shape, dtype=like.dtype, device=device), self._shapes[seen])
-
-    def _shape_of(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the unit for arguments of these shapes, in meta tensors."""
-        on_meta_args, on_meta_kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (args, kwargs))
-        try:
-            with torch.no_grad():
-                return self.__dict__["_unit"](*on_meta_args, **on_meta_kwargs)
-        except (NotImplementedError, RuntimeError):  # its code looks at numbers, which are none on meta
-            form = self._forms[call]
-            return pytree.tree_unflatten(list(form.leaves), form.structure)
+        return self._current.forward.stand_in(self, args, kwargs)
 
 
-def filled(form: OutputForm, tensors: list[Tensor]) -> Any:
-    """An output of this form with these tensors."""
-    leaves = list(form.leaves)
-    for place, tensor in zip(form.places, tensors, strict=True):
-        leaves[place] = tensor
-    return pytree.tree_unflatten(leaves, form.structure)
+def blank(form: OutputForm, device: torch.device, *, writable: bool = False) -> Any:
+    """An output of this form that nobody may use: its floating-point numbers are NaN, so that using it cannot go unnoticed.
+
+    It takes no memory unless it must be `writable`.
+    """
+    leaves = [blank_like(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves]
+    return form.filled([leaf.clone() if writable and isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def _without_memory(unit: nn.Module) -> nn.Module:
-    """A copy of `unit` whose parameters and buffers take no memory."""
-    memo: dict[int, Any] = {}
-    for tensor in itertools.chain(unit.parameters(), unit.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(unit, memo)
+def blank_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of this shape and type that takes no memory, NaN throughout where its type has that, and else 0."""
+    number = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), number, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device of the first tensor among these arguments, the CPU where there is none."""
+    return next((leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), torch.device("cpu"))

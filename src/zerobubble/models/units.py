@@ -38,7 +38,7 @@ def _on_the_way(name: str, module: nn.Module) -> set[str]:
         return {name}
     found: set[str] = set()
     for child_name, child in module.named_children():
-        found |= _on_the_way(_join(name, child_name), child)
+        found |= _on_the_way(join(name, child_name), child)
     return found | {name} if found else found
 
 
@@ -49,7 +49,7 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
 
 def _units_in(name: str, module: nn.Module, around: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
-        full = _join(name, child_name)
+        full = join(name, child_name)
         if full in around:
             yield from _units_in(full, child, around)
         elif has_parameters(child):
@@ -61,5 +61,6 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _join(name: str, child: str) -> str:
+def join(name: str, child: str) -> str:
+    """The name of `child` of the module of this name."""
     return f"{name}.{child}" if name else child

@@ -17,7 +17,7 @@ from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.patience import Patience
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
-from zerobubble.runtime.hooks.shared_parameters import ParameterName, read_tied
+from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName, Tied, read_tied
 from zerobubble.runtime.options import PipelineOptions, faults_in, planned_schedule, refuse_unreachable, refuse_wrong, usable_timeout
 from zerobubble.runtime.stage.rank_stages import Stages, modules_of
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
@@ -122,7 +122,13 @@ def _set_up(options: PipelineOptions, transport: Transport) -> Setup:
     # Both raise where this schedule cannot be run, which all ranks should hear of now and not when they are connected.
     stages.of(schedule)
     proved(schedule)
-    return Setup(given, schedule, planner, stages, gradients, read_tied(options.tied, schedule.num_stages))
+    return Setup(given, schedule, planner, stages, gradients, read_tied(_tied(options, schedule.num_stages), schedule.num_stages))
+
+
+def _tied(options: PipelineOptions, num_stages: int) -> Tied:
+    """The groups that the user gave, and those that what builds the stages knows of."""
+    build = options.build_or_modules
+    return [*options.tied, *(build.tied(num_stages) if isinstance(build, KnowsTied) else ())]
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -15,6 +15,15 @@ from zerobubble.errors import InputError, near
 
 Tied = Sequence[Sequence[tuple[int, str]]]
 """Groups of (stage, name of a parameter or module in it, "" for the whole stage)."""
+
+
+@runtime_checkable
+class KnowsTied(Protocol):
+    """A function that builds stages and knows which of their parameters are one, such as `zb.split` gives."""
+
+    def tied(self, num_stages: int) -> Tied:
+        """The groups of the model cut into so many stages."""
+        ...
 
 
 class ParameterName(NamedTuple):

@@ -1,0 +1,36 @@
+"""The one place where it is chosen which units lie together in a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from zerobubble.errors import InputError
+from zerobubble.partition import Layer, balance
+
+
+class UnitCost(NamedTuple):
+    """What a unit costs: the floating-point operations of its forward on an example, 0 where there is none, and its parameters."""
+
+    unit: str
+    flops: int
+    parameters: int
+
+
+def choose_stages(costs: Sequence[UnitCost], num_stages: int) -> list[list[str]]:
+    """The units of each stage, in the order of `costs`: those whose slowest stage does the fewest operations.
+
+    Where no operations are known, parameters count. Raises `InputError` where there are fewer units than stages.
+    """
+    units = [cost.unit for cost in costs]
+    if len(units) < num_stages:
+        raise InputError(
+            f"a model of {len(units)} parts cannot be cut into {num_stages} stages; its parts are {', '.join(map(repr, units))}: "
+            "use fewer stages, or a model with more layers"
+        )
+    is_counted = any(cost.flops for cost in costs)
+    weights = [cost.flops if is_counted else cost.parameters for cost in costs]
+    layers = [Layer(weight + 1, 0, 0, 0, 0) for weight in weights]  # + 1, so that what costs nothing is shared out, too
+    edges = (0, *balance(layers, num_stages), len(units))
+    return [units[first:end] for first, end in pairwise(edges)]
