@@ -223,7 +223,7 @@ def test_w_reads_a_buffer_as_its_own_forward_left_it() -> None:
     [
         (Counting(), "its forward changes calls"),
         (Replacing(), "its forward puts a new tensor in buffer mean"),
-        (Branching(3, 3), "tracing raised"),
+        (Branching(3, 3), "its forward branches on a number that comes from parameters or from an input with a gradient"),
     ],
 )
 def test_what_a_graph_cannot_repeat_is_refused(module: nn.Module, reason: str) -> None:

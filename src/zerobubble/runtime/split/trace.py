@@ -23,12 +23,14 @@ from zerobubble.runtime.split.backward_graph import BackwardSplit
 from zerobubble.runtime.split.backward_pass import BackwardPass, LeaveWork
 from zerobubble.runtime.split.capture import Part
 from zerobubble.runtime.split.compiled_part import PartMaker
+from zerobubble.runtime.split.culprit import culprit
 from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
 from zerobubble.runtime.split.joint_graph import ForwardNodes, forward_and_backward
 from zerobubble.runtime.split.module_tensors import TensorsOfModule, replacing_tensors
 from zerobubble.runtime.split.python_state import State, random_state, read_state
 from zerobubble.runtime.split.recompute import recording_checkpoints
 from zerobubble.runtime.split.traceable import refuse_untraceable
+from zerobubble.runtime.split.value_guard import AnsweringMode, ValueGuard
 from zerobubble.runtime.values.payload import Structure, unflatten_pytree
 
 
@@ -38,6 +40,8 @@ class _TracedError(Exception):
 
 class Trace:
     """Traces `module` for `inputs`, which lie in its arguments as `structure` says; `split` says what became of its backward pass.
+
+    Where the forward branches on numbers, the trace took the branches of `inputs`; `values` tells for which other inputs it holds.
 
     Only the module's forward is traced under `autocast`, the one its caller has. The backward is traced and both run outside of autocast:
     the graph of the forward holds its casts, and what it does in full precision must stay so.
@@ -60,11 +64,13 @@ class Trace:
         refuse_untraceable(structure, inputs, owned.tensors)
         self._module = module
         self._owned = owned.tensors
+        self._given = (*owned.tensors, *inputs)
         self._num_owned = owned.num
         self._structure = structure
         self._autocast = autocast
         self._make_part = make_part
         self._leave_work = leave_work
+        self.values = ValueGuard()
         self._is_ready = False
         self._forward_nodes = ForwardNodes()
         self._made_of_weights: set[str] = set()
@@ -80,7 +86,7 @@ class Trace:
             num_params_buffers=owned.num.tensors,
         )
         self._trace(inputs)
-        self._owned = ()  # a trace outlives parameters that are replaced
+        self._owned = self._given = ()  # a trace outlives parameters that are replaced
 
     @property
     def split(self) -> BackwardSplit | None:
@@ -103,15 +109,19 @@ class Trace:
                 self._function(*self._owned, *inputs)
         except _TracedError:
             self._is_ready = True
-        except InputError:
+        except InputError as error:
             before.restore()
-            raise
+            raise InputError(f"{self._where(error)}{error}") from error
         except Exception as error:
             self._refuse_changes(before)
-            raise InputError(_why_untraceable(error)) from error
+            raise InputError(f"{self._where(error)}{_why_untraceable(error)}") from error
         self._refuse_changes(before)
         if random_state() != random_before:
             raise InputError("its forward draws from the random numbers of Python or numpy, which a graph does not repeat (use torch's)")
+
+    def _where(self, error: Exception) -> str:
+        part = culprit(error, self._module)
+        return f"module {part}: " if part else ""
 
     def _refuse_changes(self, before: State) -> None:
         """Raise where tracing changed the state of Python, which is put back."""
@@ -125,9 +135,11 @@ class Trace:
         num_owned = self._num_owned.tensors
         positional, named = unflatten_pytree(self._structure, iter(tensors[num_owned:]))
         with replacing_tensors(self._module, dict(zip(self._owned, tensors[:num_owned], strict=True))):
-            with recording_checkpoints(tensors) as checkpoint_of, within(self._autocast):
+            answering = AnsweringMode(tensors, self._given, self._positions_of_known())
+            with recording_checkpoints(tensors) as checkpoint_of, answering, within(self._autocast):
                 output = self._module(*positional, **named)
             self._refuse_new_buffers(tensors[:num_owned])
+        self.values = answering.guard()
         mode = get_proxy_mode()
         if mode is not None:
             self._forward_nodes = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
@@ -135,6 +147,11 @@ class Trace:
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         # Of an output that is a lazy conjugate the backward graph would view conjugates as real numbers, which torch refuses.
         return tuple(leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor))
+
+    def _positions_of_known(self) -> list[int]:
+        """Which of the given tensors may be read again before each forward: buffers and inputs that have no gradient."""
+        first = self._num_owned.parameters
+        return [i for i, tensor in enumerate(self._given[first:], first) if not tensor.requires_grad]
 
     def _refuse_new_buffers(self, given: Iterable[Tensor]) -> None:
         known = set(given)

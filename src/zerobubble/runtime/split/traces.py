@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from zerobubble.runtime.split.autocast import autocast_of
 from zerobubble.runtime.split.backward_pass import LeaveWork
 from zerobubble.runtime.split.compiled_part import PartMaker
-from zerobubble.runtime.split.guard import Guard, global_state
+from zerobubble.runtime.split.guard import MOST_STATES, Guard, global_state
 from zerobubble.runtime.split.module_tensors import TensorsOfModule
 from zerobubble.runtime.split.splitter import arguments_of
 from zerobubble.runtime.split.trace import Trace
@@ -37,15 +38,17 @@ class Traces:
         self._module = module
         self._make_part = make_part
         self._leave_work = leave_work
+        self._name = name
+        self._has_warned = False
         self._guard = Guard(module, self._forget, name=name)
-        self._by_key: dict[tuple[Hashable, ...], Trace] = {}
+        self._by_key: dict[tuple[Hashable, ...], list[Trace]] = {}
         self._hooked = hooked_parameters(module)
         self._is_step_checked = True
         refuse_hooks(module, self._hooked)
 
     def __len__(self) -> int:
         """How many traces are held."""
-        return len(self._by_key)
+        return sum(map(len, self._by_key.values()))
 
     def begin(self) -> None:
         """A step begins, and no stage has a forward in flight."""
@@ -63,11 +66,27 @@ class Traces:
         kinds = tuple([kind_of(tensor) for tensor in tensors])
         state = self._guard.number()
         key = state, structure, kinds, shared_memory(tensors), autocast, global_state(), self.owned.kinds
-        if key not in self._by_key:
+        same = self._by_key.setdefault(key, [])
+        trace = next((trace for trace in same if trace.values.holds_for(self.owned.tensors, tensors)), None)
+        if trace is None:
             trace = Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work)
-            self._by_key[key] = trace
-        self.last = self._by_key[key]
-        return Traced(self.last, tensors)
+            self._keep(trace, same)
+        self.last = trace
+        return Traced(trace, tensors)
+
+    def _keep(self, trace: Trace, same: list[Trace]) -> None:
+        """Add a trace to those for inputs of the `same` kind, of which the oldest is given up when there are more than `MOST_STATES`."""
+        same.append(trace)
+        if len(same) <= MOST_STATES:
+            return
+        del same[0]
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._name} is traced for the {MOST_STATES + 1}th time for inputs of one kind, since its forward branches on numbers "
+                'that were others before, and tracing takes long; split="deferred" traces nothing',
+                stacklevel=2,
+            )
 
     def _check_step(self) -> None:
         """Once a step: look at what the passes of a step leave as it is."""

@@ -1,0 +1,111 @@
+"""Models of transformers in graph stages, without a mask, with a 2-D and with a 4-D one: the numbers of one device."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import libraries  # noqa: F401  # before transformers
+from zerobubble.runtime.stage.stage import Stage, make_stage
+from zerobubble.runtime.values.payload import Payload, flatten_pytree
+
+pytest.importorskip("transformers")
+SHAPE = (2, 6)
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_key_value_heads": 1, "use_cache": False}),
+    "gemma, tied": ("GemmaForCausalLM", "GemmaConfig", {**SIZES, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False}),
+    "gemma 3, windows": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            **SIZES,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "use_cache": False,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", {**SIZES, "max_position_embeddings": 8}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "use_cache": False},
+    ),
+}
+
+
+def masks() -> dict[str, Tensor | None]:
+    padded = torch.ones(SHAPE, dtype=torch.int64)
+    padded[0, -2:] = 0
+    causal = torch.ones(SHAPE[1], SHAPE[1], dtype=torch.bool).tril()
+    return {
+        "none": None,
+        "2-D of ones": torch.ones(SHAPE, dtype=torch.int64),
+        "2-D": padded,
+        "2-D on the left": padded.flip(1),
+        "4-D": causal.expand(SHAPE[0], 1, *causal.shape).contiguous(),
+    }
+
+
+def model(family: str) -> nn.Module:
+    import transformers
+
+    kind, config, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    made: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).double()
+    return made
+
+
+def compare(stage: Stage, oracle: nn.Module, mask: Tensor | None, seed: int) -> None:
+    """F, B and W of a microbatch leave the loss and the gradients of one device; dropout draws what it draws there."""
+    generator = torch.Generator().manual_seed(seed)
+    arguments: dict[str, Any] = {"input_ids": torch.randint(1, 32, SHAPE, generator=generator)}
+    arguments |= {"labels": arguments["input_ids"]} | ({} if mask is None else {"attention_mask": mask})
+    stage.begin(None)
+    stage.module.zero_grad()
+    oracle.zero_grad()
+    tensors: list[Tensor] = []
+    structure = flatten_pytree(arguments, tensors)
+    torch.manual_seed(seed)
+    (loss,) = stage.forward(0, Payload.of(tensors, structure), lambda output: output.loss)
+    torch.manual_seed(seed)
+    expected = oracle(**arguments).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    stage.backward(0, (torch.ones_like(loss),))
+    stage.weight(0)
+    expected.backward()
+    for (name, p), q in zip(stage.module.named_parameters(), oracle.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None and q.grad is not None:
+            assert (p.grad - q.grad).norm() <= 1e-12 * q.grad.norm(), name
+
+
+def train_with_all_masks(family: str) -> int:
+    """Microbatches with one mask after another through one stage; gives the number of its traces."""
+    module = model(family)
+    oracle, stage = deepcopy(module), make_stage("graph", module, 0)
+    for seed, mask in enumerate((*masks().values(), *masks().values())):
+        compare(stage, oracle, mask, seed)
+    return len(stage.splitter.traces)
+
+
+def test_llama_trains_with_every_mask() -> None:
+    """A mask that hides nothing is another trace than one that does, since attention is then causal by itself."""
+    assert train_with_all_masks("llama") == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES.keys() - {"llama"})
+def test_other_families_train_with_every_mask(family: str) -> None:
+    assert train_with_all_masks(family) == 4
