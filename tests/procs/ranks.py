@@ -80,7 +80,8 @@ class Ranks:
 
     def start(self, function: Any, *args: Any, ranks: int) -> None:
         """Give the first `ranks` processes a job."""
-        job = f"{function.__qualname__}{args}"[:300]
+        name = getattr(function, "__qualname__", str(function))  # a partial has none
+        job = f"{name}{args}"[:300]
         for rank, pipe in enumerate(self.pipes[:ranks]):
             try:
                 pipe.send((function, ranks, args))

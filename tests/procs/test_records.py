@@ -171,10 +171,18 @@ class Writer:
 
 def test_reports_are_written(caplog: pytest.LogCaptureFixture) -> None:
     writer = Writer()
-    zb.hooks.write_scalars(writer).report(zb.hooks.StepReport(7, 0.5, 0.25, 2.0, None))
-    assert writer.scalars == [("pipeline/seconds", 0.5, 7), ("pipeline/bubble", 0.25, 7), ("pipeline/loss", 2.0, 7)]
+    zb.hooks.write_scalars(writer).report(zb.hooks.StepReport(7, 0.5, 0.25, 2.0, None, {"router": 0.5}))
+    assert writer.scalars == [
+        ("pipeline/seconds", 0.5, 7),
+        ("pipeline/bubble", 0.25, 7),
+        ("pipeline/loss", 2.0, 7),
+        ("pipeline/loss/router", 0.5, 7),
+    ]
     with caplog.at_level(logging.INFO):
         told = zb.hooks.log_steps(logging.getLogger("steps"), every=2)
         for step in range(3):
             told.report(zb.hooks.StepReport(step, 0.5, 0.25, 2.0, 0.4))
-    assert caplog.messages == [f"step {step}: loss 2.0000, 500.0 ms, bubble 25.0 %, MFU 40.0 %" for step in (0, 2)]
+        told.report(zb.hooks.StepReport(4, 0.5, 0.25, 2.0, 0.4, {"router": 0.5}))
+    with_router = "step 4: loss 2.0000, router 0.5000, 500.0 ms, bubble 25.0 %, MFU 40.0 %"
+    without = [f"step {step}: loss 2.0000, 500.0 ms, bubble 25.0 %, MFU 40.0 %" for step in (0, 2)]
+    assert caplog.messages == [*without, with_router]

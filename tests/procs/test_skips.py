@@ -15,9 +15,9 @@ import zerobubble as zb
 from tests.procs.models import batch, build, gradient_error, loss_fn, one_device
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
+from zerobubble.runtime.values.hold import carry
 from zerobubble.runtime.values.payload import Stashed
 from zerobubble.runtime.values.shapes import read_announcement, shapes_of, write_announcement
-from zerobubble.runtime.values.skips import carry
 
 SCHEDULES = [("gpipe", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("interleaved-zb", 4), ("chimera", 4), ("dualpipe", 8)]
 

@@ -232,8 +232,13 @@ class Pipeline:
 
     @property
     def losses(self) -> Tensor | None:
-        """The loss of each microbatch of the last step, on every rank; None before one and without targets."""
+        """The loss of each microbatch of the last step with all that stages added, on every rank; None before one and without targets."""
         return self._steps.losses
+
+    @property
+    def added_losses(self) -> dict[str, Tensor]:
+        """The parts of the last step's loss that stages added with `zb.nn.add_loss`, by name, as scalar tensors on every rank."""
+        return self._steps.added_losses
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once."""

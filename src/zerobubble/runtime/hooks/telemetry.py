@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,8 +20,9 @@ class StepReport:
     """One training step as one rank saw it.
 
     `step` counts from 0. `seconds` is how long `Pipeline.step` took on this rank. `bubble` is the share of it (0 to 1) in which the rank
-    ran no pass; where forwards started over (`PostValidation`), their first run counts as bubble. `loss` is the mean loss. `mfu` (model
-    FLOPs utilisation) is the share of `peak_flops` that the rank reached, None without a peak.
+    ran no pass; where forwards started over (`PostValidation`), their first run counts as bubble. `loss` is the mean loss, and
+    `added_losses` the parts of it that stages added, by name. `mfu` (model FLOPs utilisation) is the share of `peak_flops` that the rank
+    reached, None without a peak.
     """
 
     step: int
@@ -29,6 +30,7 @@ class StepReport:
     bubble: float
     loss: float
     mfu: float | None
+    added_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 OnStep = Callable[[StepReport], object]
@@ -73,7 +75,8 @@ class Telemetry(StepHook):
         seconds = step.seconds()
         bubble = 1 - busy_seconds(step.spans()) / seconds
         mfu = None if self._peak is None else step.memo["flops"] / (seconds * self._peak)
-        self.report(StepReport(step.number, seconds, bubble, step.loss.item(), mfu))
+        added = {name: part.item() for name, part in step.added_losses.items()}
+        self.report(StepReport(step.number, seconds, bubble, step.loss.item(), mfu, added))
 
 
 def busy_seconds(spans: Sequence[tuple[Op, int, int]]) -> float:
@@ -87,7 +90,9 @@ def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None =
     def on_step(report: StepReport) -> None:
         if report.step % every == 0:
             mfu = "" if report.mfu is None else f", MFU {100 * report.mfu:.1f} %"
-            text = f"step {report.step}: loss {report.loss:.4f}, {1000 * report.seconds:.1f} ms, bubble {100 * report.bubble:.1f} %{mfu}"
+            added = "".join(f", {name} {part:.4f}" for name, part in report.added_losses.items())
+            times = f"{1000 * report.seconds:.1f} ms, bubble {100 * report.bubble:.1f} %"
+            text = f"step {report.step}: loss {report.loss:.4f}{added}, {times}{mfu}"
             logger.info(text)
 
     return Telemetry(on_step, peak_flops)
@@ -101,5 +106,7 @@ def write_scalars(writer: Any, prefix: str = "pipeline/", peak_flops: float | No
             value = getattr(report, name)
             if value is not None:
                 writer.add_scalar(f"{prefix}{name}", value, report.step)
+        for name, part in report.added_losses.items():
+            writer.add_scalar(f"{prefix}loss/{name}", part, report.step)
 
     return Telemetry(on_step, peak_flops)

@@ -31,6 +31,7 @@ from zerobubble.runtime.split.python_state import State, random_state, read_stat
 from zerobubble.runtime.split.recompute import recording_checkpoints
 from zerobubble.runtime.split.traceable import refuse_untraceable
 from zerobubble.runtime.split.value_guard import AnsweringMode, ValueGuard
+from zerobubble.runtime.values.added_losses import add_loss, collecting_losses
 from zerobubble.runtime.values.payload import Structure, unflatten_pytree
 
 
@@ -78,6 +79,7 @@ class Trace:
         self._num_outputs = 0
         self._output_spec: TreeSpec
         self._constants: list[tuple[Any] | None] = []
+        self._added: tuple[str, ...] = ()
         self._function = aot_function(
             self._forward,
             fw_compiler=self._make_forward,  # type: ignore[arg-type]
@@ -99,6 +101,8 @@ class Trace:
             outputs = self._function(*tensors, *inputs)
         _keep_none_gradients(outputs)
         results = iter(outputs)
+        for name in self._added:
+            add_loss(name, next(results))
         leaves = [next(results) if constant is None else constant[0] for constant in self._constants]
         return tree_unflatten(leaves, self._output_spec)
 
@@ -136,7 +140,7 @@ class Trace:
         positional, named = unflatten_pytree(self._structure, iter(tensors[num_owned:]))
         with replacing_tensors(self._module, dict(zip(self._owned, tensors[:num_owned], strict=True))):
             answering = AnsweringMode(tensors, self._given, self._positions_of_known())
-            with recording_checkpoints(tensors) as checkpoint_of, answering, within(self._autocast):
+            with recording_checkpoints(tensors) as checkpoint_of, answering, within(self._autocast), collecting_losses() as added:
                 output = self._module(*positional, **named)
             self._refuse_new_buffers(tensors[:num_owned])
         self.values = answering.guard()
@@ -145,8 +149,10 @@ class Trace:
             self._forward_nodes = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
         leaves, self._output_spec = tree_flatten(output)
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        self._added = tuple(added)
         # Of an output that is a lazy conjugate the backward graph would view conjugates as real numbers, which torch refuses.
-        return tuple(leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor))
+        results = [*added.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        return tuple(result.resolve_conj().resolve_neg() for result in results)
 
     def _positions_of_known(self) -> list[int]:
         """Which of the given tensors may be read again before each forward: buffers and inputs that have no gradient."""

@@ -21,9 +21,9 @@ from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocas
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
+from zerobubble.runtime.values.hold import carry
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree
 from zerobubble.runtime.values.shapes import shapes_of
-from zerobubble.runtime.values.skips import carry
 
 _AVERAGING = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",

@@ -30,13 +30,15 @@ class TrainingStep:
 
     `number` counts the pipeline's training steps from 0. `memo` is one dict for all steps whose inputs have the same shapes: a hook may
     keep there, under a key of its own, what it worked out about such a step. A hook that sets `measures_memory` when the step begins has
-    the bytes held for backward recorded in the timeline of the step. `loss`, the mean loss as a scalar tensor, is there when the step ends.
+    the bytes held for backward recorded in the timeline of the step. `loss`, the mean loss as a scalar tensor, is there when the step ends,
+    and so is `added_losses`, the parts of it that stages added by name.
     """
 
     number: int
     memo: dict[str, Any]
     measures_memory: bool = False
     loss: Tensor | None = None
+    added_losses: Mapping[str, Tensor] = field(default_factory=dict)
     began: float = 0.0
     contexts: ExitStack = field(default_factory=ExitStack)
     questions: list[Callable[[], bool]] = field(default_factory=list)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.transport.control import Expected, Sending, Topic
+from zerobubble.runtime.step.loss_reports import DTYPES, AddedLossReport, LossReport
+from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.values.added_losses import losses_so_far
 from zerobubble.runtime.values.payload import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -22,32 +23,6 @@ OnLoss = Callable[[int, Tensor], object]
 
 _WEIGHINGS = 2**52
 """How many ways to weigh microbatches can be told apart by a float64, in which Python gives equal weights equal hashes on every machine."""
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class LossReport:
-    """The losses that a rank knows, each in the place of its microbatch and 0 elsewhere; `dtype` is None where there are no targets.
-
-    `number` is the mean of all losses, from the rank that has it, or the weight of all microbatches, from a rank that tells its losses.
-    `weighing` differs where the weights of single microbatches do.
-    """
-
-    topic: ClassVar[Topic] = Topic.LOSS
-
-    dtype: torch.dtype | None
-    number: float
-    weighing: int
-    losses: tuple[float, ...]
-
-    def numbers(self) -> tuple[float, ...]:
-        dtype = -1 if self.dtype is None else _DTYPES.index(self.dtype)
-        return (float(dtype), self.number, self.weighing, *self.losses)
-
-    @classmethod
-    def read(cls, numbers: Tensor) -> LossReport:
-        dtype, number, weighing, *losses = numbers.tolist()
-        return cls(None if dtype < 0 else _DTYPES[int(dtype)], number, int(weighing), tuple(losses))
 
 
 class StepLosses:
@@ -57,8 +32,10 @@ class StepLosses:
     order, whatever order the schedule ran them in, which gives the numbers of one device that accumulates. The rank where the first
     microbatch ends sums them; with several routes the other ranks with a last stage send it theirs. On a CPU with one route the result is
     sent with the last forward, so that nobody waits for it at the end of the step; otherwise it is sent at the end, because reading a
-    loss makes a GPU's host wait. `on_loss(microbatch, loss)` is called with each on the rank that computes it. After `close`, `losses` are
-    those of all microbatches.
+    loss makes a GPU's host wait. `on_loss(microbatch, loss)` is called with each on the rank that computes it.
+
+    The loss of a microbatch has in it what stages added. After `close`, `losses` are those of all microbatches, and `added` is the part of
+    the mean that was added under each name.
     """
 
     def __init__(
@@ -69,6 +46,7 @@ class StepLosses:
         self._loss_weight = loss_weight
         self._on_loss = on_loss
         self.losses: Tensor | None = None
+        self.added: dict[str, Tensor] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -79,6 +57,7 @@ class StepLosses:
         self._weights: list[float] | None = None
         self._known: list[Tensor | None] = []
         self._shares: list[Tensor | None] = []
+        self._added: dict[int, dict[str, Tensor]] = {}
         self._sendings: list[Sending] = []
         self._result: Tensor | None = None
         self._expected: dict[int, Expected[LossReport]] = {}
@@ -86,12 +65,12 @@ class StepLosses:
     @contextmanager
     def unheard(self) -> Iterator[None]:
         """Inside, nobody hears of losses; afterwards `losses` are what they were."""
-        on_loss, losses = self._on_loss, self.losses
+        on_loss, losses, added = self._on_loss, self.losses, self.added
         self._on_loss = None
         try:
             yield
         finally:
-            self._on_loss, self.losses = on_loss, losses
+            self._on_loss, self.losses, self.added = on_loss, losses, added
 
     def open(self, loss_ranks: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
         """Start a step where microbatch j ends on rank `loss_ranks[j]` and has `sizes[j]` samples.
@@ -110,11 +89,13 @@ class StepLosses:
         self._known = [None] * len(loss_ranks)
         self._shares = [None] * len(loss_ranks)
         self._num_unfinished = loss_ranks.count(rank)
+        self._has_summed = False
         self._sendings = []
         self._result = self.losses = None
+        self._added, self.added = {}, {}
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
-        self._expected = {source: self._transport.listen(LossReport, len(loss_ranks) + 3, source) for source in sources}
+        self._expected = {source: self._transport.listen(LossReport, LossReport.num_numbers(len(loss_ranks)), source) for source in sources}
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
         """The share of one microbatch in the mean loss; the output itself when evaluating without targets."""
@@ -131,15 +112,19 @@ class StepLosses:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"loss_fn must return a tensor with one element, the mean loss of a microbatch, got {shape}")
-        if loss.dtype not in _DTYPES:
-            raise InputError(f"loss_fn must return one of {', '.join(map(str, _DTYPES))}, got {loss.dtype}")
+        if loss.dtype not in DTYPES:
+            raise InputError(f"loss_fn must return one of {', '.join(map(str, DTYPES))}, got {loss.dtype}")
         loss = loss.reshape(())
+        added = losses_so_far()
+        if added:
+            loss = loss + sum(added.values())
+            self._added[microbatch] = {name: value.detach() for name, value in added.items()}
         known = self._known[microbatch] = loss.detach()
         if self._on_loss is not None:
             self._on_loss(microbatch, known)
         share = self._share(microbatch, loss)
         if self._weights is not None and not self._weights[microbatch]:
-            share = _zero_loss(output, loss)
+            share = _zero_loss((output, added), loss)
         self._shares[microbatch] = share.detach()
         return share
 
@@ -152,25 +137,43 @@ class StepLosses:
     def _tell_all(self) -> None:
         shares = [share for share in self._shares if share is not None]
         total = sum(shares[1:], shares[0]) if shares else None
-        report = self._report(0.0 if total is None else total.item())
-        others = [rank for rank in range(self._transport.size) if rank != self._summing_rank]
-        self._sendings = [self._transport.tell(report, rank) for rank in others]
+        self._sum_added()
+        self._tell(0.0 if total is None else total.item(), [rank for rank in range(self._transport.size) if rank != self._summing_rank])
         self._result = total
+        self._has_summed = True
 
-    def _report(self, number: float) -> LossReport:
+    def _tell(self, number: float, others: Sequence[int]) -> None:
+        """Start telling `others` the losses that this rank knows, with this `number`, and behind them what was added by name."""
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
-        return LossReport(known[0].dtype if known else None, number, self._weighing, losses)
+        behind = AddedLossReport.of(self.added) if self.added else None
+        num_behind = 0 if behind is None else len(behind.numbers())
+        report = LossReport(known[0].dtype if known else None, number, self._weighing, num_behind, losses)
+        self._sendings = [self._transport.tell(report, rank) for rank in others]
+        if behind is not None:
+            self._sendings += [self._transport.tell(behind, rank) for rank in others]
+
+    def _sum_added(self) -> None:
+        """Add to `added` what stages added to the microbatches whose loss is on this rank, in their order."""
+        for microbatch, losses in sorted(self._added.items()):
+            for name, loss in losses.items():
+                self._add_part(name, self._share(microbatch, loss))
+
+    def _add_part(self, name: str, part: Tensor) -> None:
+        before = self.added.get(name)
+        self.added[name] = part if before is None else before + part
 
     def close(self) -> Tensor | None:
         """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the messages of other ranks."""
         rank = self._transport.rank
         if rank in self._loss_ranks and rank != self._summing_rank:
-            self._sendings = [self._transport.tell(self._report(self._total_weight), self._summing_rank)]
+            self._sum_added()
+            self._tell(self._total_weight, [self._summing_rank])
+            self.added = {}
         for source, expected in self._expected.items():
             self._take_over(source, expected.wait("waiting for the loss"))
-        if rank == self._summing_rank and not self._sendings:
+        if rank == self._summing_rank and not self._has_summed:
             self._tell_all()
         for sending in self._sendings:
             sending.wait("sending the loss")
@@ -183,6 +186,8 @@ class StepLosses:
         if report.dtype is None:
             self._result = None
             return
+        if report.num_behind:
+            self._take_over_added(source, report)
         device = self._transport.device
         values = torch.tensor(report.losses, dtype=report.dtype, device=device).unbind()
         if source == self._summing_rank:
@@ -199,6 +204,12 @@ class StepLosses:
             if source == self._loss_ranks[microbatch]:
                 self._known[microbatch] = value
                 self._shares[microbatch] = self._share(microbatch, value)
+
+    def _take_over_added(self, source: int, report: LossReport) -> None:
+        """Take over what was added by name, as the message behind a `report` tells it."""
+        behind = self._transport.listen(AddedLossReport, report.num_behind, source).wait("waiting for the losses that stages added")
+        for name, part in behind.parts.items():
+            self._add_part(name, torch.tensor(part, dtype=report.dtype, device=self._transport.device))
 
 
 def _without_tuple(target: Any) -> Any:
@@ -222,7 +233,7 @@ def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight |
     return weights
 
 
-def _zero_loss(output: Any, loss: Tensor) -> Tensor:
-    """A loss of 0 whose gradient for the output is 0, though that of `loss` may be NaN: the mean over no token, say."""
-    zeros = [(tensor * 0).sum() for tensor in tensors_in(output) if tensor.requires_grad]
+def _zero_loss(parts: Any, loss: Tensor) -> Tensor:
+    """A loss of 0 whose gradient for the tensors it is made of is 0, though that of `loss` may be NaN: the mean over no token, say."""
+    zeros = [tensor.flatten()[:0].sum() for tensor in tensors_in(parts) if tensor.requires_grad]
     return sum(zeros, torch.zeros_like(loss))

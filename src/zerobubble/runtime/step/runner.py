@@ -87,6 +87,11 @@ class StepRunner:
         """The loss of each microbatch of the last step; None before one and without targets."""
         return self._losses.losses
 
+    @property
+    def added_losses(self) -> dict[str, Tensor]:
+        """The parts of the last step's loss that stages added, by name."""
+        return dict(self._losses.added)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """See `AttachedPipeline`."""
         return nn.ModuleList(self.modules.values()).parameters()
@@ -171,6 +176,7 @@ class StepRunner:
                 forwards_stand = self.step_hooks.forwards_stand if step.questions else None
                 self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory)
             step.loss = self._losses.close()
+            step.added_losses = self._losses.added
         assert step.loss is not None
         self._num_steps += 1
         with self.guard.during("while handing back the gradients of inputs"):

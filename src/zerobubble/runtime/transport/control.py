@@ -23,6 +23,7 @@ class Topic(Enum):
     SHARED_GRADIENTS = 4
     NORMS_SO_FAR = 5
     NORMS_OF_ALL = 6
+    ADDED_LOSSES = 7
 
 
 class ControlPayload(Protocol):

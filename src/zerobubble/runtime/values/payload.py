@@ -41,13 +41,20 @@ class Container(NamedTuple):
 
 
 class Stashed(NamedTuple):
-    """The structure of `arguments`, None where they are a plain tuple of tensors, and behind them the tensors stashed under `names`."""
+    """The structure of `arguments`, None where they are a plain tuple of tensors, and what travels behind them.
+
+    That is tensors stashed under `names`, and then the sums of what was added to the loss under the names `losses`.
+    """
 
     arguments: Structure
     names: tuple[str, ...]
+    losses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{'tensors' if self.arguments is None else self.arguments} with {', '.join(map(repr, self.names))} stashed"
+        parts = [
+            f"{', '.join(map(repr, names))} {how}" for names, how in ((self.names, "stashed"), (self.losses, "added to the loss")) if names
+        ]
+        return f"{'tensors' if self.arguments is None else self.arguments} with {' and '.join(parts)}"
 
 
 Structure: TypeAlias = Container | Constant | Stashed | None

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.values.payload import Payload, Stashed, Tensors, structure_of, with_keywords
-
-Finish = Callable[[Any], Tensor] | None
+from zerobubble.runtime.values.hold import Hold, here
 
 
-class _Hold:
-    """What is on its way through one forward of `stage`, None outside a pipeline; `used` are the names popped in it."""
+class _Refusal(threading.local):
+    """Why this thread may not stash or pop; empty where it may."""
 
-    __slots__ = ("held", "stage", "used")
-
-    def __init__(self, stage: int | None, held: dict[str, Tensor]) -> None:
-        self.stage = stage
-        self.held = held
-        self.used: set[str] = set()
+    reason = ""
 
 
-class _Here(threading.local):
-    """The hold of the forward that this thread runs; one of its own where it runs none."""
-
-    def __init__(self) -> None:
-        self.hold = self.outside = _Hold(None, {})
-        self.refusal = ""
-
-
-_here = _Here()
+_refusal = _Refusal()
 
 
 def stash(name: str, tensor: Tensor) -> None:
@@ -48,9 +32,9 @@ def stash(name: str, tensor: Tensor) -> None:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise InputError(f"stash takes a name and a tensor, got {type(name).__name__} and {type(tensor).__name__}")
     hold = _hold("stash", name)
-    if hold.stage is not None and name in hold.held:
+    if hold.stage is not None and name in hold.stashed:
         raise InputError(f"stage {hold.stage} stashes {name!r}, which is on its way already; pop it before, or take another name")
-    hold.held[name] = tensor
+    hold.stashed[name] = tensor
 
 
 def pop(name: str, *, keep: bool = False) -> Tensor:
@@ -59,62 +43,28 @@ def pop(name: str, *, keep: bool = False) -> Tensor:
     The gradients of all who popped it add up. Raises `InputError` when nothing of that name is on its way, and in a checkpointed region.
     """
     hold = _hold("pop", name)
-    if name not in hold.held:
+    if name not in hold.stashed:
         who = "pop finds" if hold.stage is None else f"stage {hold.stage} pops"
-        known = f"on their way are {', '.join(map(repr, hold.held))}" if hold.held else "nothing is on its way"
-        hint = f"{near(name, hold.held)}{known}"
+        known = f"on their way are {', '.join(map(repr, hold.stashed))}" if hold.stashed else "nothing is on its way"
+        hint = f"{near(name, hold.stashed)}{known}"
         raise InputError(f"{who} {name!r}, which nobody stashed before, or which was popped without keep=True; {hint}")
-    hold.used.add(name)
-    return hold.held[name] if keep else hold.held.pop(name)
+    hold.popped.add(name)
+    return hold.stashed[name] if keep else hold.stashed.pop(name)
 
 
-def _hold(what: str, name: str) -> _Hold:
+def _hold(what: str, name: str) -> Hold:
     if torch._C._current_graph_task_id() != -1:  # only a checkpointed forward runs within a backward pass
         raise InputError(f"{what}({name!r}) is called in a checkpointed region, which runs again in backward; call it outside of it")
-    if _here.refusal:
-        raise InputError(f"it calls {what}({name!r}), and {_here.refusal}")
-    return _here.hold
+    if _refusal.reason:
+        raise InputError(f"it calls {what}({name!r}), and {_refusal.reason}")
+    return here.hold
 
 
 @contextmanager
 def refusing(reason: str) -> Iterator[None]:
     """Inside, `stash` and `pop` raise `InputError` with this reason."""
-    _here.refusal = reason
+    _refusal.reason = reason
     try:
         yield
     finally:
-        _here.refusal = ""
-
-
-def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Finish, stage: int) -> Tensors:
-    """What `run` makes of a message, with everything stashed and not popped, by stages before or within `run`, behind it.
-
-    Raises `InputError` when the last stage, the one with a `finish`, leaves anything that nobody popped there.
-    """
-    hold = _Hold(stage, {})
-    if isinstance(inputs, Payload) and isinstance(inputs.structure, Stashed):
-        inputs, hold.held = _unload(inputs, inputs.structure)
-    _here.hold = hold
-    try:
-        outputs = run(inputs, finish)
-    finally:
-        _here.hold = _here.outside
-    if not hold.held:
-        return outputs
-    if finish is None:
-        return Payload.of((*outputs, *hold.held.values()), Stashed(structure_of(outputs), tuple(hold.held)))
-    left = [repr(name) for name in hold.held if name not in hold.used]
-    if left:
-        raise InputError(
-            f"stage {stage}, the last, ends with {', '.join(left)} still on the way; pop what is stashed in the stage that needs it last"
-        )
-    return outputs
-
-
-def _unload(inputs: Payload, stashed: Stashed) -> tuple[Tensors, dict[str, Tensor]]:
-    """The arguments of a message, and what is stashed behind them."""
-    count = len(inputs) - len(stashed.names)
-    own: Tensors = inputs[:count] if stashed.arguments is None else Payload.of(inputs[:count], stashed.arguments, inputs.keywords)
-    if inputs.keywords and stashed.arguments is None:
-        own = with_keywords(own, inputs.keywords)
-    return own, dict(zip(stashed.names, inputs[count:], strict=True))
+        _refusal.reason = ""

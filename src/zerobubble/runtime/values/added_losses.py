@@ -1,0 +1,91 @@
+"""Losses that any stage adds to that of its microbatch: they travel to the last stage, where the microbatch's loss is their sum.
+
+An added loss is a part of the loss as if `loss_fn` had added it there, so all that scales the loss scales it alike: the weight of its
+microbatch, the number of microbatches, a scaler. Its gradient comes back to its stage with the gradients of activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.values.hold import Hold, here
+
+_NONE: Mapping[str, Tensor] = {}
+
+
+def add_loss(name: str, loss: Tensor) -> None:
+    """Add `loss`, a tensor with one element, to the loss of the microbatch whose forward runs: call it in a stage's forward.
+
+    What is added under one name adds up, over layers and stages. The loss of a microbatch is `loss_fn(output, target)` and the sum of all
+    that was added in its forward, and all of it counts by the weight of the microbatch. A checkpointed region adds its losses once,
+    though it runs again in backward.
+
+    On one device the same modules add theirs to what `collecting_losses` collects; outside of both, without gradients (in evaluation, say)
+    nothing is added, and with them it is an error. Raises `InputError` for that, for what is no floating-point tensor with one
+    element, and where no gradient is recorded though the forward records them, as under `torch.no_grad` or in a reentrant checkpoint.
+    """
+    if torch._C._current_graph_task_id() != -1:  # only a checkpointed forward runs within a backward pass, and it was counted before
+        return
+    _refuse_other_types(name, loss)
+    hold = here.hold
+    _refuse_lost_gradients(name, hold)
+    if hold.losses is None:
+        return
+    if loss.dim():
+        loss = loss.reshape(())
+    before = hold.losses.get(name)
+    hold.losses[name] = loss if before is None else before + loss
+
+
+@contextmanager
+def collecting_losses() -> Iterator[dict[str, Tensor]]:
+    """Inside, what modules add to the loss goes into the dictionary that this gives, by name.
+
+    It makes modules with added losses train on one device, with the numbers of a pipeline:
+
+        with zb.nn.collecting_losses() as added:
+            output = model(inputs)
+        loss = loss_fn(output, targets) + sum(added.values())
+    """
+    outside, losses = here.hold, dict[str, Tensor]()
+    here.hold = Hold(outside.stage, outside.stashed, losses)
+    here.hold.popped = outside.popped
+    try:
+        yield losses
+    finally:
+        here.hold = outside
+
+
+def losses_so_far() -> Mapping[str, Tensor]:
+    """What has been added by name in the forward that this thread runs, and in those of the stages before it."""
+    return here.hold.losses or _NONE
+
+
+def _refuse_other_types(name: str, loss: Tensor) -> None:
+    if not isinstance(name, str) or not isinstance(loss, Tensor):
+        raise InputError(f"add_loss takes a name and a tensor, got {type(name).__name__} and {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise InputError(
+            f"add_loss takes a floating-point tensor with one element, the mean over its microbatch, got {tuple(loss.shape)} {loss.dtype} "
+            f"for {name!r}"
+        )
+
+
+def _refuse_lost_gradients(name: str, hold: Hold) -> None:
+    """Raise where nobody would take the loss that a training forward adds, or its gradient."""
+    if not torch.is_grad_enabled():
+        if hold.losses is not None and hold.records_gradients:
+            raise InputError(
+                f"add_loss({name!r}) is called where no gradient is recorded, under torch.no_grad or in a reentrant checkpoint; "
+                "call it outside of it, or give the checkpoint use_reentrant=False"
+            )
+    elif hold.losses is None:
+        raise InputError(
+            f"add_loss({name!r}) is called outside of a Pipeline, where nobody takes the loss: run the module in "
+            "`with zb.nn.collecting_losses() as added:` and add sum(added.values()) to the loss, or under torch.no_grad"
+        )

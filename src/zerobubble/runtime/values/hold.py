@@ -1,0 +1,93 @@
+"""What is on its way through a forward beside its arguments: tensors stashed for later stages, and losses added for the last one.
+
+Both travel behind the ordinary messages, stage by stage, and their gradients come back the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.values.payload import Payload, Stashed, Tensors, structure_of, with_keywords
+
+Finish = Callable[[Any], Tensor] | None
+
+
+class Hold:
+    """What is on its way through one forward of `stage`, None outside a pipeline.
+
+    `stashed` are tensors by name, and `popped` the names taken in this forward. `losses` are the sums of what was added under each name,
+    None where nobody takes them. `records_gradients` says whether autograd did when the forward began.
+    """
+
+    __slots__ = ("losses", "popped", "records_gradients", "stage", "stashed")
+
+    def __init__(self, stage: int | None, stashed: dict[str, Tensor], losses: dict[str, Tensor] | None) -> None:
+        self.stage = stage
+        self.stashed = stashed
+        self.losses = losses
+        self.popped: set[str] = set()
+        self.records_gradients = torch.is_grad_enabled()
+
+
+class _Here(threading.local):
+    """The hold of the forward that this thread runs; one of its own where it runs none."""
+
+    def __init__(self) -> None:
+        self.hold = Hold(None, {}, None)
+
+
+here = _Here()
+
+
+def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Finish, stage: int) -> Tensors:
+    """What `run` makes of a message, with all that is on its way, from stages before or from within `run`, behind it.
+
+    Raises `InputError` when the last stage, the one with a `finish`, leaves anything stashed that nobody popped there.
+    """
+    hold = Hold(stage, {}, {})
+    if isinstance(inputs, Payload) and isinstance(inputs.structure, Stashed):
+        inputs = _unload(inputs, inputs.structure, hold)
+    outside, here.hold = here.hold, hold
+    try:
+        outputs = run(inputs, finish)
+    finally:
+        here.hold = outside
+    if finish is not None:
+        _refuse_left(hold)
+    elif hold.stashed or hold.losses:
+        return _load(outputs, hold)
+    return outputs
+
+
+def _refuse_left(hold: Hold) -> None:
+    left = [repr(name) for name in hold.stashed if name not in hold.popped]
+    if left:
+        names = ", ".join(left)
+        raise InputError(
+            f"stage {hold.stage}, the last, ends with {names} still on the way; pop what is stashed in the stage that needs it last"
+        )
+
+
+def _load(outputs: Tensors, hold: Hold) -> Payload:
+    """The message of a stage's outputs with what is on its way behind them."""
+    losses = hold.losses or {}
+    structure = Stashed(structure_of(outputs), tuple(hold.stashed), tuple(losses))
+    return Payload.of((*outputs, *hold.stashed.values(), *losses.values()), structure)
+
+
+def _unload(inputs: Payload, behind: Stashed, hold: Hold) -> Tensors:
+    """The arguments of a message; what is behind them goes into `hold`."""
+    count = len(inputs) - len(behind.names) - len(behind.losses)
+    rest = iter(inputs[count:])
+    hold.stashed = {name: next(rest) for name in behind.names}
+    hold.losses = {name: next(rest) for name in behind.losses}
+    own: Tensors = inputs[:count] if behind.arguments is None else Payload.of(inputs[:count], behind.arguments, inputs.keywords)
+    if inputs.keywords and behind.arguments is None:
+        own = with_keywords(own, inputs.keywords)
+    return own

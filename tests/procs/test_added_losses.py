@@ -1,0 +1,333 @@
+"""Losses that any stage adds: the loss, its parts and all gradients of the same modules on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerobubble as zb
+from tests.procs.models import OneDevice, batch, build, gradient_error, loss_fn
+from tests.procs.programs import programs_of
+from tests.procs.ranks import Ranks
+from tests.procs.torchvision_operators import declare_if_missing
+from tests.procs.versions import needs_checkpoints_in_graphs
+from zerobubble.runtime.step.loss_reports import AddedLossReport
+
+PAD = -100
+
+
+class Routed(nn.Module):
+    """A stage whose router adds a balancing loss; the first adds one of its own, too, and the last one of other values."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        self.inner = build(stage, num_stages)
+        self.router = nn.Linear(11 if stage == num_stages - 1 else 6, 3, dtype=torch.float64)
+        self.stage, self.last = stage, num_stages - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.balance(y)
+        if self.stage == 0:
+            zb.nn.add_loss("contrast", (y @ y.mT).logsumexp(-1).mean().reshape(1))
+        if self.stage == self.last:
+            zb.nn.add_loss("z", y.logsumexp(-1).square().mean())
+        return y
+
+    def balance(self, y: Tensor) -> None:
+        zb.nn.add_loss("router", 0.1 * self.router(y).softmax(-1).mean((0, 1)).square().sum())
+
+
+class Checkpointed(Routed):
+    """All of the stage runs again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+class HalfFrozen(Routed):
+    """Stages of which the first trains nothing, and the second its router alone, whose loss nothing before it is reached by."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        self.requires_grad_(stage != 0)
+        self.inner.requires_grad_(stage > 1)
+
+    def balance(self, y: Tensor) -> None:
+        super().balance(y.detach() if self.stage == 1 else y)
+
+
+class Apart(Routed):
+    """Stage 1 gives numbers alone to the next stage, so it is trained by what it adds and nothing before it by the main loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y.detach() if self.stage == 1 else y
+
+
+def tokens_that_count(target: Tensor) -> Tensor:
+    return (target != PAD).sum()
+
+
+def padded(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Sequences of which other numbers of tokens count, and none of the last two."""
+    inputs, targets = (part.clone() for part in batch(num_microbatches, seed=seed))
+    for row in range(len(targets)):
+        targets[row, row % 6 :] = PAD
+    targets[-2:] = PAD
+    return inputs, targets
+
+
+def one_device(stages: Sequence[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """The oracle: gradients of microbatch after microbatch; the loss as "", and the parts that were added to it."""
+    total = tokens_that_count(targets)
+    found: dict[str, Tensor] = {}
+    for x, y in zip(inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches), strict=True):
+        share = tokens_that_count(y).double() / total
+        if share == 0:
+            continue
+        with zb.nn.collecting_losses() as added:
+            output = nn.Sequential(*stages)(x)
+        loss = share * (loss_fn(output, y) + sum(added.values()))
+        if loss.requires_grad:
+            loss.backward()
+        for name, part in {"": loss, **{name: share * value for name, value in added.items()}}.items():
+            found[name] = found.get(name, torch.zeros(())) + part.detach()
+    return found
+
+
+def difference(pipe: zb.Pipeline, loss: Tensor | None, expected: dict[str, Tensor]) -> float:
+    """The largest difference of a step's loss and its parts from those of one device."""
+    assert loss is not None
+    told = {"": loss, **pipe.added_losses}
+    assert told.keys() == expected.keys()
+    return max((told[name] - expected[name]).abs().item() for name in told)
+
+
+def train(group: Any, make_stage: Any, schedule: Any, num_microbatches: int, split: str = "deferred") -> float:
+    """The largest difference of losses, their parts, evaluations and gradients from one device over three steps."""
+    heard: dict[int, float] = {}
+    with zb.Pipeline(
+        make_stage,
+        schedule,
+        num_microbatches,
+        loss_fn,
+        group=group,
+        split=split,
+        loss_weight=tokens_that_count,
+        on_loss=lambda j, loss: heard.update({j: loss.item()}),
+    ) as pipe:
+        stages = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        worst = 0.0
+        for seed in range(3):
+            inputs, targets = padded(num_microbatches, seed)
+            worst = max(worst, difference(pipe, pipe.step(inputs, targets), one_device(stages, num_microbatches, inputs, targets)))
+            assert pipe.losses is not None
+            told = pipe.losses
+            torch.testing.assert_close([told[j].item() for j in heard], list(heard.values()), rtol=0, atol=0, equal_nan=True)
+        worst = max(worst, gradient_error(pipe, stages))
+        copies = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        return max(worst, difference(pipe, pipe.eval_step(inputs, targets)[0], one_device(copies, num_microbatches, inputs, targets)))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"),
+    [("1f1b", 1, 3), ("1f1b", 2, 4), ("zb-h1", 3, 5), ("zb-v", 4, 6), ("interleaved-1f1b", 2, 4), ("dualpipe-v", 2, 8), ("chimera", 4, 4)],
+)
+def test_added_losses_train_with_the_numbers_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
+    assert max(world.run(train, Routed, name, microbatches, ranks=ranks)) <= 1e-13
+
+
+@pytest.mark.long
+def test_a_planned_schedule_carries_them(world: Ranks) -> None:
+    work = zb.Workload.uniform(3, (18.522, 18.086, 9.337), comm=0.601, held=0.941)
+    best = zb.plan(work, 6, 2.5, placements="vee", evaluations=300).best
+    assert best.how.startswith("planned by"), "a schedule that no name gives"
+    assert max(world.run(train, Routed, best.schedule, 6, ranks=3)) <= 1e-13
+
+
+SPLITS = [("zb-h1", "deferred"), ("zb-v", "deferred"), ("1f1b", "whole"), ("zb-h1", "graph")]
+
+
+@pytest.mark.parametrize("make_stage", [HalfFrozen, Apart])
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_stages_that_nothing_else_trains(world: Ranks, name: str, split: str, make_stage: Any) -> None:
+    assert max(world.run(train, make_stage, name, 4, split, ranks=2)) <= 1e-13
+
+
+@pytest.mark.parametrize(("name", "split"), [*SPLITS[:-1], pytest.param("zb-h1", "graph", marks=needs_checkpoints_in_graphs)])
+def test_a_checkpointed_region_adds_once(world: Ranks, name: str, split: str) -> None:
+    assert max(world.run(train, Checkpointed, name, 4, split, ranks=2)) <= 1e-13
+
+
+def told(group: Any, make_stage: Any) -> str:
+    with zb.Pipeline(make_stage, "zb-h1", 2, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(2))
+    return str(caught.value)
+
+
+class Reentrant(Routed):
+    """Runs without gradients first, so that what it adds would train nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) if self.stage == 0 else checkpoint(super().forward, x, use_reentrant=True)
+        return y
+
+
+class Sums(Routed):
+    def balance(self, y: Tensor) -> None:
+        zb.nn.add_loss("router", self.router(y))
+
+
+class Changing(Routed):
+    """Adds a loss in every other microbatch alone."""
+
+    calls = 0
+
+    def balance(self, y: Tensor) -> None:
+        self.calls += 1
+        if self.calls > 2:
+            super().balance(y)
+
+
+FAULTS = {
+    Reentrant: "rank 1 failed at 'run 1F0': InputError: add_loss('router') is called where no gradient is recorded, "
+    "under torch.no_grad or in a reentrant checkpoint; call it outside of it, or give the checkpoint use_reentrant=False",
+    Sums: "rank 0 failed at 'run 0F0': InputError: add_loss takes a floating-point tensor with one element, "
+    "the mean over its microbatch, got (2, 5, 3) torch.float64 for 'router'",
+}
+
+
+@pytest.mark.parametrize("make_stage", FAULTS)
+def test_faults_are_told_on_every_rank(world: Ranks, make_stage: Any) -> None:
+    assert set(world.run(told, make_stage, ranks=2)) == {FAULTS[make_stage]}
+
+
+def changing(group: Any) -> str:
+    with zb.Pipeline(Changing, "1f1b", 2, loss_fn, group=group) as pipe:
+        pipe.step(*batch(2))
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(2))
+    return str(caught.value)
+
+
+def test_a_stage_adds_the_same_losses_in_every_step(world: Ranks) -> None:
+    (text,) = set(world.run(changing, ranks=2))
+    assert "is tensors with 'router', 'contrast' added to the loss, but was tensors with 'contrast' added to the loss in an earlier" in text
+
+
+def test_outside_of_a_pipeline_they_are_collected_or_refused() -> None:
+    loss = torch.ones(1, requires_grad=True)
+    with zb.nn.collecting_losses() as outer:
+        zb.nn.add_loss("a", loss)
+        with zb.nn.collecting_losses() as inner:
+            zb.nn.add_loss("a", 2 * loss)
+            zb.nn.add_loss("a", 3 * loss)
+        zb.nn.add_loss("b", inner["a"])
+    assert {name: value.tolist() for name, value in outer.items()} == {"a": 1.0, "b": 5.0}
+    with pytest.raises(
+        zb.InputError, match=r"^add_loss\('a'\) is called outside of a Pipeline, where nobody takes the loss: run the module in"
+    ):
+        zb.nn.add_loss("a", loss)
+    with torch.no_grad():
+        zb.nn.add_loss("a", loss)
+    with pytest.raises(zb.InputError, match="add_loss takes a name and a tensor, got str and float"):
+        zb.nn.add_loss("a", 1.0)  # type: ignore[arg-type]
+
+
+def test_a_report_tells_names() -> None:
+    report = AddedLossReport({"router": 0.5, "ä b": -1.0, "": 1e300})
+    assert AddedLossReport.read(torch.tensor(report.numbers(), dtype=torch.float64)) == report
+
+
+def scaled(group: Any) -> float:
+    """How far two steps with a scaler, and what a hook hears of them, are from one device's."""
+    told: list[dict[str, float]] = []
+    telemetry = zb.hooks.Telemetry(lambda report: told.append({"": report.loss, **report.added_losses}))
+    with zb.Pipeline(Routed, "zb-h1", 4, loss_fn, group=group, hooks=[telemetry]) as pipe:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        stages = [Routed(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        worst = 0.0
+        for seed in range(2):
+            expected = one_device(stages, 4, *batch(4, seed=seed))
+            worst = max(worst, difference(pipe, pipe.step(*batch(4, seed=seed), scaler=scaler), expected))
+            assert told.pop() == pytest.approx({name: part.item() for name, part in expected.items()}, rel=1e-12)
+        pipe.unscale_(scaler, optimizer)
+        return max(worst, gradient_error(pipe, stages))
+
+
+def test_a_scaler_scales_all_of_the_loss(world: Ranks) -> None:
+    assert max(world.run(scaled, ranks=2)) <= 1e-13
+
+
+def run_page(group: Any) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """The losses of the page's program in a pipeline and on one device."""
+    names = page()
+    return names["train"](group), names["train_on_one_device"](group.size())
+
+
+def page() -> dict[str, Any]:
+    """What the programs of the page define."""
+    names: dict[str, Any] = {}
+    for program in programs_of("docs/losses.md"):
+        exec(program, names)
+    return names
+
+
+def test_the_page_runs(world: Ranks) -> None:
+    for mine, theirs in world.run(run_page, ranks=2):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+        assert mine[-1] < mine[0]
+
+
+class Settings:
+    """What the page reads of a Mixtral configuration."""
+
+    vocab_size = 50
+    num_local_experts = 4
+    num_experts_per_tok = 2
+    router_aux_loss_coef = 0.05
+
+
+def of_transformers(group: Any, name: str) -> float:
+    """How far a step by the page's losses is from Transformers' own with the number of items in the batch."""
+    declare_if_missing()
+    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    names = page()
+    loss_fn, num_items = names["causal_lm"](Settings)
+
+    def build(stage: int, num_stages: int) -> nn.Module:
+        layer: nn.Module = names["Layer"](stage, num_stages)
+        return layer.double()
+
+    tokens = torch.randint(0, 50, (8, 6), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    for row in range(8):
+        labels[row, 2 + row % 4 :] = PAD
+    with zb.Pipeline(build, name, 4, loss_fn, group=group, loss_weight=num_items) as pipe:
+        stages = [build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        total = num_items(labels).double()
+        expected = torch.zeros(())
+        for x, y in zip(tokens.chunk(4), labels.chunk(4), strict=True):
+            output = OneDevice(stages)(x)
+            loss = ForCausalLMLoss(output["hidden"], y, vocab_size=50, num_items_in_batch=total)
+            router = load_balancing_loss_func(output["router_logits"], 4, 2)
+            loss = loss + num_items(y) / total * 0.05 * router
+            loss.backward()
+            expected = expected + loss.detach()
+        return max(abs(pipe.step(tokens, labels) - expected).item(), gradient_error(pipe, stages))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_losses_of_transformers_over_router_logits_that_grow(world: Ranks, name: str) -> None:
+    pytest.importorskip("transformers")
+    assert max(world.run(of_transformers, name, ranks=2)) <= 1e-6
