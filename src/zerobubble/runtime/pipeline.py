@@ -241,7 +241,10 @@ class Pipeline:
         return self._steps.added_losses
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once."""
+        """The parameters of this rank's stages, each once.
+
+        Where none of them requires a gradient, an empty parameter that does comes last: torch refuses an optimizer of nothing at all.
+        """
         return self._steps.parameters()
 
     def attach(self, hook: StepHook) -> None:

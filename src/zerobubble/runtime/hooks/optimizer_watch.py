@@ -22,7 +22,7 @@ def watch_optimizers(runner: StepRunner) -> None:
         watched = alive()
         if watched is None or not watched.hooks:
             return
-        own = {parameter for module in watched.modules.values() for parameter in module.parameters()}
+        own = set(watched.parameters())
         if any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
             watched.before_optimizer()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from zerobubble.program import Channel, Compute, Program, Recv, channel_of
 from zerobubble.rules import Stuff, Value, uses
@@ -65,10 +67,16 @@ class WholeMessages:
 
     def _use(self, channel: Channel, value: Value, shapes: Shapes) -> None:
         lane = self._lanes[channel]
-        if channel.source == self._transport.rank:
+        if channel.stuff is Stuff.GRADIENT and not shapes:  # no tensor needs one: nothing is sent, and nothing waited for
+            self.put[value], self.take[value] = _put_nothing, tuple
+        elif channel.source == self._transport.rank:
             self.put[value] = lane.sender(shapes)
         else:
             self.take[value] = lane.receiver(shapes, differentiable=channel.stuff is Stuff.ACTIVATION)
+
+
+def _put_nothing(_: Sequence[Tensor | None]) -> None:
+    """There is no message to put."""
 
 
 def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:

@@ -17,15 +17,22 @@ class SplitReport:
 
     `way` is "deferred" (layers leave their weight gradients to W), "graph", "compiled" (the stage's traced graph is cut), or "whole"
     (B does all). `share` is the part of the FLOPs of weight gradients that W does, None where they cannot be counted: a stage with compiled
-    parts. `at_once` has a line for each parameter whose gradient was computed in B, and why.
+    parts, and one that trains nothing. `at_once` has a line for each parameter whose gradient was computed in B, and why. `passes` are
+    those that have something to compute: "F" where nothing trains here and no input needs a gradient, "FB" where nothing trains here, or
+    "FBW".
     """
 
     stage: int
     way: str
     share: float | None
     at_once: tuple[str, ...]
+    passes: str = "FBW"
 
     def __str__(self) -> str:
+        if self.passes == "F":
+            return f"stage {self.stage}: F alone, nothing trains here and no input needs a gradient"
+        if self.passes == "FB":
+            return f"stage {self.stage}: F and B alone, nothing trains here"
         share = "share not known" if self.share is None else f"W does {self.share:.1%} of weight gradients"
         return "\n".join([f"stage {self.stage}: {self.way}, {share}", *(f"  in B: {line}" for line in self.at_once)])
 

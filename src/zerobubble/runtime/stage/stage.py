@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerobubble.runtime.measure.held_bytes import held_bytes
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.storages import addresses_of
 from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocast
+from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
@@ -61,6 +63,7 @@ class Stage:
         self.meter: Meter | None = None
         self._after_forward: dict[int, tuple[Tensors, list[Any]]] = {}
         self._before_weight: set[int] = set()
+        self._goes_back = True
 
     def begin(self, meter: Meter | None = None) -> None:
         """A step begins, whose bytes `meter` counts; its parameters are those that the module has now."""
@@ -113,6 +116,7 @@ class Stage:
         As on one device, an output whose gradient is None is not gone back from, and an input that nothing came back to has None.
         """
         leaves, edges = self._after_forward.pop(microbatch)
+        self._goes_back = bool(edges)
         without_gradient = [parameter for parameter in self.parameters if parameter.grad is None]
         if edges:
             edges, gradients = _with_gradient(edges, gradients)
@@ -146,6 +150,13 @@ class Stage:
         nodes = [edge.node for _, edges in saved for edge in edges]
         owned = (*self.parameters, *self.module.buffers())
         return len(self._after_forward) + len(self._before_weight), held_bytes([*tensors, *self.splitter.held()], nodes, owned)
+
+    def report(self) -> SplitReport:
+        """How the backward pass comes apart, as far as it is known by now, and which passes compute anything."""
+        report = self.splitter.report()
+        if any(parameter.requires_grad for parameter in self.parameters):
+            return report
+        return replace(report, share=None, at_once=(), passes="FB" if self._goes_back else "F")
 
     def clear(self) -> None:
         """Forget every microbatch in flight."""

@@ -85,7 +85,7 @@ class AttachedPipeline(Protocol):
         """The hooks attached so far, in order."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once."""
+        """The parameters of this rank's stages, each once; behind them an empty one where none of them trains."""
 
     def activity(self, when: str) -> AbstractContextManager[None]:
         """Whatever fails inside ends the pipeline on every rank, and is told there as what happened `when`, such as "while saving"."""

@@ -80,6 +80,7 @@ class StepRunner:
         self._input_gradients = InputGradients()
         self._num_steps = 0
         self._seed = torch.ones((), device=stages.device)
+        self._nothing = nn.Parameter(torch.empty(0, device=stages.device))
         self.was_given_scaler = False
 
     @property
@@ -94,7 +95,10 @@ class StepRunner:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """See `AttachedPipeline`."""
-        return nn.ModuleList(self.modules.values()).parameters()
+        found = tuple(nn.ModuleList(self.modules.values()).parameters())
+        yield from found
+        if not any(parameter.requires_grad for parameter in found):
+            yield self._nothing
 
     @property
     def hooks(self) -> Sequence[StepHook]:

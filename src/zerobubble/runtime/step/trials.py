@@ -56,6 +56,6 @@ def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
             for stage in compiled.stages.values():
                 stage.splitter.count()
             runner.train_unheard(compiled, given)
-        told = runner.gather([astuple(stage.splitter.report()) for stage in compiled.stages.values()], "describing the split")
+        told = runner.gather([astuple(stage.report()) for stage in compiled.stages.values()], "describing the split")
     found = {report.stage: report for reports in reversed(told) for report in starmap(SplitReport, reports)}
     return SplitReports(found[stage] for stage in sorted(found))

@@ -1,0 +1,95 @@
+"""Stages that train nothing: no gradient is computed or sent where none is needed, `describe` says so, and any optimizer can be made."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import InBackward, batch, build, gradient_error, loss_fn, one_device
+from tests.procs.ranks import Ranks
+from zerobubble.kinds import Kind
+
+
+def with_frozen(stage: int, num_stages: int, frozen: tuple[int, ...]) -> nn.Module:
+    return build(stage, num_stages).requires_grad_(stage not in frozen)
+
+
+def loss_that_takes_long(logits: Tensor, targets: Tensor) -> Tensor:
+    def pause(gradient: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return gradient
+
+    return loss_fn(InBackward.apply(logits, pause), targets)
+
+
+def train(group: Any, name: str, frozen: tuple[int, ...], transport: str) -> tuple[float, list[str], zb.Timeline]:
+    """The error of the gradients after two steps, what the stages say of themselves, and the last step."""
+    num_stages = 4
+    make = partial(with_frozen, frozen=frozen)
+    with zb.Pipeline(make, name, 4, loss_that_takes_long, group=group, transport=transport) as pipe:
+        told = str(pipe.describe(*batch(4))).splitlines()
+        for _ in range(2):
+            pipe.step(*batch(4))
+        oracle = [make(stage, num_stages) for stage in range(num_stages)]
+        for _ in range(2):
+            one_device(oracle, 4, *batch(4))
+        return gradient_error(pipe, oracle), [line for line in told if line.startswith("stage")], pipe.timeline()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared-memory"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_below_the_lowest_stage_that_trains_there_are_forwards_alone(world: Ranks, name: str, transport: str) -> None:
+    for error, told, timeline in world.run(train, name, (0, 1, 3), transport, ranks=4):
+        assert error < 1e-12
+        alone = "F alone, nothing trains here and no input needs a gradient"
+        assert told[:2] == [f"stage 0: {alone}", f"stage 1: {alone}"]
+        assert not told[2].endswith("nothing trains here")
+        assert told[3] == "stage 3: F and B alone, nothing trains here"
+        last_backward = [span.start for span in timeline.rows[2] if span.op.kind in (Kind.B, Kind.BW)][-1]
+        assert all(row[-1].end < last_backward for row in timeline.rows[:2]), "a frozen stage waited for gradients"
+
+
+class Doubled(nn.Module):
+    """A stage without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def optimize(group: Any, validates_late: bool) -> tuple[float, int]:
+    """Two steps of an optimizer of what trains on each rank, nothing on stages 1 and 2: the error of the parameters, and their number."""
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        return Doubled() if stage == 1 else with_frozen(stage, num_stages, (2,))
+
+    with zb.Pipeline(make, "zb-h1", 4, loss_fn, group=group) as pipe:
+        trained = [p for p in pipe.parameters() if p.requires_grad]
+        own = torch.optim.AdamW(trained, lr=0.1, foreach=True)
+        optimizer: Any = zb.hooks.PostValidation(own, pipe, max_norm=0.5) if validates_late else own
+        oracle = [make(stage, 4) for stage in range(4)]
+        theirs = torch.optim.AdamW([p for stage in oracle for p in stage.parameters()], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            pipe.step(*batch(4))
+            one_device(oracle, 4, *batch(4))
+            if not validates_late:
+                pipe.clip_grad_norm_(0.5)
+            nn.utils.clip_grad_norm_([p for group in theirs.param_groups for p in group["params"]], 0.5)
+            optimizer.step()
+            theirs.step()
+    pairs = [pair for stage, module in pipe.modules.items() for pair in zip(module.parameters(), oracle[stage].parameters(), strict=True)]
+    return max([(a - b).abs().max().item() for a, b in pairs], default=0.0), sum(p.numel() for p in trained)
+
+
+@pytest.mark.parametrize("validates_late", [True, False])
+def test_a_rank_with_nothing_to_train_has_an_optimizer_too(world: Ranks, validates_late: bool) -> None:
+    found = world.run(optimize, validates_late, ranks=4)
+    assert all(error < 1e-9 for error, _ in found)
+    assert [number == 0 for _, number in found] == [False, True, True, False]
