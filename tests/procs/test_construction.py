@@ -92,6 +92,7 @@ def try_again(group: Any) -> list[Ended]:
 def test_ranks_meet_after_different_numbers_of_attempts(world: Ranks) -> None:
     attempts, *_ = world.run(try_again, ranks=3)
     assert [Ended(*end).text.split(" within")[0] for end in attempts] == ["ranks 1 and 2 did not come to make a Pipeline"] * 3
+    assert [Ended(*end).rank for end in attempts] == [None] * 3, "one of the two may have kept the other"
 
 
 def be_interrupted(group: Any) -> Ended | None:

@@ -45,10 +45,17 @@ def await_the_signal(group: Any, still: int, folder: Path) -> tuple[float, str, 
     raise AssertionError("nobody was told to end")
 
 
-@pytest.mark.parametrize(("victim", "doing"), [(2, "at 'run 2F0'"), (3, "waiting for the activation of stage 2, microbatch 0")])
-def test_a_rank_that_is_told_to_end_is_named_by_the_others(victim: int, doing: str, tmp_path: Path) -> None:
-    """Rank 2 is in Python, rank 3 in a wait that hears nothing."""
-    world = Ranks(4)
+@pytest.mark.parametrize(
+    ("victim", "doing", "hosted"),
+    [
+        (2, "at 'run 2F0'", False),
+        (3, "waiting for the activation of stage 2, microbatch 0", False),
+        (0, "waiting for the gradient of stage 1, microbatch 0", True),
+    ],
+)
+def test_a_rank_that_is_told_to_end_is_named_by_the_others(victim: int, doing: str, hosted: bool, tmp_path: Path) -> None:
+    """Rank 2 is in Python and looks up when it comes out, the others in waits that hear nothing. Rank 0 may have the store."""
+    world = Ranks(4, hosted=hosted)
     try:
         world.start(await_the_signal, 2, tmp_path, ranks=4)
         while not (tmp_path / "ready").exists():

@@ -94,6 +94,12 @@ def judged(case: Case, evidence: Evidence, load: Load) -> Row:
     return _Judge(case, evidence, load).row()
 
 
+def _did_not_come(told: Told) -> set[int]:
+    """The ranks that are named where several did not come to a meeting: one that stands still may keep another in its own call."""
+    named = re.match(r"ranks ([\d, ]+and \d+) did not come", told.text) if told.rank is None else None
+    return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
+
+
 class _Judge:
     """Goes through the evidence of one case."""
 
@@ -206,7 +212,7 @@ class _Judge:
             self.faults.append(f"rank {rank} was told after {took:.1f} s, more than {allowed:.1f}")
         if told.kind not in ("PipelineError", "InputError"):
             self.faults.append(f"rank {rank} raised {told.kind}: {told.text}")
-        elif told.rank != self.case.victim:
+        elif told.rank != self.case.victim and self.case.victim not in _did_not_come(told):
             self.faults.append(f"rank {rank} blames {'nobody' if told.rank is None else f'rank {told.rank}'} in {call}: {told.text}")
 
     def _is_torn(self, told: Told) -> bool:

@@ -174,7 +174,10 @@ class FailureGuard:
             self._transport.hang_up(rank)
 
     def tell_of_own_end(self) -> None:
-        """Tell all ranks that this process ends by SIGTERM, and hang up. This runs in a thread that waits for the signal."""
+        """Tell all ranks that this process ends by SIGTERM, and hang up. This runs in a thread that waits for the signal.
+
+        The store ends with the process that holds it, which therefore stays for a few seconds until the others have read what it tells.
+        """
         if self.closed is not None:
             return
         rank = self._transport.rank
@@ -183,6 +186,8 @@ class FailureGuard:
             write_error_file(told.message)
         for other in range(self._transport.size):
             self._transport.hang_up(other)
+        if rank == self._transport.group.store_host:
+            self._watch.stay(told)
 
     @property
     def _name(self) -> str:

@@ -110,12 +110,15 @@ class FailureWatch:
     def close(self, report: FailureReport | None = None) -> None:
         """Stop listening for the alarm.
 
-        After a failure, wait first, a few seconds, until every rank but the absent ones has read the report or has closed the pipeline
-        without one: this process may end then, and the store with it.
+        After a failure, `stay` first: this process may end then, and the store with it.
         """
         if report is not None:
-            self._ask(lambda: self._leave(report.absent))
+            self.stay(report)
         self._thread.end()
+
+    def stay(self, report: FailureReport) -> None:
+        """Wait a few seconds until every rank but the absent ones has read the report, or needs none."""
+        self._ask(lambda: self._leave(report.absent))
 
     def _ask(self, call: Callable[[], Answer]) -> Answer | None:
         return self._thread.ask(call, self._group.timing.silence_s)

@@ -59,7 +59,7 @@ class StoreTiming(NamedTuple):
 
     answer_s: float = 2.5
     """For each other's answer to the question of what they do; a rank that does not answer counts as frozen or cut off."""
-    silence_s: float = 6.0
+    silence_s: float = 3.0
     """For the store; one that is silent for longer counts as gone."""
     stay_s: float = 3.0
     """After a failure, so that the others can read the report before the process ends."""

@@ -187,8 +187,9 @@ class _Attendance:
             silent = "rank 0 does not answer: it came to make a Pipeline and then said nothing"
             return Decision(failure=f"{silent} within {self._timeout:g} s; see the log there", rank=0)
         named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:-1]))} and {missing[-1]}"
+        late = f"{named} did not come to make a Pipeline within {self._timeout:g} s"
         remedy = "see the log there, or raise `timeout` if it may take that long"
-        return Decision(failure=f"{named} did not come to make a Pipeline within {self._timeout:g} s; {remedy}", rank=missing[0])
+        return Decision(failure=f"{late}; {remedy}", rank=missing[0] if len(missing) == 1 else -1)
 
 
 class _SilentError(Exception):
