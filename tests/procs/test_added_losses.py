@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
+from tests.libraries import library
 from tests.procs.models import OneDevice, batch, build, gradient_error, loss_fn
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
-from tests.procs.torchvision_operators import declare_if_missing
 from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.step.loss_reports import AddedLossReport
 
@@ -298,7 +298,7 @@ class Settings:
 
 def of_transformers(group: Any, name: str) -> float:
     """How far a step by the page's losses is from Transformers' own with the number of items in the batch."""
-    declare_if_missing()
+    library("transformers")
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -329,5 +329,69 @@ def of_transformers(group: Any, name: str) -> float:
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_losses_of_transformers_over_router_logits_that_grow(world: Ranks, name: str) -> None:
-    pytest.importorskip("transformers")
     assert max(world.run(of_transformers, name, ranks=2)) <= 1e-6
+
+
+class Stack(nn.Module):
+    """Blocks that add a loss each, in a model that was not written for pipelining; with `adds`, so does the code around them."""
+
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(StackBlock() for _ in range(4))
+        self.adds = adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if self.adds:
+            zb.nn.add_loss("size", x.square().mean())
+        return x
+
+
+class StackBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).tanh()
+        zb.nn.add_loss("mean", x.mean().square())
+        return x
+
+
+def cut_by_itself(group: Any, name: str) -> float:
+    """How far three steps, of batches of two lengths, are from one device's."""
+    model, oracle = Stack(adds=False).double(), Stack(adds=False).double()
+    with zb.Pipeline(zb.split(model, example=torch.zeros(2, 6).double()), name, 2, nn.functional.mse_loss, group=group) as pipe:
+        worst = 0.0
+        for step, length in enumerate((4, 4, 8)):
+            x = torch.randn(length, 6, generator=torch.Generator().manual_seed(step)).double()
+            total = torch.zeros(()).double()
+            for part in x.chunk(2):
+                with zb.nn.collecting_losses() as added:
+                    output = oracle(part)
+                loss = (nn.functional.mse_loss(output, part) + sum(added.values())) / 2
+                loss.backward()
+                total += loss.detach()
+            worst = max(worst, abs(pipe.step(x, x) - total).item())
+        theirs = dict(oracle.named_parameters())
+        for module in pipe.modules.values():
+            for parameter_name, mine in module.named_parameters():
+                expected = theirs[parameter_name].grad
+                assert mine.grad is not None
+                assert expected is not None
+                worst = max(worst, (mine.grad - expected).abs().max().item())
+        return worst
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_blocks_of_a_model_that_is_cut_by_itself_add_theirs(world: Ranks, name: str) -> None:
+    assert max(world.run(cut_by_itself, name, ranks=2)) <= 1e-13
+
+
+def test_code_that_runs_on_every_stage_adds_none() -> None:
+    with pytest.raises(
+        zb.InputError, match=r"the model's code around its parts adds 'size' to the loss, .* call add_loss in one of the parts"
+    ):
+        zb.split(Stack(adds=True), example=torch.zeros(2, 6))

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zerobubble.errors import InputError
 from zerobubble.models.assembly import assemble, place
 from zerobubble.models.dataflow import Called, Dataflow, DirectParameter, Sources, UnitCall
 from zerobubble.models.following import Following, storage_of
 from zerobubble.models.skeleton import Seen, Skeleton
 from zerobubble.models.stand_in import Current, StandIn, blank, blank_like, device_of
 from zerobubble.models.units import Units, join
+from zerobubble.runtime.values.added_losses import collecting_losses
 
 _REMEMBERED = 64
 """For how many kinds of arguments the dataflow is remembered."""
@@ -72,13 +74,14 @@ class ObservedModel:
         self._model.train(training)
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         try:
-            with torch.random.fork_rng(), torch.no_grad(), following:
+            with torch.random.fork_rng(), torch.no_grad(), following, collecting_losses() as added:
                 output = self._model(*args, **kwargs)
                 sources = following.sources_in(dict(output) if isinstance(output, Mapping) else output)
         finally:
             del self._current.forward
             for buffer, before in buffers:
                 buffer.copy_(before)
+        _refuse_losses(added)
         return observed.dataflow(sources)
 
 
@@ -113,6 +116,14 @@ class _Observed:
             changed = any(self._following.has_written_to(storage) for storage in storages)
             calls[call] = Called(call, sources, seen.form, seen.flops, changed)
         return Dataflow(calls, output)
+
+
+def _refuse_losses(added: Mapping[str, Tensor]) -> None:
+    if added:
+        raise InputError(
+            f"the model's code around its parts adds {', '.join(map(repr, added))} to the loss, and that code runs on every stage; call "
+            "add_loss in one of the parts, such as a block, or let the model return what loss_fn needs for it"
+        )
 
 
 def _kind_of(leaf: Any) -> Any:

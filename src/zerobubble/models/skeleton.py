@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zerobubble.errors import InputError
 from zerobubble.models.dataflow import OutputForm
+from zerobubble.runtime.values.added_losses import collecting_losses
 
 _REMEMBERED = 64
 """For how many shapes of arguments a unit remembers what it gives."""
@@ -68,7 +69,7 @@ class Skeleton:
     def _run(self, unit: nn.Module, leaves: list[Any], structure: pytree.TreeSpec) -> Seen:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        with FlopCounterMode(display=False) as counter, _Made() as made:
+        with FlopCounterMode(display=False) as counter, _Made() as made, collecting_losses():
             output = unit(*args, **kwargs)
         form = OutputForm.of(pytree.tree_map_only(Tensor, _meta, output))
         del output
