@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
@@ -50,7 +53,9 @@ def construct(group: Any, **options: Any) -> Ended:
     """Make a pipeline that cannot be made."""
     began = time.monotonic()
     try:
-        zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, **{"timeout": TIMEOUT} | options)
+        zb.Pipeline(
+            schedule="zb-h1", num_microbatches=4, loss_fn=loss_fn, group=group, **{"build_or_modules": build, "timeout": TIMEOUT} | options
+        )
     except BaseException as error:
         return Ended(type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - began)
     raise AssertionError("nothing went wrong")
@@ -320,6 +325,42 @@ def test_a_process_ends_as_usual_after_it_has_left_a_constructor_behind(tmp_path
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def what_is_left(group: Any) -> tuple[str, bool, int, int]:
+    """Rank 1 stands still when it has told the second backend's address: the other then waits in C++ for several of its timeouts.
+
+    The error on that one, whether the constructor was left behind, the modules that were made, and those that live on.
+    """
+    made: list[weakref.ref[nn.Module]] = []
+
+    def build_once(stage: int, num_stages: int) -> nn.Module:
+        module = build(stage, num_stages)
+        made.append(weakref.ref(module))
+        return module
+
+    with ExitStack() as stack:
+        if dist.get_rank(group) == 1:
+            stack.enter_context(struck(Moment(EndableStore, "get", 2, ""), stop))
+        text = construct(group, build_or_modules=build_once).text
+    gc.collect()
+    is_left = any(thread.name == "zerobubble-background" for thread in threading.enumerate())
+    return text, is_left, len(made), sum(module() is not None for module in made)
+
+
+@pytest.mark.long
+def test_a_constructor_that_is_left_behind_keeps_no_stage_alive() -> None:
+    world = Ranks(2)
+    try:
+        world.start(what_is_left, ranks=2)
+        state, (text, is_left, made, living) = world.outcome(0)
+    finally:
+        world.kill()
+    assert state == "ok"
+    assert text.startswith("rank 1 does not answer: rank 0 lost contact while connecting the ranks")
+    assert is_left
+    assert made > 0
+    assert living == 0
 
 
 # 4. A rank ends or stands still at a random moment.
