@@ -7,7 +7,6 @@ seconds: the rank waits for this thread, not for the store.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
+
+from zerobubble.runtime.transport.measured_store import MeasuredStore
 
 _TICK_S = 0.1
 
@@ -36,34 +37,6 @@ class _Request(Generic[Answer]):
             self.answer = None
         finally:
             self.is_done.set()
-
-
-class MeasuredStore:
-    """A store whose silence is known, in seconds: it ends with every answer, and whoever waits for one counts it up.
-
-    Time is counted once, however many threads wait through it.
-    """
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.silence_s = 0.0
-        self._counted = -math.inf
-        self._lock = threading.Lock()
-
-    def count(self, seconds: float) -> None:
-        """The caller has waited for `seconds` until now. They are no time by the clock, which goes on while this process stands still."""
-        with self._lock:
-            now = time.monotonic()
-            self.silence_s += min(seconds, now - self._counted)
-            self._counted = now
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(*args: Any) -> Any:
-            answer = getattr(self._store, name)(*args)
-            self.silence_s = 0.0
-            return answer
-
-        return ask
 
 
 class Standstill:

@@ -20,9 +20,10 @@ from zerobubble.runtime.failure.blame import CLOSING, diagnose, lost_contact, re
 from zerobubble.runtime.failure.error_text import text_of
 from zerobubble.runtime.failure.memory_kills import memory_kills
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
-from zerobubble.runtime.failure.store_thread import MeasuredStore, Standstill, StoreThread
+from zerobubble.runtime.failure.store_thread import Standstill, StoreThread
 from zerobubble.runtime.transport.contact import host_is_silent, stood_still
 from zerobubble.runtime.transport.endpoint import Group
+from zerobubble.runtime.transport.measured_store import MeasuredStore
 
 _POLL_S = 0.02
 _END_S = 0.3

@@ -18,12 +18,13 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.transport.background import in_background
 from zerobubble.runtime.transport.contact import host_is_silent, stood_still
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
+from zerobubble.runtime.transport.measured_store import MeasuredStore
 from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.transport.terms import Terms, faults_of
 
@@ -78,12 +79,13 @@ class _Attendance:
 
     def __init__(self, group: Group, arrival: Arrival, timeout: float) -> None:
         self._group = group
+        self._store = MeasuredStore(group.store)
         self._arrival = arrival
         self._timeout = timeout
         self._missed = Decision()
         self._looked = time.monotonic()
         self._stood_still_s, self._went_on = 0.0, -math.inf
-        self._waited_s = self._silence_s = 0.0
+        self._waited_s = 0.0
         self._over = threading.Event()
         self._left = threading.Event()
         self._reason = Decision()
@@ -104,10 +106,10 @@ class _Attendance:
         """Count the time in which nothing happened."""
         self._look_at_clock()
         self._waited_s += seconds
-        self._silence_s += seconds
+        self._store.count(seconds)
         if self._waited_s >= self._timeout:
             self._over.set()
-        if self._silence_s >= min(StoreTiming().silence_s, self._timeout):
+        if self._store.silence_s >= min(StoreTiming().silence_s, self._timeout):
             raise _SilentError
 
     def _look_at_clock(self) -> None:
@@ -132,18 +134,13 @@ class _Attendance:
         self._over.set()
         return reason
 
-    def _ask(self, name: str, *args: Any) -> Any:
-        answer = getattr(self._group.store, name)(*args)
-        self._silence_s = 0.0
-        return answer
-
     def _attend(self) -> Decision:
         current = self._open_round()
         everybody = [f"{current}/{rank}" for rank in range(self._group.size)]
-        self._ask("set", everybody[self._group.rank], json.dumps(self._arrival))
+        self._store.set(everybody[self._group.rank], json.dumps(self._arrival))
         pause_s = _SHORTEST_S
-        while not self._ask("check", [_decision_key(current)]):
-            if self._group.rank == 0 and self._ask("check", everybody):
+        while not self._store.check([_decision_key(current)]):
+            if self._group.rank == 0 and self._store.check(everybody):
                 return self._decide(current, self._judge(everybody))
             if self._over.wait(pause_s):
                 decision = self._decide(current, self._give_up(everybody))
@@ -154,23 +151,23 @@ class _Attendance:
 
     def _open_round(self) -> str:
         """The round that is not decided yet; a new one where there is none."""
-        current = self._ask("compare_set", _ROUND, "", uuid.uuid4().hex).decode()
-        while self._ask("check", [_decision_key(current)]):
-            if not self._ask("check", [f"{current}/{self._group.rank}"]):
+        current = self._store.compare_set(_ROUND, "", uuid.uuid4().hex).decode()
+        while self._store.check([_decision_key(current)]):
+            if not self._store.check([f"{current}/{self._group.rank}"]):
                 self._missed = self._read(current)
-            current = self._ask("compare_set", _ROUND, current, uuid.uuid4().hex).decode()
+            current = self._store.compare_set(_ROUND, current, uuid.uuid4().hex).decode()
         return str(current)
 
     def _decide(self, current: str, decision: Decision) -> Decision:
         """Decide the round, unless another rank has done so: then its decision counts."""
-        return _as_decision(self._ask("compare_set", _decision_key(current), "", json.dumps(decision._asdict())))
+        return _as_decision(self._store.compare_set(_decision_key(current), "", json.dumps(decision._asdict())))
 
     def _read(self, current: str) -> Decision:
-        return _as_decision(self._ask("get", _decision_key(current)))
+        return _as_decision(self._store.get(_decision_key(current)))
 
     def _judge(self, everybody: Sequence[str]) -> Decision:
         """All have come: whether they can go on together."""
-        told = [json.loads(self._ask("get", key)) for key in everybody]
+        told = [json.loads(self._store.get(key)) for key in everybody]
         faults = faults_of([(fault, terms) for fault, terms, *_ in told])
         if faults:
             return Decision(input_error=faults)
@@ -180,7 +177,7 @@ class _Attendance:
         """Who is to blame that this rank has waited for so long."""
         if self._reason.failure:
             return self._reason
-        missing = [rank for rank, key in enumerate(everybody) if not self._ask("check", [key])]
+        missing = [rank for rank, key in enumerate(everybody) if not self._store.check([key])]
         if self._missed.failure and len(missing) == self._group.size - 1:
             return self._missed  # the others had given up when this rank came, and did not come again
         if not missing:
