@@ -82,7 +82,7 @@ def train_clipped(group: Any, name: str, microbatches: int, norm_type: float) ->
     return norms, worst
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["zb-v", "zb-h1", "1f1b", "chimera"])
 def test_clipped_training_equals_one_device(world: Ranks, name: str, norm_type: float) -> None:
     for norms, worst in world.run(train_clipped, name, 4, norm_type, ranks=4):

@@ -78,7 +78,7 @@ def come_late(group: Any, late: int) -> tuple[Ended, float]:
     return end, one_right_step(group)
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late: int) -> None:
     told = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
     text = f"rank {late} did not come to make a Pipeline within 4 s; see the log there, or raise `timeout` if it may take that long"

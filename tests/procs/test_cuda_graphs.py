@@ -115,7 +115,15 @@ def trained(group: Any, name: str, main_grad: torch.dtype | None) -> tuple[float
     return error, same, replays - before
 
 
-@pytest.mark.parametrize(("name", "main_grad"), [("1f1b", None), ("zb-h1", torch.float64), ("zb-h2", None), ("zb-v", None)])
+@pytest.mark.parametrize(
+    ("name", "main_grad"),
+    [
+        pytest.param("1f1b", None, marks=pytest.mark.long),
+        ("zb-h1", torch.float64),
+        pytest.param("zb-h2", None, marks=pytest.mark.long),
+        ("zb-v", None),
+    ],
+)
 def test_a_pipeline_replays_its_passes(world: Ranks, name: str, main_grad: torch.dtype | None) -> None:
     for error, same, count in world.run(trained, name, main_grad, ranks=2):
         assert error <= 1e-12

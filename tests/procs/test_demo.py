@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -162,7 +163,12 @@ def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
         (["--heads", "3"], "--width must be a multiple of --heads, got 320 and 3"),
     ],
 )
-def test_bad_options_are_told_in_a_sentence(arguments: list[str], words: str) -> None:
-    finished = demo(*arguments)
-    assert finished.returncode == 2
-    assert words in finished.stderr
+def test_bad_options_are_told_in_a_sentence(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

@@ -65,7 +65,7 @@ def the_same(store: Any) -> Any:
 
 
 def late(store: Any) -> Slow:
-    return Slow(store, 4 * GRACE_S)
+    return Slow(store, 2 * GRACE_S)
 
 
 @pytest.mark.parametrize("slow", [1, 2])

@@ -32,7 +32,7 @@ def judge_campaign(rows: list[Row], told: str) -> None:
 
 
 def test_a_few_random_signals() -> None:
-    rows = play_all([cases.anywhere(seed) for seed in range(10)], AT_ONCE, lambda row: None)
+    rows = play_all([cases.anywhere(seed) for seed in range(AT_ONCE)], AT_ONCE, lambda row: None)
     judge_campaign(rows, "\n".join(str(row) for row in rows if row.faults))
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.procs.programs import programs_of, run_forked, torchrun
 
 
-def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
-    done = torchrun(programs_of("README.md")[0], tmp_path, 4)
+def by_torchrun(program: str, folder: Path, ranks: int) -> str:
+    done = torchrun(program, folder, ranks)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    return done.stdout
+
+
+@pytest.mark.parametrize("run", [run_forked, pytest.param(by_torchrun, marks=pytest.mark.long)])
+def test_the_program_runs_as_pasted(run: Callable[[str, Path, int], str], tmp_path: Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run(programs_of("README.md")[0], tmp_path, 4))]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 

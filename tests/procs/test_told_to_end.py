@@ -127,7 +127,7 @@ pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
     [
         ("boom", "(1|-15)", "rank 1 failed at 'run 1F0': ValueError: boom"),
         ("SIGTERM", "-15", "rank 1 was told to end by SIGTERM while it was at 'run 1F0'"),
-        ("SIGKILL", "-9", "Signal 9 (SIGKILL) received by PID"),
+        pytest.param("SIGKILL", "-9", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.long),
     ],
 )
 def test_torchrun_names_the_culprit(act: str, exitcode: str, told: str, tmp_path: Path) -> None:
