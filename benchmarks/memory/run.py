@@ -1,8 +1,8 @@
 """How close the peak activation memory that a profile predicts comes to the bytes a training step holds, rank by rank.
 
 A GPT is profiled once for each schedule, which is simulated with what the profile says its stages hold. Then one step of it is trained
-with our own meter, which counts storages, and one without, of which torch's allocator tells. Bytes are the same on every machine. Writes
-`results.json` next to this file.
+with our own meter, which counts storages, and one without, of which torch's allocator tells. What lies in shared memory for messages is
+predicted and told beside. Bytes are the same on every machine. Writes `results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def main() -> None:
 
 
 def compare(group: Any, name: str, config: GPTConfig = MODEL, split: str = "deferred") -> dict[str, Any]:
-    """Peak bytes per rank of schedule `name`: predicted, metered, and allocated between two actions and at any moment.
+    """Peak bytes per rank of schedule `name`: predicted, metered, and allocated between two actions and at any moment; those for messages.
 
     The errors are those of the prediction, relative to what is allocated between two actions and to what is metered.
     """
     tokens = torch.randint(0, 256, (MICROBATCHES * MICROBATCH_SIZE, config.context + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     with zb.Pipeline(lambda s, n: build_stage(config, s, n), name, MICROBATCHES, loss_fn, group=group, split=split) as pipe:
-        predicted = zb.simulation.peak_memory(pipe.schedule, pipe.profile(inputs, targets, steps=1))
+        forecasts = pipe.memory_forecast(pipe.profile(inputs, targets, steps=1))
+        predicted = [rank.activations for rank in forecasts]
         pipe.step(inputs, targets)
         pipe.metering = True
         pipe.step(inputs, targets)
@@ -57,8 +58,11 @@ def compare(group: Any, name: str, config: GPTConfig = MODEL, split: str = "defe
         pipe.metering = False
         peaks = [Peak(0, 0)] * len(metered)
         dist.all_gather_object(peaks, peak_of(pipe, lambda: pipe.step(inputs, targets)), group)
+        messages = [0] * len(metered)
+        dist.all_gather_object(messages, pipe.transport.held_bytes, group)
     allocated, within = ([getattr(peak, what) for peak in peaks] for what in Peak._fields)
-    row = {"name": name, "predicted": list(predicted), "metered": metered, "allocated": allocated, "allocated_within_passes": within}
+    row = {"name": name, "predicted": predicted, "metered": metered, "allocated": allocated, "allocated_within_passes": within}
+    row |= {"predicted_for_messages": [rank.messages for rank in forecasts], "held_for_messages": messages}
     return row | {"errors": _errors(predicted, allocated), "errors_of_metered": _errors(predicted, metered)}
 
 

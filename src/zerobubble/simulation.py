@@ -109,10 +109,13 @@ def _steps(row: Sequence[Span], changes: BytesByKind) -> tuple[tuple[int, int], 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times.
 
+    Raises `InputError` for costs that do not fit the placement.
+
     >>> import zerobubble as zb
     >>> zb.simulation.peak_memory(zb.make("1f1b", 3, 6), zb.Costs.uniform(3))
     (3000000, 2000000, 1000000)
     """
+    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
     changes = _changes(costs)
     return tuple(max(_held(row, changes), default=0) for row in schedule.rows)
 

@@ -75,8 +75,9 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
                         module[2].units *= 3  # type: ignore[index,union-attr,operator]
         assert len(plans) == 3, f"{len(plans)} plans in 200 s"
         assert pipe.plan is not None
-        held = zb.simulation.peak_memory(pipe.schedule, pipe.plan.problem.costs)
-        assert limit is None or max(held) <= limit
+        told = pipe.memory_forecast(pipe.plan.problem.costs)
+        assert limit is None or max(rank.total for rank in told) <= limit
+        assert told[pipe.rank].messages == pipe.transport.held_bytes
         return names, len(plans), [plan["costs"] for plan in plans]
 
 
@@ -115,6 +116,7 @@ def refused(group: Any, options: zb.Auto) -> str:
     ("options", "words"),
     [
         (zb.Auto(memory_limit=10), "no schedule fits into the memory limit"),
+        (zb.Auto(memory_limit=2000), "the memory limit, of which messages take 1344, 2688, 2688, 1344 bytes on the ranks in turn"),
         (zb.Auto(memory_limit=[1000, 1000]), "the bytes of each of 4 ranks"),
         (
             zb.Auto(memory_limit=1e9),

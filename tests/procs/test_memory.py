@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import weakref
 from collections.abc import Callable
@@ -12,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zerobubble as zb
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import make_stage
+from zerobubble.runtime.transport.same_machine import is_supported
 from zerobubble.runtime.values.gradients import IN_GRAD
+from zerobubble.units import show_bytes
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory" / "run.py"
 MESSAGE = 2 * 16 * 32 * 4
@@ -33,6 +37,7 @@ def test_predicted_peaks_are_held(world: Ranks, name: str) -> None:
     for found in world.run(compare, name, ranks=4):
         assert len(set(found["metered"])) > 1
         assert all(abs(error) <= 0.05 for error in (*found["errors"], *found["errors_of_metered"])), found
+        assert found["predicted_for_messages"] == found["held_for_messages"]
 
 
 @pytest.mark.parametrize(("name", "split"), [("gpipe", "deferred"), ("1f1b", "deferred"), ("zb-h1", "deferred"), ("zb-h1", "graph")])
@@ -40,6 +45,67 @@ def test_the_allocator_holds_what_is_predicted_and_one_message(world: Ranks, nam
     found = world.run(compare, name, split, 2, ranks=2)[0]
     for told, held in zip(found["predicted"], found["allocated"], strict=True):
         assert 0 <= held - told < 1.5 * MESSAGE, found
+
+
+WIDE, MICROBATCHES = 1 << 18, 8
+"""Floats of a message, so many that a ring has no more slots than it needs, and how many messages a channel carries in a step."""
+
+
+class Attached(zb.hooks.StepHook):
+    """Knows the pipeline that it is attached to."""
+
+    def on_attach(self, pipeline: zb.hooks.AttachedPipeline) -> None:
+        self.pipeline = pipeline
+
+
+def forecast(group: Any, transport: str) -> list[tuple[Any, int, int]]:
+    """(Forecast, bytes told, bytes mapped by the system) of messages, at first and where they are so slow that many are awaited at once."""
+    x, hook = torch.ones(MICROBATCHES, WIDE), Attached()
+
+    def build(stage: int, num_stages: int) -> nn.Module:
+        return Times(torch.mul, WIDE)
+
+    with zb.Pipeline(build, "zb-h1", MICROBATCHES, nn.functional.mse_loss, group=group, transport=transport, hooks=[hook]) as pipe:
+
+        def seen(told: Any) -> tuple[Any, int, int]:
+            for _ in range(2):  # the first step of a schedule tells the shapes of its messages
+                pipe.step(x, x)
+            return told[pipe.rank], pipe.transport.held_bytes, sum(mapped_rings(pipe.rank))
+
+        costs = pipe.profile(x, x, steps=1)
+        forecasts = pipe.memory_forecast(costs)
+        assert tuple(rank.activations for rank in forecasts) == zb.simulation.peak_memory(pipe.schedule, costs)
+        at_first = seen(forecasts)
+        slow = zb.Costs.uniform(4, times=(10, 10, 10), comm=1000)
+        forecasts = hook.pipeline.memory_forecast_of(pipe.schedule, slow)
+        hook.pipeline.change_schedule(pipe.schedule, slow)
+        return [at_first, seen(forecasts)]
+
+
+def mapped_rings(rank: int) -> list[int]:
+    """The bytes of the rings into which this rank sends, as the system has them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    named = [line.split()[0].split("-") for line in lines if f"memfd:zerobubble {os.getpid()} rank {rank} " in line]
+    return [int(end, 16) - int(start, 16) for start, end in named]
+
+
+@pytest.mark.skipif(not is_supported(), reason="no rings on this machine")
+def test_the_forecast_tells_the_memory_of_messages_apart(world: Ranks) -> None:
+    page = os.sysconf("SC_PAGESIZE")
+    for rank, (first, changed) in enumerate(world.run(forecast, "shared-memory", ranks=4)):
+        channels = 1 if rank in (0, 3) else 2
+        for told, held, mapped in (first, changed):
+            assert told.messages == held
+            assert 0 <= mapped - held < page * channels
+        assert 3 * 4 * WIDE * channels <= first[0].messages < changed[0].messages
+        assert str(first[0]) == (
+            f"rank {rank}: {show_bytes(first[0].activations)} of activations, {show_bytes(first[0].messages)} for messages"
+        )
+
+
+def test_a_transport_without_buffers_has_none_in_the_forecast(world: Ranks) -> None:
+    for first, changed in world.run(forecast, "gloo", ranks=4):
+        assert [first[0].messages, changed[0].messages, *first[1:], *changed[1:]] == [0] * 6
 
 
 class Times(nn.Module):

@@ -78,6 +78,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: zb.lower(SCHEDULE, -1), "prefetch counts the receives posted ahead and must be >= 0, got -1"),
     (lambda: prefetch_depth(SCHEDULE, WORK), "prefetch_depth: costs must be Costs, got a Workload"),
     (lambda: peak_memory(SCHEDULE, None), "peak_memory: costs must be Costs, got None"),
+    (lambda: peak_memory(SCHEDULE, zb.Costs.uniform(1)), "has 4 stages, the costs describe 1"),
     (lambda: memory_faults(SCHEDULE, COSTS, 40 * GB), "limits must be Limits, got 40000000000: Limits((40000000000,) * num_ranks) gives"),
     (lambda: memory_faults(SCHEDULE, COSTS, "40GB"), "limits must be Limits, got '40GB': Limits((40 * 10**9,) * num_ranks) gives 40 GB"),
     (lambda: zb.picture("zb-v"), "picture: schedule must be a Schedule, got 'zb-v'"),

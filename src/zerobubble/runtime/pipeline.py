@@ -33,6 +33,7 @@ from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import trials
 from zerobubble.runtime.step.batch import join_outputs
+from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss, StepLosses
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
@@ -292,6 +293,16 @@ class Pipeline:
         on rank 0's terminal does. Raises `InputError` for less than 1 step, and `PipelineError` as `step` does.
         """
         return trials.profile(self._steps, StepInputs(inputs, targets, kwargs), steps, progress)
+
+    @called_by_all
+    def memory_forecast(self, costs: Costs) -> MemoryForecasts:
+        """The most bytes that each rank holds in a `step`: its activations, as `costs` say, and its buffers of messages, told apart.
+
+        `costs` are those of `profile`, so that messages have been as large as they will be. Of messages are counted what lies in shared
+        memory, in rings into which the rank sends; other transports hold none for longer than a message takes, or do not tell. The same
+        on every rank, and every rank must call it. Raises `InputError` for costs of other stages.
+        """
+        return self._steps.memory_forecast(costs)
 
     @plays_steps
     def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:

@@ -11,7 +11,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ProgramError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.lowering import PREFETCH, lower, prefetch_depth
-from zerobubble.lowering.rollback import with_rollback_points
+from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
 from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor.executor import Executor, Overlap
 from zerobubble.runtime.executor.pace import Pace
@@ -80,7 +80,7 @@ class ProgramCache:
 
     def play(self, schedule: Schedule, costs: Costs | None = None) -> None:
         """Play `schedule` and nothing else from here on, with receives posted one message earlier than its `costs` ask for."""
-        self._prefetch = PREFETCH if costs is None else 1 + prefetch_depth(schedule, costs)
+        self._prefetch = _prefetch_for(schedule, costs)
         self._played = schedule
         self._close_all()
         self._keep(self._compile(schedule))
@@ -151,13 +151,27 @@ class ProgramCache:
         infer = Executor(proved(forward_only), stages, self._transport, StepHandshake(forward_only, self._transport), None)
         if schedule.is_forward_only:
             return CompiledProgram(schedule, stages, None, infer)
-        program, rollback = proved(schedule, self._prefetch), None
-        if self._has_rollback_points:
-            program, points = with_rollback_points(program)
-            program, rollback = sound(program), points[self._transport.rank]
+        program, rollback = self._lowered(schedule, self._prefetch)
         handshake = StepHandshake(schedule, self._transport)
         train = Executor(program, stages, self._transport, handshake, self._pace, self._overlap, rollback, self._stage_is_done)
         return CompiledProgram(schedule, stages, train, infer)
+
+    def _lowered(self, schedule: Schedule, prefetch: int) -> tuple[Program, RollbackPoint | None]:
+        """The program that trains with `schedule`, and where this rank's row can start over if it has to be able to."""
+        program = proved(schedule, prefetch)
+        if not self._has_rollback_points:
+            return program, None
+        program, points = with_rollback_points(program)
+        return sound(program), points[self._transport.rank]
+
+    def program_for(self, schedule: Schedule, costs: Costs) -> Program:
+        """What `play` would run in training."""
+        return self._lowered(schedule, _prefetch_for(schedule, costs))[0]
+
+
+def _prefetch_for(schedule: Schedule, costs: Costs | None) -> int:
+    """How many messages ahead receives are posted: one earlier than `costs` ask for."""
+    return PREFETCH if costs is None else 1 + prefetch_depth(schedule, costs)
 
 
 def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:

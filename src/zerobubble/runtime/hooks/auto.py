@@ -24,6 +24,7 @@ from zerobubble.planning import Objective, Problem, Solved, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
+from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.timeline import Timeline
 
@@ -46,9 +47,10 @@ class Auto:
     """What `Pipeline(schedule=zb.Auto(...))` plans for; the string "auto" stands for `zb.Auto()`.
 
     `placement` says which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2",
-    or a `Placement` of one route. `memory_limit` bounds the bytes of activations that a rank holds: one number for all ranks or one for
-    each; None leaves them free. The first steps train with microbatches one by one and are measured; then the shortest schedule within
-    the limit is planned beside the training and changed to between two steps, and planned anew when passes come to take another time.
+    or a `Placement` of one route. `memory_limit` bounds the bytes that a rank holds of activations and, in shared memory, for messages:
+    one number for all ranks or one for each; None leaves them free. The first steps train with microbatches one by one and are measured;
+    then the shortest schedule within the limit is planned beside the training and changed to between two steps, and planned anew when
+    passes come to take another time.
     """
 
     placement: str | Placement = "linear"
@@ -145,14 +147,48 @@ class AutoPlanner(StepHook):
             return None
         placement = self.schedule.placement
         costs = costs_of(placement, self._measured[0], self._measured[1:])
-        limits = self._limits or Limits((_plenty(costs, self.schedule.num_microbatches),) * placement.num_ranks)
+        limits = Limits((_plenty(costs, self.schedule.num_microbatches),) * placement.num_ranks)
         self._problem = Problem(placement, self.schedule.num_microbatches, costs, limits, Objective.MAKESPAN)
-        if self._problem.shortage_reason:
-            raise InputError(f"no schedule fits into the memory limit: {self._problem.shortage_reason}")
+        if self._limits is not None:
+            told = self._pipeline.memory_forecast_of(self.schedule, costs)
+            self._problem = self._problem_beside(told)
+            if self._problem.shortage_reason:
+                taken = ", ".join(str(rank.messages) for rank in told)
+                limit = f"the memory limit, of which messages take {taken} bytes on the ranks in turn"
+                raise InputError(f"no schedule fits into {limit}: {self._problem.shortage_reason}")
         self._measured.clear()
         self._is_waiting = True
-        published = self._best_published()
+        published = self._published_that_fits()
         return None if published is None else self._change(published)
+
+    def _problem_beside(self, forecasts: MemoryForecasts) -> Problem:
+        """The problem with what the messages of these forecasts leave of the memory limit."""
+        assert self._problem is not None
+        assert self._limits is not None
+        rooms = [max(1, limit - told.messages) for limit, told in zip(self._limits.memory, forecasts, strict=True)]
+        return replace(self._problem, limits=Limits(tuple(rooms)))
+
+    def _fits(self, solved: Solved) -> bool:
+        """Whether a schedule and its messages together fit into the memory limit; where not, plans from here on leave these more room."""
+        if self._limits is None:
+            return True
+        assert solved.schedule is not None
+        told = self._pipeline.memory_forecast_of(solved.schedule, solved.problem.costs)
+        _log.info("%s: %s", solved.schedule.name, "; ".join(map(str, told)))
+        if all(rank.total <= limit for rank, limit in zip(told, self._limits.memory, strict=True)):
+            return True
+        tighter = self._problem_beside(told)
+        if not tighter.shortage_reason:
+            self._problem = tighter
+        return False
+
+    def _published_that_fits(self) -> Solved | None:
+        """The best published schedule within the memory limit, its messages included; None where two looks find none."""
+        for _ in range(2):
+            published = self._best_published()
+            if published is None or self._fits(published):
+                return published
+        return None
 
     def _best_published(self) -> Solved | None:
         """The best published schedule, as the first rank found it that could, None where none could.
@@ -181,7 +217,8 @@ class AutoPlanner(StepHook):
             return None
         self.on_close()
         self._is_waiting, self._steps = False, 0
-        return None if plan is None else self._change(Solved.from_dict(plan))
+        solved = None if plan is None else Solved.from_dict(plan)
+        return self._change(solved) if solved is not None and self._fits(solved) else None
 
     def _search(self) -> tuple[bool, dict[str, Any] | None]:
         """Whether the search is over, and the plan in its JSON form, None where there is none."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from zerobubble.program import Channel, Compute, Program, Recv, channel_of
+from zerobubble.program import Channel, Compute, Program, Recv, Send, channel_of
 from zerobubble.rules import Stuff, Value, uses
-from zerobubble.runtime.transport.endpoint import MessageLane, Put, Take
+from zerobubble.runtime.transport.endpoint import MessageLane, Put, Take, Traffic
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes
 
@@ -77,6 +77,13 @@ class WholeMessages:
 
 def _put_nothing(_: Sequence[Tensor | None]) -> None:
     """There is no message to put."""
+
+
+def traffic_of(program: Program, rank: int) -> dict[Channel, Traffic]:
+    """What `rank` sends in a step of `program`."""
+    sent = Counter(channel for sender, _, channel, action in program.channels() if sender == rank and isinstance(action, Send))
+    at_once = {there: posted_at_once(program, there) for there in {channel.destination for channel in sent}}
+    return {channel: Traffic(count, at_once[channel.destination][channel]) for channel, count in sent.items()}
 
 
 def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:

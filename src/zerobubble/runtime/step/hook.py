@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
+from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
@@ -107,6 +108,9 @@ class AttachedPipeline(Protocol):
 
     def record_optimizer(self) -> AbstractContextManager[None]:
         """Put what runs inside into the timeline of the last step as a step of the optimizer."""
+
+    def memory_forecast_of(self, schedule: Schedule, costs: Costs) -> MemoryForecasts:
+        """What each rank would hold in the steps of `schedule`, if `change_schedule` were called with it; all ranks must call it."""
 
     def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
         """Play `schedule` from the next step on, with receives posted as early as `costs` ask for; all ranks must change alike."""

@@ -15,15 +15,18 @@ from zerobubble.arguments import optional, require
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Schedule
+from zerobubble.program import Program
 from zerobubble.runtime.executor.executor import Batch, Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, CompiledProgram, ProgramCache
 from zerobubble.runtime.failure.frame import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.handshake import RefusedError
+from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
@@ -297,6 +300,19 @@ class StepRunner:
         """See `AttachedPipeline`."""
         self.programs.play(schedule, costs)
         self.schedule = schedule
+
+    def memory_forecast_of(self, schedule: Schedule, costs: Costs) -> MemoryForecasts:
+        """See `AttachedPipeline`."""
+        return self._memory_forecast(schedule, self.programs.program_for(schedule, costs), costs)
+
+    def memory_forecast(self, costs: Costs) -> MemoryForecasts:
+        """What each rank holds in the steps that are played now; all ranks must call it."""
+        now = self.programs.now
+        return self._memory_forecast(now.schedule, (now.train or now.infer).program, costs)
+
+    def _memory_forecast(self, schedule: Schedule, program: Program, costs: Costs) -> MemoryForecasts:
+        messages = self.transport.bytes_for(traffic_of(program, self.rank))
+        return forecasts(schedule, costs, self.gather(messages, "forecasting its memory"))
 
     def before_optimizer(self) -> None:
         """Tell every hook that gradients are about to be used."""

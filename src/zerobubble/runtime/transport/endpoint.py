@@ -7,7 +7,7 @@ small control messages included, goes over such lines. An endpoint that can do m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -100,6 +100,13 @@ class Capabilities(NamedTuple):
     to know the shapes of all its messages before the first; messages whose shapes are not known go over the lines."""
 
 
+class Traffic(NamedTuple):
+    """What goes over a channel in a step: so many `messages`, of which the receiver waits for `at_once` at a time."""
+
+    messages: int
+    at_once: int
+
+
 class MessageLane(Protocol):
     """One end of a channel that carries whole messages. A message tells of each tensor whether it is there and asks for a gradient."""
 
@@ -190,3 +197,7 @@ class Endpoint(ABC):
     def held_bytes(self) -> int:
         """The bytes that it holds now in this rank's memory for messages to others, 0 where nobody counts them."""
         return 0
+
+    def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
+        """As `held_bytes`, in steps that send this `traffic` over the channels that begin here, in messages as large as those so far."""
+        return self.held_bytes()

@@ -85,9 +85,8 @@ class Ring:
 
         Raises `PeerGoneError`.
         """
-        size = _HEADER + lane.slots * lane.slot_bytes
-        if size > self.segment.size:
-            self.segment = Segment(self._larger(size))
+        if lane.ring_bytes > self.segment.size:
+            self.segment = Segment(self._larger(lane.ring_bytes))
         elif self._sends:
             words, count = self.segment.words, self.count
             self.connection.sleep_until(lambda: words[_TAKEN] == count, longest_ms=1)
@@ -130,6 +129,11 @@ class RingLane:
         self.slot_bytes = slot_bytes
         self.limit = 0
         self._ring = ring
+
+    @property
+    def ring_bytes(self) -> int:
+        """The memory that a ring needs for it."""
+        return _HEADER + self.slots * self.slot_bytes
 
     def sender(self, shapes: Shapes) -> Put:
         """A call that copies a message of these `shapes` into the ring, where a tensor may be missing.

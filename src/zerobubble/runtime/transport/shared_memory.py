@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Work
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Traffic, Work
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.ring import Ring, RingLane, message_bytes
 from zerobubble.runtime.transport.same_machine import connect_all
@@ -68,12 +68,28 @@ class SharedMemoryEndpoint(Endpoint):
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """A lane with room for the largest message in each slot, and no fewer slots than the receiver waits for at a time."""
         size = max(message_bytes(shapes) for shapes in messages)
-        slots = min(len(messages), max(at_once, self._roomy_bytes // size))
-        return RingLane(self._rings[channel], slots, size)
+        return self._lane(self._rings[channel], Traffic(len(messages), at_once), size)
+
+    def _lane(self, ring: Ring, traffic: Traffic, slot_bytes: int) -> RingLane:
+        slots = min(traffic.messages, max(traffic.at_once, self._roomy_bytes // slot_bytes))
+        return RingLane(ring, slots, slot_bytes)
 
     def held_bytes(self) -> int:
         """The bytes of the rings into which this rank sends."""
-        return sum(ring.size for channel, ring in self._rings.items() if channel.source == self.group.rank)
+        return sum(ring.size for _, ring in self._own_rings())
+
+    def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
+        return sum(self._ring_bytes(ring, traffic.get(channel)) for channel, ring in self._own_rings())
+
+    def _ring_bytes(self, ring: Ring, traffic: Traffic | None) -> int:
+        """What a ring takes with this traffic: it grows where it must, and never shrinks."""
+        if ring.lane is None or traffic is None:
+            return ring.size
+        return max(ring.size, self._lane(ring, traffic, ring.lane.slot_bytes).ring_bytes)
+
+    def _own_rings(self) -> Iterator[tuple[Channel, Ring]]:
+        """The rings into which this rank sends."""
+        return ((channel, ring) for channel, ring in self._rings.items() if channel.source == self.group.rank)
 
     def hang_up(self, rank: int) -> None:
         self._gloo.hang_up(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.contact import STARTING, LostContactError, Waiting, exchanging, is_own, reason_of
 from zerobubble.runtime.transport.control import ControlPayload, Expected, P, Sending
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Work
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Traffic, Work
 from zerobubble.runtime.transport.gather import gather, gather_objects
 from zerobubble.runtime.values.shapes import Shapes
 
@@ -122,6 +122,10 @@ class Transport:
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """This rank's end of a channel that carries whole messages, as `Endpoint.message_lane` gives it."""
         return self._for_tensors.message_lane(channel, messages, at_once)
+
+    def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
+        """What the carrier will hold in steps that send this traffic, as `Endpoint.bytes_for` tells it."""
+        return self._for_tensors.bytes_for(traffic)
 
     def tell(self, payload: ControlPayload, peer: int) -> Sending:
         """Start sending a control message to `peer`."""

@@ -1,0 +1,42 @@
+"""What each rank will hold in the steps of a schedule: its activations, and beside them what its transport keeps for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zerobubble.costs import Costs
+from zerobubble.ir import Schedule
+from zerobubble.simulation import peak_memory
+from zerobubble.units import show_bytes
+
+
+class MemoryForecast(NamedTuple):
+    """The most bytes that `rank` holds in a step: `activations`, with what waits for W, and its transport's buffers of `messages`."""
+
+    rank: int
+    activations: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.activations + self.messages
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {show_bytes(self.activations)} of activations, {show_bytes(self.messages)} for messages"
+
+
+class MemoryForecasts(tuple[MemoryForecast, ...]):
+    """The forecasts of all ranks, in order; `str` prints them one below the other."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def forecasts(schedule: Schedule, costs: Costs, messages: Sequence[int]) -> MemoryForecasts:
+    """Those of `schedule`, whose passes hold what `costs` say, beside these bytes for messages on each rank."""
+    sizes = zip(peak_memory(schedule, costs), messages, strict=True)
+    return MemoryForecasts(MemoryForecast(rank, *of_rank) for rank, of_rank in enumerate(sizes))
