@@ -363,6 +363,21 @@ def caching(module: Any, y: Tensor) -> Tensor:
     return y + table(WIDTH)
 
 
+@functools.lru_cache(maxsize=1)
+def factor(length: int) -> float:
+    return 1.0 / length
+
+
+def test_a_function_may_remember_numbers() -> None:
+    """Its cache grows while the module is traced, and does not while the graph runs."""
+    factor.cache_clear()
+    module = Way(lambda m, y: y * factor(y.shape[0]))
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
+    step(stage, oracle, 0)
+    step(stage, oracle, 1)
+    assert len(stage.splitter.traces) == 1
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a counter in a dict": (lambda: Way(counting_in_dict, counts={"calls": 0}), "its forward changes counts['calls'], which"),
     "a list that grows": (lambda: Way(counting_in_config, config=Config()), "its forward changes config.nested['scales'], which"),

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import libraries  # noqa: F401  # before transformers
+import zerobubble as zb
+from tests.libraries import library
+from tests.procs.test_models import language_model, next_token_loss, text
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.payload import Payload, flatten_pytree
 
-pytest.importorskip("transformers")
 SHAPE = (2, 6)
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_key_value_heads": 1, "use_cache": False}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 1, "use_cache": False}),
     "gemma, tied": ("GemmaForCausalLM", "GemmaConfig", {**SIZES, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False}),
     "gemma 3, windows": (
         "Gemma3ForCausalLM",
@@ -37,6 +38,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0},
     ),
     "bert": ("BertForMaskedLM", "BertConfig", {**SIZES, "max_position_embeddings": 8}),
+    "mixtral, whose router is recorded by hooks": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {
+            **SIZES,
+            "num_key_value_heads": 1,
+            "num_local_experts": 4,
+            "use_cache": False,
+            "output_router_logits": True,
+            "experts_implementation": "batched_mm",
+        },
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
@@ -59,8 +72,7 @@ def masks() -> dict[str, Tensor | None]:
 
 
 def model(family: str) -> nn.Module:
-    import transformers
-
+    transformers = library("transformers")
     kind, config, sizes = FAMILIES[family]
     torch.manual_seed(0)
     made: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).double()
@@ -109,3 +121,36 @@ def test_llama_trains_with_every_mask() -> None:
 @pytest.mark.parametrize("family", FAMILIES.keys() - {"llama"})
 def test_other_families_train_with_every_mask(family: str) -> None:
     assert train_with_all_masks(family) == 4
+
+
+def test_stages_of_a_model_that_was_cut_are_traced() -> None:
+    """The stand-ins for units of other stages, and leaving the model's code behind the last unit, are Python alone."""
+    model = language_model("llama")
+    oracle = deepcopy(model)
+    build = zb.split(model)
+    first, last = (make_stage("graph", build(stage, 2), stage) for stage in range(2))
+    inputs, ids = text()
+    for mask in (inputs["attention_mask"], torch.ones_like(ids)):
+        given = {**inputs, "attention_mask": mask}
+        for module in (first.module, last.module, oracle):
+            module.zero_grad()
+        for stage in (first, last):
+            stage.begin(None)
+        tensors: list[Tensor] = []
+        structure = flatten_pytree(given, tensors)
+        outputs = first.forward(0, Payload.of(tensors, structure))
+        assert isinstance(outputs, Payload)
+        received = outputs.with_tensors([y.detach().requires_grad_(y.requires_grad) for y in outputs])
+        (loss,) = last.forward(0, received, lambda output: next_token_loss(output, ids))
+        first.backward(0, last.backward(0, (torch.ones_like(loss),)))
+        for stage in (first, last):
+            stage.weight(0)
+        expected = next_token_loss(oracle(**given), ids)
+        expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        gradients = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+        for stage in (first, last):
+            for name, parameter in stage.module.named_parameters():
+                torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-12, atol=1e-15)
+        del outputs, received, loss  # they hold the nodes that add to gradients, as hooks on parameters do
+        assert len(first.splitter.traces) == len(last.splitter.traces) == (1 if mask is inputs["attention_mask"] else 2)

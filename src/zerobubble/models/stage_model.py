@@ -139,7 +139,16 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
         crossed = [progress.made[call] if call in progress.made else received[call] for call in crossing.leaving[stage]]
         return {"args": args, "kwargs": kwargs, "crossed": crossed}
 
-    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Find out the boundaries for these arguments, which takes their numbers, before tensors without numbers come in their place."""
+        if stage > 0:
+            args, kwargs, _ = _unpacked(stage, kwargs)
+        else:
+            kwargs = without_cache(self, kwargs)
+        boundaries.of(args, kwargs, training=self.training)
+
+    own = {"forward": forward, "_before_tracing": before_tracing, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    made.__class__ = type(kind.__name__, (kind,), own)
     return made
 
 

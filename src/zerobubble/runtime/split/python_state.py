@@ -34,14 +34,16 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.cached_tensors import cached_tensors
 from zerobubble.runtime.split.watch import ABSENT, Watch, content_of, items_of
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble"}
 """Packages whose code counts as unchanging."""
 _PLAIN = (int, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types whose values are compared by their own equality, which tells all that a forward can read of them."""
-_MADE_BY_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module: its parts, which are read one by one, and its hooks, which a traced stage refuses."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"_output_capturing_hooks_installed"}
+"""Attributes of every module: its parts, which are read one by one, and its hooks, which are judged apart, as is the mark that transformers
+leaves where it has set its own."""
 _LARGE = 256
 """Entries of a container above which it is compared once a step, and not before every pass."""
 
@@ -68,7 +70,7 @@ class State:
     - `values` has, by the path from the module, what a forward may read. States with equal values give equal traces.
     - `advanced` has, by path, what eager code may move on but no traced forward: random number generators and caches of functions. It is
       compared before and after tracing alone.
-    - `caches` are functions that remember their results, each with how many it had.
+    - `caches` are functions that remember their results, each with the tensors in its cache.
     - `watched` are the places looked at before every pass: attributes of objects, submodules and containers.
     - `watched_per_step` are those looked at once a step: classes, functions and globals, the tables of parameters and buffers, and large
       containers.
@@ -76,7 +78,7 @@ class State:
 
     values: dict[str, Hashable] = field(default_factory=dict)
     advanced: dict[str, Hashable] = field(default_factory=dict)
-    caches: list[tuple[Any, int]] = field(default_factory=list)
+    caches: list[tuple[Any, frozenset[int]]] = field(default_factory=list)
     watched: Watch = field(default_factory=Watch)
     watched_per_step: Watch = field(default_factory=Watch)
 
@@ -89,11 +91,11 @@ class State:
         return None
 
     def restore(self) -> None:
-        """Put back into all tables what was in them when they were read, and clear caches of functions that grew."""
+        """Put back into all tables what was in them when they were read, and clear caches of functions that hold other tensors."""
         self.watched.restore()
         self.watched_per_step.restore()
-        for function, size in self.caches:
-            if function.cache_info().currsize != size:
+        for function, tensors in self.caches:
+            if cached_tensors(function) != tensors:
                 function.cache_clear()
 
 
@@ -171,7 +173,7 @@ class _Reader:
         self._watch.add_array(value)
 
     def _read_module(self, module: nn.Module, path: str) -> None:
-        names = [name for name in vars(module) if name not in _MADE_BY_TORCH]
+        names = [name for name in vars(module) if name not in _OF_EVERY_MODULE]
         self._watch.add_table(vars(module), names)
         self._watch.add_table(module._modules)
         self.state.watched_per_step.add_table(module._parameters)
@@ -275,9 +277,9 @@ class _Reader:
                 self.read(getattr(descriptor, name), f"{path}'s function")
 
     def _read_cached(self, function: Any, path: str) -> None:
-        size = function.cache_info().currsize
-        self.state.advanced[f"the cache of {path}"] = size
-        self.state.caches.append((function, size))
+        tensors = cached_tensors(function)
+        self.state.advanced[f"the cache of {path}"] = tensors
+        self.state.caches.append((function, tensors))
         self.read(function.__wrapped__, path)
 
     def _read_reference(self, reference: Any, path: str) -> None:

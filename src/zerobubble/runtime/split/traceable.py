@@ -12,6 +12,9 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.eligibility import accumulator_is_kept, is_watched
 from zerobubble.runtime.values.payload import Structure, opaque_types_in
 
+_PASSING_ON = ("transformers.utils.output_capturing", "zerobubble.models.stage_model")
+"""Where forward hooks come from that a graph repeats: they hand outputs to the forward that runs, which returns them, and keep nothing."""
+
 
 def kind_of(tensor: Tensor) -> Hashable:
     """What a graph depends on of one of its inputs."""
@@ -72,5 +75,6 @@ def refuse_hooks(module: nn.Module, hooked: Collection[str]) -> None:
         called = f"module {name or type(part).__name__}"
         if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
             raise InputError(f"{called} is compiled already, and a graph is traced from plain modules")
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        watching = [hook for hook in part._forward_hooks.values() if hook.__module__ not in _PASSING_ON]
+        if watching or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             raise InputError(f"{called} has a hook, which would run while tracing alone")

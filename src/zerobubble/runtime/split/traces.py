@@ -69,10 +69,18 @@ class Traces:
         same = self._by_key.setdefault(key, [])
         trace = next((trace for trace in same if trace.values.holds_for(self.owned.tensors, tensors)), None)
         if trace is None:
+            self._prepare(inputs)
             trace = Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work)
             self._keep(trace, same)
         self.last = trace
         return Traced(trace, tensors)
+
+    def _prepare(self, inputs: Tensors) -> None:
+        """Let the module see the inputs with their numbers before it is traced without them, if it asks for that: a stage of `zb.split`."""
+        before_tracing = getattr(self._module, "_before_tracing", None)
+        if before_tracing is not None:
+            positional, named = arguments_of(inputs)
+            before_tracing(*positional, **named)
 
     def _keep(self, trace: Trace, same: list[Trace]) -> None:
         """Add a trace to those for inputs of the `same` kind, of which the oldest is given up when there are more than `MOST_STATES`."""
