@@ -156,6 +156,8 @@ def test_the_file_and_the_options_must_agree(tmp_path: Path) -> None:
 
 # Layers.
 
+MS = 1_000_000
+
 HEADED = [[3, 3, 1.6]] * 22 + [[8, 9, 4]]
 """A heavy head: on 4 ranks of 6 layers the head's rank is not the slowest, and yet in everybody's way."""
 
@@ -166,7 +168,7 @@ def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     file, saved = written(tmp_path, HEADED), tmp_path / "plan.json"
     told = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear", "--json", "-o", str(saved)))
     ordinary = json.loads(printed("plan", *SHAPE, "--memory", "8", "--budget", "0", "--json"))
-    assert list(told) == [*ordinary, "cuts", "balanced_cuts", "gain", "left_out"]
+    assert list(told) == [*ordinary, "cuts", "balanced_cuts", "gain", "left_out", "cut"]
     layers = read_layers(file, 0.5, 0.5)
     timeline = zb.simulate(load_schedule(told["csv"]), stage_costs(layers, tuple(told["cuts"])))
     assert told["bubble_span"] == timeline.bubble_span
@@ -178,8 +180,14 @@ def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
 
 def test_the_text_tells_the_cuts_and_what_cannot_be_cut(tmp_path: Path) -> None:
     lines = printed("plan", "--layers", written(tmp_path, HEADED[-9:]), *ON_LAYERS, "--placement", "linear,looped-3").splitlines()
-    assert re.match(r"The winner has stages of (\d )+layers: ", lines[-3])
-    assert sum(map(int, re.findall(r"\b\d\b", lines[-3].split(" layers")[0]))) == 9
+    (winner,) = [line for line in lines if re.match(r"The winner has stages of (\d )+layers: ", line)]
+    assert sum(map(int, re.findall(r"\b\d\b", winner.split(" layers")[0]))) == 9
+    why = "one of 4 ranks has 3 of the 9 layers that take 7.6 ms or more"
+    assert (
+        f"Its slowest rank takes 22.8 ms for a microbatch, 1.115 x an even share; no cut on this placement is below 1.115 x: {why}."
+        in lines
+    )
+    assert any(line.startswith("layer 8, the heaviest, takes 21 ms, 1.027 x an even share: ") for line in lines)
     assert lines[-1] == "Left out: looped-3: 9 layers cannot be cut into 12 stages: a stage is at least one layer"
 
 
@@ -187,6 +195,49 @@ def test_both_forms_of_layers_are_the_same(tmp_path: Path) -> None:
     form = {"format": "zerobubble layers 1", "layers": [asdict(layer) for layer in read_layers(written(tmp_path, HEADED), 0.5, 0.5)]}
     assert read_layers(written(tmp_path, form), 0, 1) == read_layers(written(tmp_path, HEADED), 0.5, 0.5)
     assert read_layers(written(tmp_path, HEADED), 0.5, 0.5)[-1] == Layer(8_000_000, 9_000_000, 4_000_000, 12_000_000, 6_000_000, 0, 500_000)
+
+
+GB = 10**9
+BLOCKS: list[dict[str, Any]] = [
+    {"forward": time * MS, "backward": time * MS, "weight": time * MS, "held_after_f": GB, "held_after_b": GB // 2, "name": name}
+    | {"block": f"layers.{number}", "parameters_bytes": 2 * GB}
+    for number in range(8)
+    for name, time in (("attention", 3), ("mlp", 7))
+]
+HEAD = {"forward": 13 * MS, "backward": 13 * MS, "weight": 13 * MS, "held_after_f": GB, "held_after_b": GB, "parameters_bytes": 6 * GB}
+OF_BLOCKS = {"format": "zerobubble layers 1", "layers": [*BLOCKS, HEAD | {"name": "lm_head"}]}
+
+
+@pytest.mark.parametrize("room", [("--memory", "40GB"), ("--memory-bytes", str(40 * GB)), ("--memory", "40000 MB")])
+def test_memory_in_bytes_is_for_all_that_a_rank_holds(tmp_path: Path, room: tuple[str, ...]) -> None:
+    file, saved = written(tmp_path, OF_BLOCKS), tmp_path / "plan.json"
+    options = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--evaluations", "50", *room)
+    told = json.loads(printed("plan", "--layers", file, *options, "--json", "-o", str(saved)))
+    assert all(parameters + activations <= 40 * GB for parameters, activations in told["cut"]["rank_bytes"])
+    assert sum(parameters for parameters, _ in told["cut"]["rank_bytes"]) == 38 * GB
+    assert told["cut"]["heaviest"].startswith("layer 8 (lm_head), the heaviest, takes 39 ms, 0.419 x an even share")
+    problem = zb.io.load_plan(saved).problem
+    assert sum(problem.layers_per_stage) == 9
+    assert [sum(problem.layers_per_stage[:stage]) for stage in (1, 2)] == told["cuts"]
+
+
+def test_cuts_inside_blocks_are_offered_and_made(tmp_path: Path) -> None:
+    shape = ("--ranks", "4", "--microbatches", "6", "--placement", "linear", "--evaluations", "50")
+    options = ("--layers", written(tmp_path, OF_BLOCKS), *shape)
+    whole, inside = (json.loads(printed("plan", *options, *more, "--json")) for more in ((), ("--inside-blocks",)))
+    assert whole["cut"]["excess"] > inside["cut"]["excess"] >= whole["cut"]["excess_inside_blocks"]
+    assert inside["cut"]["excess_inside_blocks"] is None
+    assert "Cuts inside blocks bring the slowest rank to " in printed("plan", *options)
+
+
+def test_memory_that_is_too_small_or_unknown_is_told(tmp_path: Path) -> None:
+    shape = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--budget", "0")
+    assert "no cuts fit the memory limits" in refused("plan", "--layers", written(tmp_path, OF_BLOCKS), *shape, "--memory", "14GB")
+    assert "a list of times tells no bytes" in refused("plan", "--layers", written(tmp_path, HEADED), *shape, "--memory", "40GB")
+    assert "'40XB' is neither a number of microbatches nor bytes" in refused("plan", *SHAPE, "--memory", "40XB")
+    assert "give --memory, in microbatches" in refused("plan", *SHAPE, "--memory", "40GB")
+    assert "--memory and --memory-bytes contradict" in refused("plan", *SHAPE, "--memory", "4", "--memory-bytes", "4")
+    assert "--inside-blocks is for --layers" in refused("plan", *SHAPE, "--inside-blocks")
 
 
 def test_memory_is_an_equal_share_of_parameters_and_activations() -> None:
@@ -207,6 +258,7 @@ GOOD = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after
         ({"layers": [GOOD, GOOD | {"held_after_b": -1}]}, "held_after_b of layer 1 must be a whole number >= 0 of ns or bytes, got -1"),
         ({"layers": [GOOD, {"forward": 1}]}, "layer 1 lacks 'backward'"),
         ({"layers": [GOOD | {"wieght": 1}]}, "layer 0 has 'wieght', which no layer has"),
+        ({"layers": [GOOD | {"name": 3}]}, "name of layer 0 must be one line of printable text, got 3"),
         ({"layers": [3]}, "layer 0 must be an object, got 3"),
         ({"format": "zerobubble workload 1"}, "give a list of [F, B, W] in ms, a row per layer, or the JSON form of layers"),
         ("{", "line 1: not JSON"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from zerobubble.units import MOST_MS
+from zerobubble.units import MOST, MOST_MS
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Times = tuple[float, float, float]
@@ -64,6 +65,35 @@ def _number(ctx: click.Context, param: click.Parameter, value: str) -> float:
     if not 0 <= number <= MOST_MS:
         raise click.BadParameter(f"{value} is not in 0 to {MOST_MS:g}", ctx, param)
     return number
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """An amount of memory that the command line gives in bytes."""
+
+    count: int
+
+
+_UNITS = {prefix + "B": 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T"))}
+_UNITS |= {prefix + "iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)}
+
+
+def microbatches_or_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> float | Bytes | None:
+    """The value of an option that takes memory: a number of microbatches, or bytes with their unit, such as 40GB or 80GiB."""
+    if value is None:
+        return None
+    number, unit = re.fullmatch(r"\s*(.*?)\s*([a-zA-Z]*B)?\s*", value, re.DOTALL).groups()  # type: ignore[union-attr]
+    try:
+        amount = float(number)
+        size = None if unit is None else round(amount * _UNITS[unit])
+    except (KeyError, OverflowError, ValueError):
+        units = f"with a unit of {', '.join(_UNITS)}"
+        raise click.BadParameter(f"{value!r} is neither a number of microbatches nor bytes {units}, such as 40GB", ctx, param) from None
+    if size is None:
+        return amount
+    if not 0 < size <= MOST:
+        raise click.BadParameter(f"{value} is not in 1B to {MOST:.0e}B", ctx, param)
+    return Bytes(size)
 
 
 def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:

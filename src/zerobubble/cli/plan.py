@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zerobubble.cli.files import write_text
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
-from zerobubble.cli.options import json_option, option_group, refuse_beside
+from zerobubble.cli.options import Bytes, json_option, microbatches_or_bytes, option_group, refuse_beside
 from zerobubble.cli.workload import (
     SearchOptions,
     WorkOptions,
@@ -27,6 +27,7 @@ from zerobubble.cli.workload import (
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.partition import join_blocks
 from zerobubble.planning import Objective, Plan, Solved, plan, plan_layers
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.plan_file import plan_text
@@ -40,21 +41,38 @@ from zerobubble.units import ms
 class PlanOptions:
     """What `plan` takes beside the work and the search: the room on each rank, other planners, and what else to say of the winner."""
 
-    memory: float | None
+    memory: float | Bytes | None
     memory_bytes: int | None
     layers: str | None
+    inside_blocks: bool
     baseline: str | None
     error: float | None
     noise: float | None
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The room on each rank, where it is given in bytes."""
+        return self.memory.count if isinstance(self.memory, Bytes) else self.memory_bytes
+
+    @property
+    def room_microbatches(self) -> float | None:
+        """The room on each rank, where it is given in microbatches."""
+        return None if isinstance(self.memory, Bytes) else self.memory
 
 
 _SHARE = click.FloatRange(0, 100, True, True)
 plan_options = option_group(
     PlanOptions,
     "options",
-    click.option("--memory", type=float, metavar="X", help="Room on each rank, in microbatches of all its stages; all if not given."),
-    click.option("--memory-bytes", type=click.IntRange(1), metavar="N", help="Room on each rank in bytes, for costs of stages."),
+    click.option(
+        "--memory",
+        callback=microbatches_or_bytes,
+        metavar="X",
+        help="Room on each rank, in microbatches of all its stages, or in bytes with a unit, such as 40GB, for layers and costs of stages.",
+    ),
+    click.option("--memory-bytes", type=click.IntRange(1), metavar="N", help="Room on each rank in bytes, for layers and costs of stages."),
     click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times."),
+    click.option("--inside-blocks", is_flag=True, help="Also cut between the parts of a block of --layers, such as attention and MLP."),
     click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours."),
     click.option(
         "--what-if", "error", type=_SHARE, metavar="PERCENT", help="Also say what becomes of the winner if times are off by so much."
@@ -95,8 +113,9 @@ def plan_verb(work: WorkOptions, search: SearchOptions, options: PlanOptions, fo
     beat, and the reason. Ctrl-C ends the search with the best so far.
 
     With --layers, a list of [F, B, W] in ms per layer or layers in their JSON form, the cut into stages is chosen together with the
-    schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory is
-    then the room for microbatches in an equal share of the layers, beside an equal share of their parameters.
+    schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory in bytes
+    is then for parameters, gradients, optimizer state and activations; in microbatches it is the room for so many in an equal share of
+    the layers, beside an equal share of their parameters. Layers may be parts of blocks, which --inside-blocks cuts apart.
 
     With --costs and a costs file, as Pipeline.profile measures it, the order is planned for the stages of the placement that they were
     measured on, within --memory-bytes. With --costs and a plan it is planned anew for what the plan was made for: its times or costs,
@@ -109,14 +128,15 @@ def plan_verb(work: WorkOptions, search: SearchOptions, options: PlanOptions, fo
       zerobubble plan --costs plan.json --microbatches 48 --budget 60
       zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
-      zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 8
+      zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
       zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
     """
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
     refuse_beside("layers", "per_rank", "baseline")
     refuse_beside("costs_file", "layers")
-    _require_room_for_one(options.memory)
+    refuse_beside("memory", "memory_bytes")
+    _require_room_for_one(options.room_microbatches)
     answer = _with_remarks(_answer(work, search, options), search, options)
     schedule = answer.plan.schedule
     if output is not None:
@@ -137,26 +157,31 @@ def _require_room_for_one(memory: float | None) -> None:
 def _answer(work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
     """The plan for layers, stages or ranks, whichever the options describe."""
     if options.layers is not None:
-        return _plan_layers(options.layers, work, search, options.memory)
+        return _plan_layers(options.layers, work, search, options)
+    if options.inside_blocks:
+        raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
     question = read_question("plan", work, search)
-    refuse_limits_of_the_other_unit(question.work, options.memory, options.memory_bytes)
-    limits = question.limits if options.memory_bytes is None else Limits((options.memory_bytes,) * question.num_ranks)
-    memory = limits if options.memory is None else options.memory
+    refuse_limits_of_the_other_unit(question.work, options.room_microbatches, options.room_bytes)
+    limits = question.limits if options.room_bytes is None else Limits((options.room_bytes,) * question.num_ranks)
+    memory = limits if options.room_microbatches is None else options.room_microbatches
     with progress_bar(search) as progress:
         arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
         found = plan(question.work, question.microbatches, memory, placements=question.tried, baseline=options.baseline, **arguments)
     return Answer(found, {})
 
 
-def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, memory: float | None) -> Answer:
+def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
     """The plan for the layers in `file`, cut into stages together with the schedule."""
     ranks, microbatches = require_shape("plan", work.ranks, work.microbatches)
     placements = named_placements(search.placement, ranks, microbatches)
-    layers = read_layers(file, work.comm, work.held)
-    limits = None if memory is None else equal_limits(layers, ranks, memory)
+    parts = read_layers(file, work.comm, work.held, need_bytes=options.room_bytes is not None)
+    layers = parts if options.inside_blocks else join_blocks(parts)
+    limits = None if options.room_bytes is None else Limits((options.room_bytes,) * ranks)
+    if options.room_microbatches is not None:
+        limits = equal_limits(layers, ranks, options.room_microbatches)
     with progress_bar(search, searches=2) as progress:
         found = plan_layers(layers, placements, microbatches, limits, **search.arguments(search.objective or Objective.SPAN, progress))
-    return Answer(found.plan, cuts_dict(found), (cuts_text(found, len(layers)),))
+    return Answer(found.plan, cuts_dict(found, parts, limits), (cuts_text(found, parts, limits),))
 
 
 def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -> Answer:

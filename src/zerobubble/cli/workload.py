@@ -219,11 +219,11 @@ def named_placements(placement: str, num_ranks: int, microbatches: int) -> dict[
 
 
 def refuse_limits_of_the_other_unit(work: Workload | Costs, memory: float | None, memory_bytes: int | None) -> None:
-    """Raise where `--memory`, in microbatches, is given for costs of stages, or `--memory-bytes` for the work of ranks."""
+    """Raise where memory is given in microbatches for costs of stages, or in bytes for the work of ranks."""
     if isinstance(work, Costs) and memory is not None:
-        raise click.UsageError("--memory is not for --costs: give --memory-bytes, in bytes")
+        raise click.UsageError("--memory is not for --costs: give --memory-bytes, in bytes, or --memory with a unit, such as 40GB")
     if isinstance(work, Workload) and memory_bytes is not None:
-        raise click.UsageError("--memory-bytes is for --costs: give --memory, in microbatches")
+        raise click.UsageError("--memory-bytes is for --costs and --layers: give --memory, in microbatches")
 
 
 def read_workload(file: str, comm: float, held: float) -> Workload:

@@ -11,6 +11,7 @@ from zerobubble.costs import Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
+from zerobubble.partition.annealing import Annealing
 from zerobubble.partition.bound import cut_bound, heaviest_layer, layer_label
 from zerobubble.partition.descent import descend
 from zerobubble.partition.exact import FromTheEnds, exact_cuts
@@ -64,24 +65,33 @@ class LayerCut(Displayed):
         """How many times an even share of the work the slowest rank takes; 1 is the ideal."""
         return self._shares(self.slowest)
 
+    @property
+    def least_excess(self) -> float:
+        """How many times an even share the slowest rank takes at least, by the bound."""
+        return self._shares(self.bound)
+
+    @property
+    def heaviest_text(self) -> str:
+        """The bound that the heaviest layer sets, such as the head, in a sentence."""
+        number = heaviest_layer(self.layers)
+        layer = self.layers[number]
+        share = self._shares(layer.time)
+        least = f"however the others are cut, the slowest rank takes {max(1.0, share):.3f} x an even share at least"
+        return f"{layer_label(number, layer)}, the heaviest, takes {show_ms(layer.time)}, {share:.3f} x an even share: {least}"
+
     def _shares(self, time: int) -> float:
         total = sum(layer.time for layer in self.layers)
         return time * self.placement.num_ranks / total if total else 1.0
 
     def _summary(self) -> str:
         sizes = " ".join(str(len(stage)) for stage in self.stages)
-        least = "proven the least" if self.slowest == self.bound else f"at least {self._shares(self.bound):.3f} x"
+        least = "proven the least" if self.slowest == self.bound else f"at least {self.least_excess:.3f} x"
         what = f"of {counted(len(self.layers), 'layer')} into {counted(len(self.stages), 'stage')}: {sizes}"
         return f"{what}; slowest rank {show_ms(self.slowest)}, {self.excess:.3f} x an even share, {least}"
 
     def _details(self) -> Iterator[str]:
         yield f"no cut has a slowest rank below {show_ms(self.bound)}: {self.reason}"
-        number = heaviest_layer(self.layers)
-        heaviest = self.layers[number]
-        yield (
-            f"{layer_label(number, heaviest)}, the heaviest, takes {show_ms(heaviest.time)}, {self._shares(heaviest.time):.3f} x an even"
-            f" share: no finer cut of the others is below {max(1.0, self._shares(heaviest.time)):.3f} x"
-        )
+        yield self.heaviest_text
         for stage, (rank, numbers) in enumerate(zip(self.placement.routes[0], self.stages, strict=True)):
             time = sum(self.layers[number].time for number in numbers)
             yield f"stage {stage} on rank {rank}: layers {numbers[0]} to {numbers[-1]}, {show_ms(time)}"
@@ -136,7 +146,7 @@ def _cuts(loads: Loads, placement: Placement, of_ranks: Sequence[Room], enough: 
         cuts = exact_cuts(FromTheEnds(loads, in_turn, len(home) > ranks))
         return None if cuts is None else (cuts, True)
     rounds = two_rounds(loads, in_turn, enough) if home == 2 * home[:ranks] else None
-    return rounds or _by_descent(loads, home, of_ranks)
+    return rounds or _by_search(loads, home, of_ranks)
 
 
 def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> None:
@@ -150,10 +160,11 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
         raise InputError(f"the schedule {held.name!r} has its stages on other ranks than the placement {placement.name!r}")
 
 
-def _by_descent(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room]) -> tuple[Cuts, bool] | None:
-    """The better end of two descents, from equal stage times and from equal numbers of layers; None where both are over the memory."""
+def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room]) -> tuple[Cuts, bool] | None:
+    """The best end of several searches, from equal stage times and from equal numbers of layers; None where all are over the memory."""
     stages, num_layers = len(home), len(loads.time) - 1
-    free = [Room(None, ())] * stages
-    starts = [exact_cuts(FromTheEnds(loads, free, False)), tuple(num_layers * stage // stages for stage in range(1, stages))]
-    (over, *_), cuts = min(descend(loads, home, of_ranks, start) for start in starts if start is not None)
+    equal_times = exact_cuts(FromTheEnds(loads, [Room(None, ())] * stages, False))
+    starts = [tuple(num_layers * stage // stages for stage in range(1, stages)), *([] if equal_times is None else [equal_times])]
+    starts += [Annealing(loads, home, of_ranks, start).run() for start in starts]
+    (over, *_), cuts = min(descend(loads, home, of_ranks, start) for start in starts)
     return None if over else (cuts, False)

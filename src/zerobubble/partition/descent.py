@@ -1,4 +1,4 @@
-"""Cuts for any placement, by descent: move a layer along a run of stages as long as that helps."""
+"""Cuts for any placement, by descent: move a layer along a short run of stages as long as that helps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ Score = tuple[int, int, int, int]
 """Bytes over the memory, the largest rank time in ns, and how rough the ranks and the stages are (sums of squares)."""
 
 
+LONGEST_RUN = 2
+"""Cuts that a descent moves at once, at most; longer runs are left to the annealing."""
+
+
 def descend(loads: Loads, home: Sequence[int], rooms: Sequence[Room], cuts: Cuts) -> tuple[Score, Cuts]:
     """The cuts reached from `cuts` for stages on the ranks `home`, where no move makes the score less. `rooms[r]` is that of rank r."""
     best = score(loads, home, rooms, cuts)
     improved = True
     while improved:
         improved = False
-        for moved in moves(cuts, len(loads.time) - 1):
+        for moved in moves(cuts, len(loads.time) - 1, LONGEST_RUN):
             now = score(loads, home, rooms, moved)
             if now < best:
                 best, cuts, improved = now, moved, True
@@ -26,10 +30,10 @@ def descend(loads: Loads, home: Sequence[int], rooms: Sequence[Room], cuts: Cuts
     return best, cuts
 
 
-def moves(cuts: Cuts, num_layers: int) -> Iterator[Cuts]:
-    """The cuts with one layer moved across each cut of a run, forwards or back, no stage left empty."""
+def moves(cuts: Cuts, num_layers: int, longest: int | None = None) -> Iterator[Cuts]:
+    """The cuts with one layer moved across each cut of a run, forwards or back, no stage left empty; runs have `longest` cuts at most."""
     for first in range(len(cuts)):
-        for end in range(first + 1, len(cuts) + 1):
+        for end in range(first + 1, min(len(cuts), first + (longest or len(cuts))) + 1):
             for step in (-1, 1):
                 moved = (*cuts[:first], *(cut + step for cut in cuts[first:end]), *cuts[end:])
                 if all(before < after for before, after in pairwise((0, *moved, num_layers))):

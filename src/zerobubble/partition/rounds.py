@@ -13,8 +13,8 @@ from zerobubble.partition.exact import Left, faster, slowest_rank, smoothest
 from zerobubble.partition.layers import Cuts
 from zerobubble.partition.room import Loads, Pieces, Room
 
-MOST_MIDDLES = 60
-"""Beginnings of the second half that are tried, those nearest to half of the work."""
+MOST_CUTS = 600
+"""Up to how many layers times ranks every cut is covered, which takes about a second."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,15 @@ class TwoRounds:
 
 
 def two_rounds(loads: Loads, rooms: Sequence[Room], enough: int) -> tuple[Cuts, bool] | None:
-    """Cuts with a fast slowest rank, and whether every cut was covered; None where none of those tried fits.
+    """Cuts with the fastest slowest rank, and that they are the best; None where none fits, and where there are too many to cover all.
 
     `rooms` are those of the ranks in the order of a round. Cuts whose slowest rank takes `enough` ns are known to be the best.
     """
     ranks, layers = len(rooms), len(loads.time) - 1
+    if ranks * layers > MOST_CUTS:
+        return None
     middles = sorted(range(ranks, layers - ranks + 1), key=lambda middle: abs(2 * loads.time[middle] - loads.time[-1]))
-    chains = [TwoRounds(loads, rooms, middle) for middle in middles[:MOST_MIDDLES]]
+    chains = [TwoRounds(loads, rooms, middle) for middle in middles]
     slowest = None
     for chain in chains:
         found = slowest_rank(chain) if slowest is None else faster(chain, slowest - 1)
@@ -63,4 +65,4 @@ def two_rounds(loads: Loads, rooms: Sequence[Room], enough: int) -> tuple[Cuts, 
     if slowest is None:
         return None
     _, cuts = min(smooth for chain in chains if (smooth := smoothest(chain, slowest)) is not None)
-    return cuts, len(chains) == len(middles)
+    return cuts, True

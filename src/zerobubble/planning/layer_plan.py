@@ -15,13 +15,14 @@ from zerobubble.costs import Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.partition import Cuts, Layer, activation_limits, balance_placement, slices, stage_costs
+from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, slices, stage_costs
 from zerobubble.partition.descent import moves
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve
 from zerobubble.planning.competition import SECONDS, Choice, Plan, as_budget, plan_problems
 from zerobubble.planning.problem import Objective, Problem, Solved
 from zerobubble.planning.reasons import notes
 from zerobubble.planning.replay import Replay
+from zerobubble.simulation import peak_memory
 
 BEAM_WIDTH = 4
 """How many cuts get a short search in a round, and how many of them the next round starts from."""
@@ -32,14 +33,15 @@ ROUNDS = 6
 
 @dataclass(frozen=True, repr=False)
 class LayersPlan(Displayed):
-    """The cuts and the plan found together, and what balanced cuts give: `cuts_planned` is how many cuts of the winner had a plan made.
+    """The cut and the plan found together, and what a balanced cut gives: `cuts_planned` is how many cuts of the winner had a plan made.
 
-    In `plan` the winner has `cuts`, the other placements balanced cuts. `left_out` says of each placement that cannot be cut why.
+    In `plan` the winner has the cut `cut`, the other placements balanced ones. `balanced_cut` and `balanced` are the cut and the plan that
+    the winner had before its cuts were moved. `left_out` says of each placement that cannot be cut why.
     """
 
-    cuts: Cuts
+    cut: LayerCut
     plan: Plan
-    balanced_cuts: Cuts
+    balanced_cut: LayerCut
     balanced: Solved
     cuts_planned: int
     left_out: tuple[str, ...] = ()
@@ -50,13 +52,31 @@ class LayersPlan(Displayed):
 
     def _details(self) -> Iterator[str]:
         yield f"cuts before the layers {', '.join(map(str, self.cuts))}; balanced cuts {', '.join(map(str, self.balanced_cuts))}"
+        yield f"the cut {self.cut._summary()}"
         yield from self.left_out
         yield from str(self.plan).split("\n")
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where the winner is cut."""
+        return self.cut.cuts
+
+    @property
+    def balanced_cuts(self) -> Cuts:
+        """Where the winner is cut if it is balanced."""
+        return self.balanced_cut.cuts
 
     @property
     def solved(self) -> Solved:
         """The winner."""
         return self.plan.best
+
+    @property
+    def rank_bytes(self) -> tuple[tuple[int, int], ...]:
+        """What each rank holds in the winner: the bytes of parameters, gradients and optimizer state, and the most of activations."""
+        assert self.solved.schedule is not None
+        parameters = parameter_bytes(self.cut.layers, self.cuts, self.cut.placement)
+        return tuple(zip(parameters, peak_memory(self.solved.schedule, self.solved.problem.costs), strict=True))
 
     @property
     def gain(self) -> float:
@@ -134,8 +154,8 @@ def plan_layers(
     winner, *others = balanced.choices
     if winner.solved.schedule is None:
         raise InputError(f"nothing can run with balanced cuts: {winner.solved.reason}")
-    began, cuts = perf_counter(), starts[winner.name][0]
-    tried = [Candidate(cuts, Attempt(winner.name, winner.solved))]
+    began, balanced_cut = perf_counter(), starts[winner.name][0]
+    tried = [Candidate(balanced_cut.cuts, Attempt(winner.name, winner.solved))]
     with suppress(KeyboardInterrupt):
         for candidate in _beam_search(layer_problems[winner.name], tried[0], budget.share(2), seed, progress):
             tried.append(candidate)
@@ -145,22 +165,41 @@ def plan_layers(
     (note,) = notes([(best.attempt.solved, not budget.is_empty)])
     choices = (Choice(winner.name, best.attempt.solved, note), *others)
     plan = replace(balanced, choices=choices, seconds=balanced.seconds + perf_counter() - began)
-    return LayersPlan(best.cuts, plan, cuts, winner.solved, len({candidate.cuts for candidate in tried}), left_out)
+    cut = replace(balanced_cut, cuts=best.cuts)
+    return LayersPlan(cut, plan, balanced_cut, winner.solved, len({candidate.cuts for candidate in tried}), left_out)
 
 
-def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tuple[Cuts, Problem]], tuple[str, ...]]:
-    """The balanced cuts and their problem on each placement that has them, and of the others why not; raises that where none has them."""
-    starts: dict[str, tuple[Cuts, Problem]] = {}
+def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tuple[LayerCut, Problem]], tuple[str, ...]]:
+    """The balanced cut and their problem on each placement that has them, and of the others why not; raises that where none has them."""
+    starts: dict[str, tuple[LayerCut, Problem]] = {}
     left_out: list[str] = []
     for name, layer_problem in layer_problems.items():
         try:
-            cuts = balance_placement(layer_problem.layers, layer_problem.placement, layer_problem.limits)
-            starts[name] = cuts, layer_problem.problem(cuts)
+            starts[name] = _start(layer_problem)
         except InputError as error:
             left_out.append(f"{name}: {error}")
     if not starts:
         raise InputError("; ".join(left_out) or "a plan needs at least one placement to try")
     return starts, tuple(left_out)
+
+
+def _start(layer_problem: LayerProblem) -> tuple[LayerCut, Problem]:
+    """The balanced cut that leaves memory for so many microbatches that the bound is lowest, the fewest of equals, and its problem.
+
+    A cut that leaves room for one alone may balance times better, and yet its ranks would wait for each other. Raises `InputError` where
+    nothing fits.
+    """
+    layers, placement, limits = layer_problem.layers, layer_problem.placement, layer_problem.limits
+    cut = cut_layers(layers, placement, limits)
+    best = cut, layer_problem.problem(cut.cuts)
+    held, most = 2, 0 if limits is None else min(placement.num_ranks, layer_problem.num_microbatches)
+    with suppress(InputError):  # no cut leaves room for so many
+        while held <= most:
+            cut = cut_layers(layers, placement, limits, held)
+            problem = layer_problem.problem(cut.cuts)
+            best = min(best, (cut, problem), key=lambda start: start[1].bound().time)
+            held *= 2
+    return best
 
 
 @dataclass(frozen=True)
@@ -196,7 +235,7 @@ def _beam_search(
     """
     quick = budget.share(BEAM_WIDTH * ROUNDS)
     ends = inf if budget.evaluations is not None else perf_counter() + budget.seconds
-    beam, known, neighbours = [start], {start.cuts: start}, list[Neighbour]()
+    beam, known, neighbours = [start], {start.cuts: start}, list(_cut_for_its_order(layer_problem, start))
     for turn in range(ROUNDS):
         best = min(candidate.time for candidate in known.values())
         neighbours += [neighbour for candidate in beam for neighbour in _neighbours(layer_problem, candidate, ends)]
@@ -209,6 +248,15 @@ def _beam_search(
         if perf_counter() > ends or min((candidate.time for candidate in beam), default=best) >= best:
             break
     yield min(known.values(), key=lambda candidate: candidate.time).searched(budget, seed + 1, on_progress)
+
+
+def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Iterator[Neighbour]:
+    """The best cut of all for which there is room in the order of `candidate`."""
+    schedule = candidate.attempt.solved.schedule
+    assert schedule is not None
+    with suppress(InputError):  # where cuts are searched for, those of `candidate` may be the only ones known to fit
+        cuts = cut_layers(layer_problem.layers, layer_problem.placement, layer_problem.limits, schedule).cuts
+        yield Neighbour(Replay.of(schedule).time(layer_problem.objective, stage_costs(layer_problem.layers, cuts)), cuts, schedule)
 
 
 def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbour]:

@@ -1,0 +1,73 @@
+"""Cuts for any placement, by simulated annealing: move a cut, or a run of them, by a layer, at first also where that is worse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+from random import Random
+
+from zerobubble.partition.layers import Cuts
+from zerobubble.partition.room import Loads, Room
+
+MOST_MOVES = 40_000
+"""Moves that are tried at most, which take some tenths of a second."""
+MOVES_PER_PLACE = 60
+"""Moves that are tried for each stage and layer."""
+HOT, COLD = 0.3, 0.0005
+"""The temperature at the beginning and at the end, as a share of what a rank costs that has an even share of the work."""
+STEEPNESS = 12
+"""The power to which the load of a rank counts, so that the slowest one counts most."""
+
+
+class Annealing:
+    """Cuts that move. `home[s]` is the rank of stage s, and `rooms[r]` the room of rank r."""
+
+    def __init__(self, loads: Loads, home: Sequence[int], rooms: Sequence[Room], cuts: Cuts) -> None:
+        self._loads, self._home, self._rooms = loads, home, rooms
+        self._first_edges = [[edge for edge, rank in enumerate(home) if rank == here] for here in range(len(rooms))]
+        self._edges = [0, *cuts, len(loads.time) - 1]
+        self._share = loads.time[-1] / len(rooms) or 1.0
+        self._worths = [self._worth(rank) for rank in range(len(rooms))]
+
+    def run(self, seed: int = 0) -> Cuts:
+        """The best cuts that were met."""
+        dice, moves = Random(seed), min(MOST_MOVES, MOVES_PER_PLACE * len(self._home) * self._edges[-1])
+        best, least, now = tuple(self._edges[1:-1]), sum(self._worths), sum(self._worths)
+        cooling = (COLD / HOT) ** (1 / moves)
+        heat = HOT
+        for _ in range(moves):
+            heat *= cooling
+            now += self._move(dice, heat)
+            if now < least - 1e-12:
+                best, least = tuple(self._edges[1:-1]), now
+        return best
+
+    def _move(self, dice: Random, heat: float) -> float:
+        """Move a run of cuts by a layer, by chance, and give by how much that is worse; 0 where it is not done."""
+        edges, last = self._edges, len(self._edges) - 1
+        first = dice.randrange(1, last)
+        end = min(last, first + 1 + int(dice.expovariate(0.7)))
+        step = 1 if dice.random() < 0.5 else -1
+        if edges[first] + step <= edges[first - 1] or edges[end - 1] + step >= edges[end]:
+            return 0.0
+        self._shift(first, end, step)
+        ranks = {self._home[stage] for stage in range(first - 1, end)}
+        worths = {rank: self._worth(rank) for rank in ranks}
+        worse = sum(worths[rank] - self._worths[rank] for rank in ranks)
+        if worse > 0 and dice.random() >= exp(-worse / heat):
+            self._shift(first, end, -step)
+            return 0.0
+        for rank, worth in worths.items():
+            self._worths[rank] = worth
+        return worse
+
+    def _shift(self, first: int, end: int, step: int) -> None:
+        for cut in range(first, end):
+            self._edges[cut] += step
+
+    def _worth(self, rank: int) -> float:
+        """What a rank costs: 1 with an even share of the work, far more with more of it, and most where its memory is too small."""
+        pieces = [(self._edges[edge], self._edges[edge + 1]) for edge in self._first_edges[rank]]
+        room = self._rooms[rank]
+        over = 0.0 if room.limit is None else self._rooms[rank].missing(self._loads, pieces) / room.limit
+        return (self._loads.work(pieces) / self._share) ** STEEPNESS + (100 + 1e4 * over if over else 0.0)
