@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -22,11 +22,11 @@ class WholeMessages:
 
     def __init__(self, program: Program, transport: Transport) -> None:
         self._transport = transport
-        self._at_once = {rank: posted_at_once(program, rank) for rank in range(program.num_ranks)}
         self._messages: dict[Channel, list[Value]] = defaultdict(list)
         for _, _, channel, action in program.channels():
             if isinstance(action, Recv) and transport.rank in channel[:2]:
                 self._messages[channel].append(action.value)
+        self._at_once = _at_once_on(program, self._messages)
         self._made: dict[int, tuple[KnownMessages, dict[Channel, MessageLane], dict[Value, Put], dict[Value, Take]]] = {}
         self._lanes: dict[Channel, MessageLane] = {}
         self.put: dict[Value, Put] = {}
@@ -60,8 +60,7 @@ class WholeMessages:
     def _make(self, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
         """The lanes of all channels."""
         for channel, values in self._messages.items():
-            at_once = self._at_once[channel.destination][channel]
-            self._lanes[channel] = self._transport.message_lane(channel, [largest(value) for value in values], at_once)
+            self._lanes[channel] = self._transport.message_lane(channel, [largest(value) for value in values], self._at_once[channel])
             for value in values:
                 self._use(channel, value, shapes(value))
 
@@ -82,8 +81,16 @@ def _put_nothing(_: Sequence[Tensor | None]) -> None:
 def traffic_of(program: Program, rank: int) -> dict[Channel, Traffic]:
     """What `rank` sends in a step of `program`."""
     sent = Counter(channel for sender, _, channel, action in program.channels() if sender == rank and isinstance(action, Send))
-    at_once = {there: posted_at_once(program, there) for there in {channel.destination for channel in sent}}
-    return {channel: Traffic(count, at_once[channel.destination][channel]) for channel, count in sent.items()}
+    at_once = _at_once_on(program, sent)
+    return {channel: Traffic(count, at_once[channel]) for channel, count in sent.items()}
+
+
+def _at_once_on(program: Program, channels: Iterable[Channel]) -> dict[Channel, int]:
+    """The most receives that these channels, and others into the same ranks, have posted and not yet used."""
+    found: dict[Channel, int] = {}
+    for rank in {channel.destination for channel in channels}:
+        found |= posted_at_once(program, rank)
+    return found
 
 
 def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:
