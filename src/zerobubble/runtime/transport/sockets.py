@@ -76,7 +76,7 @@ class PeerSockets:
 
         Other processes may hold the sockets, too; their connections end as well. May be called from any thread.
         """
-        held = self._held.values() if peer is None else [self._held.get(peer, [])]
+        held = list(self._held.values()) if peer is None else [self._held.get(peer, [])]  # another thread may add some
         for each in [one for some in held for one in some]:
             with suppress(OSError):
                 _shut_down(each)
@@ -96,9 +96,12 @@ class PeerSockets:
 
 def _shut_down(held: HeldSocket) -> None:
     """Shut a socket down if it still is what it was. The copy keeps others from closing it and taking its number meanwhile."""
-    with socket.socket(fileno=os.dup(held.descriptor)) as copy:
-        if os.fstat(copy.fileno()).st_ino == held.inode:
-            copy.shutdown(socket.SHUT_RDWR)
+    descriptor = os.dup(held.descriptor)
+    if os.fstat(descriptor).st_ino != held.inode:
+        os.close(descriptor)
+        return
+    with socket.socket(fileno=descriptor) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> dict[int, int]:
