@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.libraries import library
+from docs.models import cut_families
+from tests.families import next_token_loss, text, tiny_model
 from tests.procs.ranks import Ranks
 
 TOLERANCE = 1e-12
@@ -49,7 +50,8 @@ def differences(
 def one_device(model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, loss_fn: Callable[..., Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for j in range(MICROBATCHES):
-        part = {name: value.tensor_split(MICROBATCHES)[j] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        part: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
+        part |= {name: value.tensor_split(MICROBATCHES)[j] if isinstance(value, Tensor) else value for name, value in inputs.items()}
         loss = loss_fn(model(**part), targets.tensor_split(MICROBATCHES)[j]) / MICROBATCHES
         loss.backward()
         total += loss.detach()
@@ -65,42 +67,17 @@ def judge(told: list[dict[str, float]], model: nn.Module) -> None:
     assert not wrong
 
 
-def next_token_loss(output: Any, ids: Tensor) -> Tensor:
-    logits = output.logits[:, :-1]
-    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
-
-
-def language_model(kind: str) -> nn.Module:
-    transformers = library("transformers")
-    if kind == "gpt2":
-        sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 4, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    else:
-        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=29, bos_token_id=1, eos_token_id=2, **sizes)
-    torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
-    return model
-
-
-def text() -> tuple[dict[str, Any], Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 29, (8, 7), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[::2, -2:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}, ids
-
-
 def language_models(group: Any) -> list[dict[str, float]]:
     inputs, ids = text()
-    cases = [(kind, schedule) for kind in ("gpt2", "llama") for schedule in ("1f1b", "zb-v")]
-    return [differences(group, language_model(kind), schedule, inputs, ids, next_token_loss) for kind, schedule in cases]
+    cases = [(family, schedule) for family in ("gpt2", "llama") for schedule in ("1f1b", "zb-v")]
+    return [differences(group, tiny_model(family), schedule, inputs, ids, next_token_loss) for family, schedule in cases]
 
 
 def test_language_models_train_with_the_numbers_of_one_device(world: Ranks) -> None:
     """GPT-2, whose embedding and head are one parameter, and Llama, with a 2-D mask, two stages and four."""
     told = world.run(language_models, ranks=2)
-    for case, kind in enumerate(("gpt2", "gpt2", "llama", "llama")):
-        judge([of_rank[case] for of_rank in told], language_model(kind))
+    for case, family in enumerate(("gpt2", "gpt2", "llama", "llama")):
+        judge([of_rank[case] for of_rank in told], tiny_model(family))
 
 
 class Branches(nn.Module):
@@ -142,3 +119,16 @@ def own_models(group: Any, kind: str, schedule: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["branches", "sequential"])
 def test_own_models_train_with_the_numbers_of_one_device(world: Ranks, kind: str, schedule: str) -> None:
     judge(world.run(own_models, kind, schedule, ranks=2), own_model(kind)[0])
+
+
+def cut_family(group: Any, family: str) -> list[dict[str, float]]:
+    inputs, ids = text()
+    return [differences(group, tiny_model(family), schedule, inputs, ids, next_token_loss) for schedule in ("1f1b", "zb-v")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", cut_families())
+def test_a_family_trains_with_the_numbers_of_one_device(world: Ranks, family: str) -> None:
+    """Every family that docs/models.md says can be cut, with two stages and with four."""
+    for told in zip(*world.run(cut_family, family, ranks=2, seconds=250), strict=True):
+        judge(list(told), tiny_model(family))

@@ -29,7 +29,7 @@ def from_megatron_layout(text: str, num_ranks: int) -> tuple[Placement, tuple[st
     """
     if num_ranks < 1:
         raise InputError(f"a pipeline needs at least 1 rank, got {num_ranks}")
-    stages = tuple("".join(_spelled(text)).split("|"))
+    stages = spelled_stages(text)
     if len(stages) % num_ranks:
         raise InputError(f"a layout has as many stages on each rank, and {len(stages)} stages cannot be shared by {num_ranks} ranks")
     _check(stages)
@@ -37,6 +37,11 @@ def from_megatron_layout(text: str, num_ranks: int) -> tuple[Placement, tuple[st
         raise InputError(f"Megatron wants m among the last {num_ranks} stages, one for each rank, got {text!r}")
     rounds = len(stages) // num_ranks
     return Placement.looped(num_ranks, rounds) if rounds > 1 else Placement.linear(num_ranks), stages
+
+
+def spelled_stages(text: str) -> tuple[str, ...]:
+    """What each stage of a layout holds, spelled out; raises `ParseError` for text that is no layout."""
+    return tuple("".join(_spelled(text)).split("|"))
 
 
 def _spelled(text: str) -> Iterator[str]:

@@ -26,7 +26,8 @@ def choose_stages(costs: Sequence[UnitCost], num_stages: int) -> list[list[str]]
     units = [cost.unit for cost in costs]
     if len(units) < num_stages:
         raise InputError(
-            f"a model of {len(units)} parts cannot be cut into {num_stages} stages; its parts are {', '.join(map(repr, units))}: "
+            f"a model of {len(units)} parts cannot be cut into {num_stages} stages; "
+            f"{'its parts are ' + ', '.join(map(repr, units)) if units else 'it holds no other modules with parameters'}: "
             "use fewer stages, or a model with more layers"
         )
     is_counted = any(cost.flops for cost in costs)

@@ -16,7 +16,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def arguments_of(example: Any, model: nn.Module) -> Arguments:
     """`example`, given as to `Pipeline.step`, as arguments of `model`, on its device."""
     parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
+    device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     moved: Any = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(example) if isinstance(example, Mapping) else example)
     if isinstance(moved, dict):
         return (), without_cache(model, moved)

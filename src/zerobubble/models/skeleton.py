@@ -69,7 +69,7 @@ class Skeleton:
     def _run(self, unit: nn.Module, leaves: list[Any], structure: pytree.TreeSpec) -> Seen:
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        with FlopCounterMode(display=False) as counter, _Made() as made, collecting_losses():
+        with FlopCounterMode(display=False) as counter, _Made(leaves) as made, collecting_losses():
             output = unit(*args, **kwargs)
         form = OutputForm.of(pytree.tree_map_only(Tensor, _meta, output))
         del output
@@ -90,8 +90,9 @@ class Skeleton:
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows the tensors that were made inside, as long as they live."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._given = {id(leaf) for leaf in given}  # an operation in place gives what it was given
         self._made: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,14 +101,14 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def left_outside_of(self, unit: nn.Module) -> bool:
-        """Whether some of them still live, but for those that `unit` itself keeps and those in the arguments that it changed in place."""
+        """Whether some of them still live, but for those that `unit` itself keeps and those that it was given."""
         if not self._living(unit):
             return False
         gc.collect()
         return bool(self._living(unit))
 
     def _living(self, unit: nn.Module) -> list[Tensor]:
-        living = [tensor for tensor in (ref() for ref in self._made) if tensor is not None]
+        living = [tensor for tensor in (ref() for ref in self._made) if tensor is not None and id(tensor) not in self._given]
         if not living:
             return []
         kept = {id(leaf) for part in unit.modules() for leaf in pytree.tree_leaves(list(part.__dict__.values()))}

@@ -62,6 +62,16 @@ class StageForward:
         if is_last:
             raise _StageIsDoneError
 
+    def leaves_of(self, call: UnitCall) -> Leaves:
+        """What is known of a call that a later stage needs."""
+        found = self.made.get(call, self._received.get(call))
+        if found is None:
+            raise InputError(
+                f"{call} did not run with this microbatch: either the model's code calls its parts by the numbers of its inputs, which a "
+                "model that is cut cannot do, or it calls the part's forward itself: let it call the part as a module"
+            )
+        return found
+
     def _next_call(self, unit: str) -> UnitCall:
         call = UnitCall(unit, self._counts[unit])
         self._counts[unit] += 1
@@ -136,8 +146,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
             pass
         finally:
             del current.forward
-        crossed = [progress.made[call] if call in progress.made else received[call] for call in crossing.leaving[stage]]
-        return {"args": args, "kwargs": kwargs, "crossed": crossed}
+        return {"args": args, "kwargs": kwargs, "crossed": [progress.leaves_of(call) for call in crossing.leaving[stage]]}
 
     def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Find out the boundaries for these arguments, which takes their numbers, before tensors without numbers come in their place."""

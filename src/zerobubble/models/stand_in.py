@@ -52,7 +52,11 @@ def blank(form: OutputForm, device: torch.device, *, writable: bool = False) -> 
 
 
 def blank_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of this shape and type that takes no memory, NaN throughout where its type has that, and else 0."""
+    """A tensor of this shape and type that takes no memory, NaN throughout where its type has that, and else 0.
+
+    It is on the CPU where `device` is the meta device: code around the units runs in earnest.
+    """
+    device = torch.device("cpu") if device.type == "meta" else device
     number = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), number, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
