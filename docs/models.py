@@ -1,6 +1,6 @@
 """Write docs/models.md: which language models of Transformers `zb.split` cuts with one device's numbers. It runs each, for half an hour.
 
-.venv/bin/python docs/models.py
+.venv/bin/python docs/models.py            (all families, or those named)
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ INTRODUCTION = """# Which models can be cut
     pipe = zb.Pipeline(zb.split(model), "zb-v", num_microbatches=8, loss_fn=loss_fn)
     loss = pipe.step({"input_ids": ids, "attention_mask": mask}, targets)
 
-The table has every family of causal language models that Transformers registers. Each was made tiny from its configuration, with random
+The tables have families of causal language models that Transformers registers. Each was made tiny from its configuration, with random
 weights in float64, and went through three stages, one after the other, beside the uncut model. The columns tell the largest relative
 difference of the loss and of any gradient, and how many parameters several stages hold, which are tied by themselves. `docs/models.py`
-writes this page.
+writes this page; a family that it does not name has not been tried.
 """
 
 
@@ -49,7 +49,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 if __name__ == "__main__":
     found = []
-    for family in families():
+    for family in sys.argv[1:] or families():
         found.append(outcome_of(family))
         sys.stderr.write(f"{found[-1]}\n")
     PAGE.write_text(page(found), encoding="utf-8")

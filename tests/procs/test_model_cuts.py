@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.libraries import library
+from zerobubble.cli import main
 from zerobubble.models.factory import make_model
 
 
@@ -312,3 +317,19 @@ def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:
     stage.layers[0].register_forward_hook(lambda _, __, output: seen.append(output))
     stage(**split(0, 2)(torch.ones(1, 3, dtype=torch.float64)))
     assert seen[0].isnan().all()
+
+
+def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path) -> None:
+    """A Llama of 8 billion parameters, of which none is made."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    text = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256} | sizes)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    library("transformers")
+    told = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "Et*7|t*9|t*9|t*7L"])
+    assert told.exit_code == 0
+    assert "stage 1: model.layers.7 to model.layers.15: 1,963,008,000 parameters" in told.output
+    rows = json.loads(CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "8", "--json"]).output)["stages"]
+    assert sum(row["parameters"] for row in rows) == 8_030_261_248
+    wrong = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "7,9,9"])
+    assert wrong.exit_code == 2
+    assert "cuts have 25 layers together, and the model has 32" in wrong.output

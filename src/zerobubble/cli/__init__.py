@@ -12,10 +12,11 @@ from zerobubble.cli.make import make_file
 from zerobubble.cli.pareto import pareto_verb
 from zerobubble.cli.plan import plan_verb
 from zerobubble.cli.show import show
+from zerobubble.cli.split import split_verb
 from zerobubble.cli.table import table
 
 __all__ = ["main"]
 
 main: OneSentenceGroup = group
-for _verb in (list_schedules, show, make_file, check, compare, table, block, plan_verb, pareto_verb, diff_verb):
+for _verb in (list_schedules, show, make_file, check, compare, table, block, plan_verb, pareto_verb, split_verb, diff_verb):
     main.add_command(_verb)

@@ -8,7 +8,7 @@ drawn for it is thrown away piece by piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,26 +27,32 @@ _PIECE = 1 << 20
 MAKES_A_MODEL = Wanted("a function () -> nn.Module", callable)
 
 
-def make_model(function: Callable[[], nn.Module], keep: Collection[str] = ()) -> nn.Module:
+def make_model(function: Callable[[], nn.Module], keep: Collection[str] = (), random_state: Tensor | None = None) -> nn.Module:
     """What `function` makes, with the parameters named in `keep`, under any of their names, and the others on the meta device.
 
-    Raises `InputError` where it makes no module, and where it replaces parameters after it has made them.
+    It draws from `random_state`, by default the current one, and leaves the current one as it is. Raises `InputError` where it makes no
+    module, and where it replaces parameters after it has made them.
     """
+    with torch.random.fork_rng(devices=[]):
+        model, numbers = _run(function, frozenset(), nullcontext())
     if not keep:
-        return _run(function, frozenset())[0]
-    model, numbers = _run(function, frozenset())
+        return model
     named = dict(model.named_parameters(remove_duplicate=False))
     lost = [name for name in keep if id(named[name]) not in numbers]
     if lost:
         raise InputError(
             f"the function that makes the model replaces parameter {lost[0]!r} by another; give zb.split the model that it makes"
         )
-    return _run(function, frozenset(numbers[id(named[name])] for name in keep))[0]
+    with torch.random.fork_rng(devices=[]):
+        if random_state is not None:
+            torch.random.set_rng_state(random_state)
+        kept = frozenset(numbers[id(named[name])] for name in keep)
+        return _run(function, kept, _Discarding())[0]  # type: ignore[no-untyped-call]
 
 
-def _run(function: Callable[[], nn.Module], kept: frozenset[int]) -> tuple[nn.Module, dict[int, int]]:
+def _run(function: Callable[[], nn.Module], kept: frozenset[int], drawing: AbstractContextManager[Any]) -> tuple[nn.Module, dict[int, int]]:
     """What `function` makes, and the number of each of its parameters, by its id, in the order in which they were registered."""
-    with _registering(kept) as numbers, _Discarding():  # type: ignore[no-untyped-call]
+    with _registering(kept) as numbers, drawing:
         model = function()
     if not isinstance(model, nn.Module):
         raise InputError(f"zb.split takes a module or a function that makes one, and the function gave a {type(model).__name__}")

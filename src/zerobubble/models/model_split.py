@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from zerobubble.arguments import either, optional, takes
@@ -24,6 +25,14 @@ _MOST_PROVED = 10_000_000
 """Models of up to so many parameters are proved on themselves."""
 
 
+class StageSummary(NamedTuple):
+    """The units of a stage in the order of their calls, the floating-point operations of their forward on the example, their parameters."""
+
+    units: list[str]
+    flops: int
+    parameters: int
+
+
 class ModelSplit:
     """A model that can be cut: called with a stage and the number of stages, as `Pipeline` does, it gives the module of that stage.
 
@@ -31,6 +40,7 @@ class ModelSplit:
     """
 
     def __init__(self, source: nn.Module | Callable[[], nn.Module], example: Any, cuts: ByHand | None) -> None:
+        self._random_state = torch.random.get_rng_state()
         self._make = None if isinstance(source, nn.Module) else source
         self._model = source if isinstance(source, nn.Module) else make_model(source)
         _refuse_meta(source)
@@ -67,7 +77,7 @@ class ModelSplit:
         cut = self.cut(num_stages)
         if self._make is None:
             return stage_model(self._model, self._units, self._observed, cut, stage)
-        model = make_model(self._make, self._names_in(cut, stage))
+        model = make_model(self._make, self._names_in(cut, stage), self._random_state)
         return stage_model(model, find_units(model), self._observed, cut, stage)
 
     def cut(self, num_stages: int) -> ModelCut:
@@ -128,16 +138,24 @@ class ModelSplit:
         names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
         return [name for name in names if name.startswith(prefixes) or name in cut.parameters[stage]]
 
-    def describe(self, num_stages: int) -> str:
-        """The cut in words, a line for each stage."""
+    def stages(self, num_stages: int) -> list[StageSummary]:
+        """What each stage holds and does."""
         cut, costs = self.cut(num_stages), {cost.unit: cost for cost in self.costs()}
-        whole = sum(cost.flops for cost in costs.values()) or 1
-        lines = []
+        found = []
         for stage in range(num_stages):
             units = [unit for unit in costs if cut.stage_of[unit] == stage]
-            flops, parameters = (sum(getattr(costs[unit], name) for unit in units) for name in ("flops", "parameters"))
-            span = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
-            lines.append(f"stage {stage}: {span}: {parameters:,} parameters, {flops / whole:.1%} of the operations of a forward")
+            found.append(StageSummary(units, *(sum(getattr(costs[unit], name) for unit in units) for name in ("flops", "parameters"))))
+        return found
+
+    def describe(self, num_stages: int) -> str:
+        """The cut in words, a line for each stage and for each tied parameter."""
+        stages = self.stages(num_stages)
+        whole = sum(stage.flops for stage in stages) or 1
+        lines = [
+            f"stage {number}: {' to '.join(dict.fromkeys((stage.units[0], stage.units[-1])))}: {stage.parameters:,} parameters, "
+            f"{stage.flops / whole:.1%} of the operations of a forward"
+            for number, stage in enumerate(stages)
+        ]
         tied = [" and ".join(f"{name} of stage {stage}" for stage, name in group) for group in self.tied(num_stages)]
         return "\n".join([*lines, *(f"tied: {group}" for group in tied)])
 
