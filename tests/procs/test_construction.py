@@ -327,40 +327,30 @@ def test_a_process_ends_as_usual_after_it_has_left_a_constructor_behind(tmp_path
             process.communicate()
 
 
-def what_is_left(group: Any) -> tuple[str, bool, int, int]:
-    """Rank 1 stands still when it has told the second backend's address: the other then waits in C++ for several of its timeouts.
-
-    The error on that one, whether the constructor was left behind, the modules that were made, and those that live on.
-    """
+def what_is_left(group: Any) -> tuple[bool, int, int]:
+    """The second backend's constructor hears nothing: whether it was left behind, the modules that were made, and those that live on."""
     made: list[weakref.ref[nn.Module]] = []
+    is_over = threading.Event()
 
     def build_once(stage: int, num_stages: int) -> nn.Module:
         module = build(stage, num_stages)
         made.append(weakref.ref(module))
         return module
 
-    with ExitStack() as stack:
-        if dist.get_rank(group) == 1:
-            stack.enter_context(struck(Moment(EndableStore, "get", 2, ""), stop))
-        text = construct(group, build_or_modules=build_once).text
-    gc.collect()
-    is_left = any(thread.name == "zerobubble-background" for thread in threading.enumerate())
-    return text, is_left, len(made), sum(module() is not None for module in made)
+    with replaced(GlooEndpoint, "open", lambda *_: is_over.wait(60.0)):
+        assert construct(group, build_or_modules=build_once, timeout=1.0).kind == "PipelineError"
+        gc.collect()
+        is_left = any(thread.name == "zerobubble-background" for thread in threading.enumerate())
+        living = sum(module() is not None for module in made)
+        is_over.set()
+    return is_left, len(made), living
 
 
-@pytest.mark.long
-def test_a_constructor_that_is_left_behind_keeps_no_stage_alive() -> None:
-    world = Ranks(2)
-    try:
-        world.start(what_is_left, ranks=2)
-        state, (text, is_left, made, living) = world.outcome(0)
-    finally:
-        world.kill()
-    assert state == "ok"
-    assert text.startswith("rank 1 does not answer: rank 0 lost contact while connecting the ranks")
-    assert is_left
-    assert made > 0
-    assert living == 0
+def test_a_constructor_that_is_left_behind_keeps_no_stage_alive(world: Ranks) -> None:
+    for is_left, made, living in world.run(what_is_left, ranks=2):
+        assert is_left
+        assert made > 0
+        assert living == 0
 
 
 # 4. A rank ends or stands still at a random moment.
