@@ -8,9 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import inf
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from zerobubble.errors import InputError
+from zerobubble.units import MOST, MOST_MS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,6 +91,23 @@ def require(what: str, value: Any, wanted: Wanted | type) -> None:
     words, accepts = _as_wanted(wanted)
     if not accepts(value):
         raise InputError(f"{what} must be {words}, got {shown(value)}{_remedy(words, value)}")
+
+
+def require_amount(what: str, value: Any) -> None:
+    """Raise `InputError` unless `value` is a number of ns or bytes that a pass can take or hold."""
+    _require_within(what, value, Wanted("a whole number >= 0 of ns or bytes", _is_whole), 0, MOST)
+
+
+def require_ms(what: str, value: Any, words: str = "a finite number >= 0", least: int = 0) -> None:
+    """Raise `InputError`, saying that `what` must be `words`, unless `value` is a time in ms that a pass can take, at least `least`."""
+    _require_within(what, value, Wanted(words, _is_number), least, MOST_MS)
+
+
+def _require_within(what: str, value: Any, number: Wanted, least: int, most: int) -> None:
+    if number.accepts(value) and least <= value <= most:
+        return
+    is_merely_too_large = _is_number(value) and most < value < inf
+    raise InputError(f"{what} must be {f'at most {most:.0e}' if is_merely_too_large else number.words}, got {shown(value)}")
 
 
 def as_tuple(what: str, values: Any, words: str = "a list or tuple") -> tuple[Any, ...]:

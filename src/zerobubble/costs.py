@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, shown, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, shown, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Step
 from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
 from zerobubble.rules import message_receiver
-from zerobubble.units import MOST, MOST_MS, bounded, counted, show_bytes, show_ms, show_range
+from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
 
 UNIT_BYTES = 1_000_000
@@ -185,8 +185,7 @@ class Costs(Displayed):
             raise InputError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
         together = sum(times) if overlap is None else overlap
         for name, value in zip(("F", "B", "W", "comm", "held", "overlap"), (*times, comm, held, together), strict=True):
-            if not 0 <= value <= MOST_MS:
-                raise InputError(f"the cost of {name} must be {bounded('a finite number >= 0', value, MOST_MS)}, got {shown(value)}")
+            require_ms(f"the cost of {name}", value)
         per_stage = [round(t * NS_PER_MS / stages_per_rank) for t in times]
         forward, backward, weight = ((t,) * num_stages for t in per_stage)
         links = (round(comm * NS_PER_MS),) * (num_stages - 1)
@@ -222,8 +221,7 @@ class Costs(Displayed):
         columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links, "hidden": hidden}
         for name, values in columns.items():
             for index, value in enumerate(as_tuple(f"{name} of the costs", values)):
-                if not NUMBER.accepts(value) or not abs(value) <= MOST_MS:
-                    raise InputError(f"{name} of stage {index} must be {bounded('a finite number', value, MOST_MS)}, got {shown(value)}")
+                require_ms(f"{name} of stage {index}", value, "a finite number", -MOST_MS)
         unit = (UNIT_BYTES,) * stages
         f, b, w, c, h = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
         return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import takewhile
-from math import floor, inf, log10
+from math import floor, log10
 
 NS_PER_MS = 1_000_000
 MOST_MS = 10**9
 """The longest time of a pass or message, in ms: eleven days. Beyond stands a slip of the pen."""
 MOST = MOST_MS * NS_PER_MS
 """That in ns; and the most bytes that a stage may hold for a microbatch, a petabyte."""
-
-
-def bounded(words: str, value: object, most: int) -> str:
-    """What a `value` that was refused must be: `words`, or no more than `most` where it is merely too large."""
-    return f"at most {most:.0e}" if isinstance(value, (int, float)) and most < value < inf else words
 
 
 def ms(time: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from itertools import pairwise
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE
+from zerobubble.arguments import require, require_amount, require_ms
 from zerobubble.cli.files import read_json
 from zerobubble.costs import Limits
 from zerobubble.errors import ParseError
@@ -16,7 +16,7 @@ from zerobubble.partition.layers import LINE, NUMBERS, WORDS
 from zerobubble.planning import LayersPlan
 from zerobubble.planning.problem import RANK_BYTES
 from zerobubble.planning.reasons import percent
-from zerobubble.units import MOST, MOST_MS, NS_PER_MS, bounded, ms, show_bytes, show_ms
+from zerobubble.units import NS_PER_MS, ms, show_bytes, show_ms
 
 _TIMES = ("forward", "backward", "weight")
 _KEYS = tuple(column.name for column in fields(Layer))
@@ -46,8 +46,7 @@ def _from_times(number: int, row: Any, comm: float, held: float) -> Layer:
     if not isinstance(row, list) or len(row) != len(_TIMES):
         raise ParseError(f"layer {number} needs three times in ms, [F, B, W], got {row!r:.60}")
     for name, value in zip(_TIMES, row, strict=True):
-        if not NUMBER.accepts(value) or not 0 <= value <= MOST_MS:
-            raise ParseError(f"{name} of layer {number} must be {bounded('a finite number of ms >= 0', value, MOST_MS)}, got {value!r:.60}")
+        require_ms(f"{name} of layer {number}", value, "a finite number of ms >= 0")
     forward, backward, weight, link = (round(value * NS_PER_MS) for value in (*row, comm))
     return Layer(forward, backward, weight, RANK_BYTES, round(held * RANK_BYTES), output_comm=link)
 
@@ -59,11 +58,10 @@ def _from_form(number: int, data: Any) -> Layer:
     if lacking or unknown:
         raise ParseError(f"layer {number} {f'lacks {lacking[0]!r}' if lacking else f'has {unknown[0]!r}, which no layer has'}")
     for name, value in data.items():
-        if name in WORDS and not LINE.accepts(value):
-            raise ParseError(f"{name} of layer {number} must be {LINE.words}, got {value!r:.60}")
-        if name in NUMBERS and (not WHOLE.accepts(value) or not 0 <= value <= MOST):
-            limit = bounded("a whole number >= 0 of ns or bytes", value, MOST)
-            raise ParseError(f"{name} of layer {number} must be {limit}, got {value!r:.60}")
+        if name in WORDS:
+            require(f"{name} of layer {number}", value, LINE)
+        if name in NUMBERS:
+            require_amount(f"{name} of layer {number}", value)
     return Layer(**data)
 
 

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from itertools import groupby, pairwise
 from typing import Any
 
-from zerobubble.arguments import WHOLE, Wanted, each, require, shown, takes
+from zerobubble.arguments import Wanted, each, require, require_amount, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
-from zerobubble.units import MOST, bounded
 
 Cuts = tuple[int, ...]
 """Where a model of L layers is cut into S stages: the first layer of each stage but the first, S - 1 ascending numbers in 1 to L - 1."""
@@ -38,10 +37,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         for column in NUMBERS:
-            value = getattr(self, column)
-            if not WHOLE.accepts(value) or not 0 <= value <= MOST:
-                limit = bounded("a whole number >= 0 of ns or bytes", value, MOST)
-                raise InputError(f"{column} of a layer must be {limit}, got {shown(value)}")
+            require_amount(f"{column} of a layer", getattr(self, column))
         for word in WORDS:
             require(f"{word} of a layer", getattr(self, word), LINE)
 

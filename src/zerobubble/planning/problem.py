@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, require, shown, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, require, require_amount, require_ms, takes
 from zerobubble.bounds import Bound, Bounds, lower_bounds, shortage
 from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.display import Displayed
@@ -18,7 +18,7 @@ from zerobubble.errors import InputError, ParseError, ScheduleError, line, readi
 from zerobubble.ir import Placement, Schedule
 from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
 from zerobubble.timeline import Timeline
-from zerobubble.units import MOST, MOST_MS, bounded, counted, show_ms, show_range
+from zerobubble.units import counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
 """Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
@@ -323,9 +323,7 @@ class Workload(Displayed):
             if len(values) != ranks:
                 raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
             for rank, value in enumerate(values):
-                if not WHOLE.accepts(value) or not 0 <= value <= MOST:
-                    limit = bounded("a whole number >= 0 of ns or bytes", value, MOST)
-                    raise InputError(f"{column.name} of rank {rank} must be {limit}, got {shown(value)}")
+                require_amount(f"{column.name} of rank {rank}", value)
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
@@ -358,9 +356,7 @@ class Workload(Displayed):
             if len(as_tuple(f"{name} of the workload", values)) < ranks:
                 raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
             for rank, value in enumerate(values):
-                if not NUMBER.accepts(value) or not 0 <= value <= MOST_MS:
-                    limit = bounded("a finite number >= 0", value, MOST_MS)
-                    raise InputError(f"{name} of rank {rank} must be {limit}, got {shown(value)}")
+                require_ms(f"{name} of rank {rank}", value)
         f, b, w, c = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm))
         return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks)
 
