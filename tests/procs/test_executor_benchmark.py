@@ -35,7 +35,7 @@ def rows(group: Any, schedule: str, latency_ms: float) -> list[dict[str, Any]]:
 
 
 @needs_torchs_runtime
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.long), "zb-v"])
 def test_every_runtime_takes_its_steps(world: Ranks, name: str) -> None:
     for efficiency, overhead in world.run(rows, name, 0.0, ranks=4):
         assert all(0 < efficiency[who] < 1 for who in ("ours", "pytorch", "sleeping")), efficiency
