@@ -100,6 +100,31 @@ def test_ranks_meet_after_different_numbers_of_attempts(world: Ranks) -> None:
     assert [Ended(*end).rank for end in attempts] == [None] * 3, "one of the two may have kept the other"
 
 
+def end_with_the_store(group: Any) -> str:
+    """Rank 2 does not come; rank 0, in whose process the store is, ends as soon as it has heard of that. Rank 1 looks but now and then."""
+    rank = dist.get_rank(group)
+    dist.barrier(group)
+    if rank == 2:
+        time.sleep(2 * TIMEOUT)
+    seldom = 0.8 if rank == 1 else 0.05
+    with replaced(meeting, "_SHORTEST_S", seldom), replaced(meeting, "_LONGEST_S", seldom):
+        end = construct(group, timeout=1.0 if rank == 0 else 20.0)
+    if rank == 0:
+        os._exit(0)
+    return end.text
+
+
+def test_the_process_with_the_store_stays_until_the_others_have_read_why_it_ends() -> None:
+    world = Ranks(3, hosted=True)
+    try:
+        world.start(end_with_the_store, ranks=3)
+        state, text = world.outcome(1)
+        assert state == "ok"
+        assert text.startswith("rank 2 did not come to make a Pipeline within 1 s")
+    finally:
+        world.kill()
+
+
 def be_interrupted(group: Any) -> Ended | None:
     """Rank 1 is told to end while it waits for rank 2, which does not come."""
     rank = dist.get_rank(group)

@@ -31,7 +31,7 @@ from zerobubble.runtime.transport.terms import Terms, faults_of
 _SHORTEST_S, _LONGEST_S = 0.001, 0.1
 """Between two looks into the store."""
 _STAY_S = 1.0
-"""How long a process that was told to end stays to tell the others."""
+"""How long a process that was told to end stays to tell the others, and one that holds the store until they have read the decision."""
 _STANDSTILL_S = 2.0
 """For so long a process does not stand still on a busy machine."""
 _ROUND = "round"
@@ -136,6 +136,13 @@ class _Attendance:
 
     def _attend(self) -> Decision:
         current = self._open_round()
+        decision = self._decision_of(current)
+        self._left.set()
+        if not decision.session:
+            self._stay_until_read(current)
+        return decision
+
+    def _decision_of(self, current: str) -> Decision:
         everybody = [f"{current}/{rank}" for rank in range(self._group.size)]
         self._store.set(everybody[self._group.rank], json.dumps(self._arrival))
         pause_s = _SHORTEST_S
@@ -143,11 +150,20 @@ class _Attendance:
             if self._group.rank == 0 and self._store.check(everybody):
                 return self._decide(current, self._judge(everybody))
             if self._over.wait(pause_s):
-                decision = self._decide(current, self._give_up(everybody))
-                self._left.set()
-                return decision
+                return self._decide(current, self._give_up(everybody))
             pause_s = min(1.5 * pause_s, _LONGEST_S)
         return self._read(current)
+
+    def _stay_until_read(self, current: str) -> None:
+        """The error that follows may end this process: if the store ends with it, those who came must have read the decision before."""
+        self._store.set(_read_key(current, self._group.rank), "")
+        end = time.monotonic() + _STAY_S
+        while self._group.rank == self._group.store_host and time.monotonic() < end and self._is_unread(current):
+            time.sleep(_LONGEST_S)
+
+    def _is_unread(self, current: str) -> bool:
+        ranks = range(self._group.size)
+        return any(self._store.check([f"{current}/{rank}"]) and not self._store.check([_read_key(current, rank)]) for rank in ranks)
 
     def _open_round(self) -> str:
         """The round that is not decided yet; a new one where there is none."""
@@ -195,6 +211,11 @@ class _SilentError(Exception):
 
 def _decision_key(current: str) -> str:
     return f"{current}/decision"
+
+
+def _read_key(current: str, rank: int) -> str:
+    """The key by which a rank says that it has read the decision."""
+    return f"{current}/{rank}/read"
 
 
 def _as_decision(text: bytes) -> Decision:
