@@ -35,7 +35,21 @@ from zerobubble.runtime.transport.endpoint import (
     Put,
     StoreTiming,
     Take,
+    Traffic,
     Work,
 )
 
-__all__ = ["Capabilities", "Endpoint", "Group", "Line", "MessageLane", "PeerGoneError", "Put", "StoreTiming", "Take", "Topic", "Work"]
+__all__ = [
+    "Capabilities",
+    "Endpoint",
+    "Group",
+    "Line",
+    "MessageLane",
+    "PeerGoneError",
+    "Put",
+    "StoreTiming",
+    "Take",
+    "Topic",
+    "Traffic",
+    "Work",
+]
