@@ -36,7 +36,7 @@ class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sums in `total` the FLOPs of every product in which a tensor made from `weights` alone meets another.
 
     A tensor is made from weights alone if all tensors that its operation was given were. `is_complete` tells whether the FLOPs of all
-    these products are known. Parameters that are met on the way count as weights, too: FSDP2 computes with others than it shows.
+    these products are known. Trained parameters that are met on the way count as weights, too: FSDP2 computes with others than it shows.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -53,7 +53,7 @@ class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         given = _tensors_in((args, kwargs))
         for tensor in given:
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 self._remember(tensor)
         from_weights = [self._is_from_weights(tensor) for tensor in given]
         if any(from_weights) and not all(from_weights):
