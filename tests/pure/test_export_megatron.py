@@ -62,6 +62,32 @@ def test_the_layout_of_megatrons_documentation() -> None:
     assert to_megatron_layout(stages) == DEEPSEEK_V3
 
 
+def test_losses_that_are_shared_out_over_stages() -> None:
+    text = "E|(t|)*10m|m|m|LL|LL"
+    placement, stages = from_megatron_layout(text, 8)
+    assert placement == Placement.looped(8, 2)
+    assert stages == ("E", *10 * ["t"], "m", "m", "m", "LL", "LL")
+    written = to_megatron_layout(stages)
+    assert written == "E|(t|)*10,m|m|m|LL|LL"
+    assert tuple(unrolled(written)) == stages
+    assert from_megatron_layout(written, 8) == (placement, stages)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("E|t|m|m|LL|LL", "as many L in several stages as m, and one more"),
+        ("E|t|L|L", "as many L in several stages as m, and one more"),
+        ("E|t|mL|mL", "every L behind all else"),
+        ("E|t|m|LL", "one L, which comes last"),
+        ("E|t|m|m|L", "every m in one stage"),
+    ],
+)
+def test_losses_shared_out_wrongly_are_refused(text: str, why: str) -> None:
+    with pytest.raises(InputError, match=f"Megatron wants {why}"):
+        from_megatron_layout(text, 1 + text.count("|"))
+
+
 @pytest.mark.parametrize(
     ("stages", "text"),
     [

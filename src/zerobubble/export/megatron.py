@@ -3,6 +3,9 @@
 Stages stand in the order of the model with `|` between them, the first p on the p ranks, then the next p, round and round. In a stage
 E is the embedding, t a transformer layer, m a layer that predicts further tokens, L the loss; `t*3` repeats a letter, `(...)*3` what
 is in the brackets, which do not nest, and commas say nothing.
+
+Megatron's newer form shares out the losses, one for each m and the model's own, over several stages at the end, and lets each m stand
+in a stage of its own: `E|(t|)*10m|m|m|LL|LL` (Megatron-LM, pull request 5318).
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ def from_megatron_layout(text: str, num_ranks: int) -> tuple[Placement, tuple[st
     """The placement on `num_ranks` ranks and what each stage holds, spelled out: `("Ettt", "tt", ..., "m", "L")`.
 
     Raises `ParseError` naming the character for text that is no layout; `InputError` for stages that do not fit the ranks, and for
-    what Megatron refuses: E must come first, L last, and m after every t, all of them in one stage of the last round.
+    what Megatron refuses: E must come first, L last, and m after every t, all of them in one stage of the last round, or in several of
+    it where the losses are shared out, too.
     """
     if num_ranks < 1:
         raise InputError(f"a pipeline needs at least 1 rank, got {num_ranks}")
@@ -69,11 +73,14 @@ def _unreadable(text: str, plain: str, at: int) -> ParseError:
 
 def _check(stages: Sequence[str]) -> None:
     letters = "".join(stages)
+    shared_out = sum("L" in stage for stage in stages) > 1
     rules = {
         "one E, which comes first": letters.count("E") == 1 and letters.startswith("E"),
-        "one L, which comes last": letters.count("L") == 1 and letters.endswith("L"),
+        "one L, which comes last": shared_out or (letters.count("L") == 1 and letters.endswith("L")),
+        "every L behind all else": letters.endswith("L") and "L" not in letters.rstrip("L"),
+        "as many L in several stages as m, and one more": not shared_out or letters.count("L") == letters.count("m") + 1,
         "m after every t": "t" not in letters.partition("m")[2],
-        "every m in one stage": sum("m" in stage for stage in stages) < 2,
+        "every m in one stage": shared_out or sum("m" in stage for stage in stages) < 2,
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
