@@ -18,20 +18,20 @@ class UnitCost(NamedTuple):
     parameters: int
 
 
-def choose_stages(costs: Sequence[UnitCost], num_stages: int) -> list[list[str]]:
-    """The units of each stage, in the order of `costs`: those whose slowest stage does the fewest operations.
+def choose_stages(layers: Sequence[Layer], num_stages: int) -> list[list[str]]:
+    """The units of each stage, which are the `layers` by their names: those whose slowest stage takes the least time.
 
-    Where no operations are known, parameters count. Raises `InputError` where there are fewer units than stages.
+    Where no time is known, parameters count. Raises `InputError` where there are fewer units than stages.
     """
-    units = [cost.unit for cost in costs]
+    units = [layer.name for layer in layers]
     if len(units) < num_stages:
         raise InputError(
             f"a model of {len(units)} parts cannot be cut into {num_stages} stages; "
             f"{'its parts are ' + ', '.join(map(repr, units)) if units else 'it holds no other modules with parameters'}: "
             "use fewer stages, or a model with more layers"
         )
-    is_counted = any(cost.flops for cost in costs)
-    weights = [cost.flops if is_counted else cost.parameters for cost in costs]
-    layers = [Layer(weight + 1, 0, 0, 0, 0) for weight in weights]  # + 1, so that what costs nothing is shared out, too
-    edges = (0, *balance(layers, num_stages), len(units))
+    is_known = any(layer.time for layer in layers)
+    weights = [layer.time if is_known else layer.parameters_bytes for layer in layers]
+    weighed = [Layer(weight + 1, 0, 0, 0, 0) for weight in weights]  # + 1, so that what costs nothing is shared out, too
+    edges = (0, *balance(weighed, num_stages), len(units))
     return [units[first:end] for first, end in pairwise(edges)]

@@ -57,12 +57,13 @@ class OutputForm(NamedTuple):
 class Called:
     """What was seen of one call of a unit.
 
-    `sources` are those of its arguments, `form` that of its output, `flops` the floating-point operations of its forward. `changed_later`
-    tells that code behind the call changed its output in place.
+    `sources` are those of its arguments, `given` the form of these, a tuple and a dict, `form` that of its output, `flops` the
+    floating-point operations of its forward. `changed_later` tells that code behind the call changed its output in place.
     """
 
     call: UnitCall
     sources: Sources
+    given: OutputForm
     form: OutputForm
     flops: int
     changed_later: bool

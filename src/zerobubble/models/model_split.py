@@ -12,6 +12,7 @@ from zerobubble.arguments import either, optional, takes
 from zerobubble.errors import InputError
 from zerobubble.models.by_hand import CUTS, ByHand, stages_by_hand
 from zerobubble.models.choice import UnitCost, choose_stages
+from zerobubble.models.costs import COUNTING, Machine, estimated_layers
 from zerobubble.models.cut import ModelCut, crossings, cut_at
 from zerobubble.models.dataflow import Dataflow
 from zerobubble.models.example import Arguments, arguments_of, own_example
@@ -20,6 +21,7 @@ from zerobubble.models.observation import ObservedModel
 from zerobubble.models.proof import prove
 from zerobubble.models.stage_model import stage_model
 from zerobubble.models.units import find_units
+from zerobubble.partition import Layer
 
 _MOST_PROVED = 10_000_000
 """Models of up to so many parameters are proved on themselves."""
@@ -92,11 +94,18 @@ class ModelSplit:
 
     def _stages(self, num_stages: int) -> list[list[str]]:
         if self._by_hand is None:
-            return choose_stages(self.costs(), num_stages)
+            return choose_stages(self.layers(COUNTING), num_stages)
         stages = stages_by_hand(self._by_hand, self._flow.units, self._units.layers or frozenset(self._units.units))
         if len(stages) != num_stages:
             raise InputError(f"the cuts given to zb.split make {len(stages)} stages, and the schedule has {num_stages}")
         return stages
+
+    def layers(self, machine: Machine | None = None) -> tuple[Layer, ...]:
+        """The units that the example calls as layers to be planned for, in the order of their calls, estimated without running them.
+
+        `machine` says how fast operations and messages are; if not given, as on a GPU of today. See `zerobubble plan --layers`.
+        """
+        return estimated_layers(self._units.units, self._flow, machine or Machine())
 
     def costs(self) -> list[UnitCost]:
         """What each unit costs that the example calls, in the order of their calls."""

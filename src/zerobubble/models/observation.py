@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.errors import InputError
 from zerobubble.models.assembly import assemble, place
-from zerobubble.models.dataflow import Called, Dataflow, DirectParameter, Sources, UnitCall
+from zerobubble.models.dataflow import Called, Dataflow, DirectParameter, OutputForm, Sources, UnitCall
 from zerobubble.models.following import Following, storage_of
 from zerobubble.models.skeleton import Seen, Skeleton
 from zerobubble.models.stand_in import Current, StandIn, blank, blank_like, device_of
@@ -91,7 +92,7 @@ class _Observed:
     def __init__(self, following: Following) -> None:
         self._following = following
         self._counts: dict[str, int] = defaultdict(int)
-        self._calls: dict[UnitCall, tuple[Sources, Seen, list[int]]] = {}
+        self._calls: dict[UnitCall, tuple[Sources, OutputForm, Seen, list[int]]] = {}
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = stand_in.skeleton.name
@@ -106,15 +107,17 @@ class _Observed:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self._following.come_from(tensor, frozenset({call}))
-        self._calls[call] = (sources, seen, [storage_of(tensor) for tensor in tensors])
+        with _disable_current_modes():
+            given = OutputForm.of(pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs)))
+        self._calls[call] = (sources, given, seen, [storage_of(tensor) for tensor in tensors])
         return output
 
     def dataflow(self, output: Sources) -> Dataflow:
         """All that was seen, with the sources of the model's output."""
         calls = {}
-        for call, (sources, seen, storages) in self._calls.items():
+        for call, (sources, given, seen, storages) in self._calls.items():
             changed = any(self._following.has_written_to(storage) for storage in storages)
-            calls[call] = Called(call, sources, seen.form, seen.flops, changed)
+            calls[call] = Called(call, sources, given, seen.form, seen.flops, changed)
         return Dataflow(calls, output)
 
 

@@ -1,0 +1,81 @@
+"""What units of a model are estimated to cost: their operations by hand, and the cut that follows from them."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from zerobubble.models.costs import COUNTING, Machine, estimated_layers
+from zerobubble.models.observation import ObservedModel
+from zerobubble.models.units import find_units
+from zerobubble.partition import Layer
+
+ROWS, WIDTH = 6, 16
+PRODUCT = 2 * ROWS * WIDTH * WIDTH
+
+
+def estimated(model: nn.Module, example: Tensor | None = None) -> tuple[Layer, ...]:
+    split: Any = zb.split(model, example=torch.zeros(ROWS, WIDTH) if example is None else example)
+    layers: tuple[Layer, ...] = split.layers(COUNTING)
+    return layers
+
+
+def test_a_linear_takes_a_product_for_each_pass_that_it_needs() -> None:
+    frozen = [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(2)]
+    model = nn.Sequential(frozen[0], nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), frozen[1])
+    times = [(layer.forward, layer.backward, layer.weight) for layer in estimated(model)]
+    assert times == [(PRODUCT, 0, 0), (PRODUCT, 0, PRODUCT), (PRODUCT, PRODUCT, PRODUCT), (PRODUCT, PRODUCT, 0)]
+
+
+def test_bytes_are_those_that_are_held() -> None:
+    first, second = estimated(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))))
+    activation = 4 * ROWS * WIDTH
+    assert (second.held_after_f, second.held_after_b, second.output_comm) == (activation, 2 * activation, activation)
+    assert first.parameters_bytes == WIDTH * WIDTH * (4 + 4 + 8)
+    half = estimated(nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), nn.ReLU()), torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16))[0]
+    assert half.parameters_bytes == (WIDTH * WIDTH + WIDTH) * (2 + 2 + 8 + 4)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(x).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(-2, -3)
+        return nn.functional.scaled_dot_product_attention(query, key, value).transpose(-2, -3).flatten(-2)
+
+
+def test_attention_is_counted_as_gpus_run_it() -> None:
+    length = 512
+    _, layer = estimated(nn.Sequential(Attention(), Attention()), torch.zeros(1, length, WIDTH))
+    scores = 2 * 2 * length * length * WIDTH
+    assert layer.forward == 2 * length * WIDTH * 3 * WIDTH + scores
+    assert layer.backward > 2 * length * WIDTH * 3 * WIDTH + 2 * scores
+    assert layer.held_after_f < 4 * 2 * length * length, "no matrix of scores is kept"
+
+
+def test_a_frozen_beginning_is_cut_by_what_it_costs() -> None:
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(11)]
+    for block in blocks[:8]:
+        block.requires_grad_(False)
+    split: Any = zb.split(nn.Sequential(*blocks), example=torch.zeros(ROWS, WIDTH))
+    assert [len(stage.units) for stage in split.stages(2)] == [8, 3]
+
+
+def test_a_hundred_layers_without_weights_are_cut_in_seconds() -> None:
+    with torch.device("meta"):
+        blocks = [nn.TransformerEncoderLayer(2048, 16, 8192, batch_first=True) for _ in range(100)]
+        model = nn.Sequential(*blocks, nn.Linear(2048, 64))
+    began = perf_counter()
+    units = find_units(model)
+    flow = ObservedModel(model, units).flow((torch.zeros(1, 128, 2048, device="meta"),), {}, training=True)
+    layers = estimated_layers(units.units, flow, Machine())
+    cut = zb.partition.cut_layers(layers, zb.Placement.vee(8))
+    assert perf_counter() - began < 60, "about 3 s on a machine that does nothing else"
+    assert len(layers) == 101
+    assert cut.slowest == cut.bound
