@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,8 +86,13 @@ def padded(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def one_device(stages: Sequence[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """The oracle: gradients of microbatch after microbatch; the loss as "", and the parts that were added to it."""
+def one_device(
+    stages: Sequence[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor, *, labelled: bool = False
+) -> dict[str, Tensor]:
+    """The oracle: gradients of microbatch after microbatch; the loss as "", and the parts that were added to it.
+
+    With `labelled` the first stage is given the targets, too.
+    """
     total = tokens_that_count(targets)
     found: dict[str, Tensor] = {}
     for x, y in zip(inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches), strict=True):
@@ -93,7 +100,7 @@ def one_device(stages: Sequence[nn.Module], num_microbatches: int, inputs: Tenso
         if share == 0:
             continue
         with zb.nn.collecting_losses() as added:
-            output = nn.Sequential(*stages)(x)
+            output = nn.Sequential(*stages[1:])(stages[0](x, y) if labelled else stages[0](x))
         loss = share * (loss_fn(output, y) + sum(added.values()))
         if loss.requires_grad:
             loss.backward()
@@ -230,7 +237,9 @@ def test_outside_of_a_pipeline_they_are_collected_or_refused() -> None:
             zb.nn.add_loss("a", 2 * loss)
             zb.nn.add_loss("a", 3 * loss)
         zb.nn.add_loss("b", inner["a"])
-    assert {name: value.tolist() for name, value in outer.items()} == {"a": 1.0, "b": 5.0}
+        for _ in range(3):
+            zb.nn.add_loss("half", torch.tensor(1 + 2**-7, dtype=torch.bfloat16))
+    assert {name: value.tolist() for name, value in outer.items()} == {"a": 1.0, "b": 5.0, "half": 3 + 3 * 2**-7}
     with pytest.raises(
         zb.InputError, match=r"^add_loss\('a'\) is called outside of a Pipeline, where nobody takes the loss: run the module in"
     ):
@@ -330,6 +339,71 @@ def of_transformers(group: Any, name: str) -> float:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_losses_of_transformers_over_router_logits_that_grow(world: Ranks, name: str) -> None:
     assert max(world.run(of_transformers, name, ranks=2)) <= 1e-6
+
+
+class Predicting(Routed):
+    """The first stage has a head of its own, whose mean over no token is NaN in a microbatch that weighs nothing."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        self.head = nn.Linear(6, 11, dtype=torch.float64) if stage == 0 else None
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        if self.head is not None:
+            assert labels is not None
+            zb.nn.add_loss("further", 0.3 * loss_fn(self.head(y), labels))
+        return y
+
+
+def predicting(group: Any, name: str) -> float:
+    """How far a step is from one device's, where the first stage's rank is given targets, too."""
+    inputs, targets = padded(4, seed=0)
+    with zb.Pipeline(Predicting, name, 4, loss_fn, group=group, loss_weight=tokens_that_count) as pipe:
+        stages = [Predicting(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        loss = pipe.step(inputs, targets, kwargs={"labels": targets} if 0 in pipe.modules else None)
+        expected = one_device(stages, 4, inputs, targets, labelled=True)
+        return max(difference(pipe, loss, expected), gradient_error(pipe, stages))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_a_head_of_the_first_stage_and_a_microbatch_without_tokens(world: Ranks, name: str) -> None:
+    assert max(world.run(predicting, name, ranks=2)) <= 1e-13
+
+
+def beside_each_other(first: Any, second: Any) -> None:
+    other = threading.Thread(target=first.run)
+    other.start()
+    second.run()
+    other.join()
+
+
+def validated(group: Any, *, in_threads: bool) -> float:
+    """How far the weights are from one device's after steps that start over where they were clipped, or whose passes overlap."""
+    name, overlap = ("dualpipe", beside_each_other) if in_threads else ("zb-h2", None)
+    with zb.Pipeline(Routed, name, 4, loss_fn, group=group, overlap=overlap) as pipe:
+        stages = [Routed(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, max_norm=1.0)
+        everything = [parameter for stage in stages for parameter in stage.parameters()]
+        expected = torch.optim.SGD(everything, lr=0.1)
+        worst = 0.0
+        for seed in range(3):
+            told = pipe.step(*batch(4, seed=seed))
+            worst = max(worst, difference(pipe, told, one_device(stages, 4, *batch(4, seed=seed))))
+            nn.utils.clip_grad_norm_(everything, 1.0)
+            for each in (optimizer, expected):
+                each.step()
+                each.zero_grad()
+        optimizer.settle()
+        for index, module in pipe.modules.items():
+            for mine, theirs in zip(module.parameters(), stages[index].parameters(), strict=True):
+                worst = max(worst, (mine - theirs).abs().max().item())
+        return worst
+
+
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_steps_that_start_over_and_passes_in_threads(world: Ranks, in_threads: bool) -> None:
+    assert max(world.run(partial(validated, in_threads=in_threads), ranks=2)) <= 1e-12
 
 
 class Stack(nn.Module):

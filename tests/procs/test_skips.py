@@ -316,5 +316,5 @@ def test_overlapped_passes_in_threads_keep_their_own(world: Ranks) -> None:
 def test_a_message_without_skips_is_what_the_stage_gave() -> None:
     inputs, outputs = (torch.ones(1),), (torch.ones(2),)
     given: list[Any] = []
-    assert carry(lambda tensors, _: given.append(tensors) or outputs, inputs, None, 0) is outputs  # type: ignore[func-returns-value]
+    assert carry(lambda tensors, _: given.append(tensors) or outputs, inputs, None, 0, trains=True) is outputs  # type: ignore[func-returns-value]
     assert given[0] is inputs

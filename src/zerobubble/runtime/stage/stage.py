@@ -80,7 +80,7 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
-        outputs = carry(partial(self._run, microbatch), inputs, finish, self.index)
+        outputs = carry(partial(self._run, microbatch), inputs, finish, self.index, trains=True)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._after_forward[microbatch] = (leaves, edges)
@@ -88,7 +88,7 @@ class Stage:
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
-        return carry(self._run_plainly, inputs, finish, self.index)
+        return carry(self._run_plainly, inputs, finish, self.index, trains=False)
 
     def _run_plainly(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         positional, named = arguments_of(inputs)

@@ -118,7 +118,7 @@ class StepLosses:
         added = losses_so_far()
         if added:
             loss = loss + sum(added.values())
-            self._added[microbatch] = {name: value.detach() for name, value in added.items()}
+            self._added[microbatch] = {name: value.detach().to(loss.dtype) for name, value in added.items()}
         known = self._known[microbatch] = loss.detach()
         if self._on_loss is not None:
             self._on_loss(microbatch, known)

@@ -15,15 +15,16 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.hold import Hold, here
 
+_HALVES = (torch.float16, torch.bfloat16)
 _NONE: Mapping[str, Tensor] = {}
 
 
 def add_loss(name: str, loss: Tensor) -> None:
     """Add `loss`, a tensor with one element, to the loss of the microbatch whose forward runs: call it in a stage's forward.
 
-    What is added under one name adds up, over layers and stages. The loss of a microbatch is `loss_fn(output, target)` and the sum of all
-    that was added in its forward, and all of it counts by the weight of the microbatch. A checkpointed region adds its losses once,
-    though it runs again in backward.
+    What is added under one name adds up, over layers and stages, in float32 at least. The loss of a microbatch is
+    `loss_fn(output, target)` and the sum of all that was added in its forward, and all of it counts by the weight of the microbatch.
+    A checkpointed region adds its losses once, though it runs again in backward.
 
     On one device the same modules add theirs to what `collecting_losses` collects; outside of both, without gradients (in evaluation, say)
     nothing is added, and with them it is an error. Raises `InputError` for that, for what is no floating-point tensor with one
@@ -35,9 +36,13 @@ def add_loss(name: str, loss: Tensor) -> None:
     hold = here.hold
     _refuse_lost_gradients(name, hold)
     if hold.losses is None:
-        return
+        if hold.stage is None:
+            return
+        hold.losses = {}
     if loss.dim():
         loss = loss.reshape(())
+    if loss.dtype in _HALVES:
+        loss = loss.float()
     before = hold.losses.get(name)
     hold.losses[name] = loss if before is None else before + loss
 
@@ -53,7 +58,8 @@ def collecting_losses() -> Iterator[dict[str, Tensor]]:
         loss = loss_fn(output, targets) + sum(added.values())
     """
     outside, losses = here.hold, dict[str, Tensor]()
-    here.hold = Hold(outside.stage, outside.stashed, losses)
+    here.hold = Hold(outside.stage, outside.stashed, trains=torch.is_grad_enabled())
+    here.hold.losses = losses
     here.hold.popped = outside.popped
     try:
         yield losses
@@ -79,12 +85,12 @@ def _refuse_other_types(name: str, loss: Tensor) -> None:
 def _refuse_lost_gradients(name: str, hold: Hold) -> None:
     """Raise where nobody would take the loss that a training forward adds, or its gradient."""
     if not torch.is_grad_enabled():
-        if hold.losses is not None and hold.records_gradients:
+        if hold.trains:
             raise InputError(
                 f"add_loss({name!r}) is called where no gradient is recorded, under torch.no_grad or in a reentrant checkpoint; "
                 "call it outside of it, or give the checkpoint use_reentrant=False"
             )
-    elif hold.losses is None:
+    elif hold.stage is None and hold.losses is None:
         raise InputError(
             f"add_loss({name!r}) is called outside of a Pipeline, where nobody takes the loss: run the module in "
             "`with zb.nn.collecting_losses() as added:` and add sum(added.values()) to the loss, or under torch.no_grad"

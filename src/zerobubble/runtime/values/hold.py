@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
@@ -19,38 +18,38 @@ Finish = Callable[[Any], Tensor] | None
 
 
 class Hold:
-    """What is on its way through one forward of `stage`, None outside a pipeline.
+    """What is on its way through one forward of `stage`, None outside a pipeline; `trains` says whether a backward pass is to follow.
 
-    `stashed` are tensors by name, and `popped` the names taken in this forward. `losses` are the sums of what was added under each name,
-    None where nobody takes them. `records_gradients` says whether autograd did when the forward began.
+    `stashed` are tensors by name, and `popped` the names taken in this forward. `losses` are the sums of what was added under each name;
+    None where nothing was, or where nobody takes it, outside a pipeline.
     """
 
-    __slots__ = ("losses", "popped", "records_gradients", "stage", "stashed")
+    __slots__ = ("losses", "popped", "stage", "stashed", "trains")
 
-    def __init__(self, stage: int | None, stashed: dict[str, Tensor], losses: dict[str, Tensor] | None) -> None:
+    def __init__(self, stage: int | None, stashed: dict[str, Tensor], *, trains: bool) -> None:
         self.stage = stage
         self.stashed = stashed
-        self.losses = losses
+        self.trains = trains
+        self.losses: dict[str, Tensor] | None = None
         self.popped: set[str] = set()
-        self.records_gradients = torch.is_grad_enabled()
 
 
 class _Here(threading.local):
     """The hold of the forward that this thread runs; one of its own where it runs none."""
 
     def __init__(self) -> None:
-        self.hold = Hold(None, {}, None)
+        self.hold = Hold(None, {}, trains=False)
 
 
 here = _Here()
 
 
-def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Finish, stage: int) -> Tensors:
+def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Finish, stage: int, *, trains: bool) -> Tensors:
     """What `run` makes of a message, with all that is on its way, from stages before or from within `run`, behind it.
 
     Raises `InputError` when the last stage, the one with a `finish`, leaves anything stashed that nobody popped there.
     """
-    hold = Hold(stage, {}, {})
+    hold = Hold(stage, {}, trains=trains)
     if isinstance(inputs, Payload) and isinstance(inputs.structure, Stashed):
         inputs = _unload(inputs, inputs.structure, hold)
     outside, here.hold = here.hold, hold
@@ -86,7 +85,7 @@ def _unload(inputs: Payload, behind: Stashed, hold: Hold) -> Tensors:
     count = len(inputs) - len(behind.names) - len(behind.losses)
     rest = iter(inputs[count:])
     hold.stashed = {name: next(rest) for name in behind.names}
-    hold.losses = {name: next(rest) for name in behind.losses}
+    hold.losses = {name: next(rest) for name in behind.losses} or None
     own: Tensors = inputs[:count] if behind.arguments is None else Payload.of(inputs[:count], behind.arguments, inputs.keywords)
     if inputs.keywords and behind.arguments is None:
         own = with_keywords(own, inputs.keywords)
