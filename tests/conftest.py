@@ -23,8 +23,8 @@ WAITING = (
 )
 """Tests in which a rank fails, and the others wait until they are told."""
 ALONE = (
-    *("cuda_graphs", "graph_guard", "graph_none", "graph_share", "graph_split", "graph_tensors", "special_tensors"),
-    "split_matrix",
+    *("graph_checkpoint", "graph_guard", "graph_none", "graph_share", "graph_split", "graph_tensors", "graph_transformers", "graph_values"),
+    *("cuda_graphs", "model_cuts", "own_layers", "special_tensors", "split_matrix"),
 )
 """Tests of stages, nearly all in the test's own process."""
 

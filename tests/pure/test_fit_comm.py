@@ -11,8 +11,6 @@ from tests.pure.test_fit import spans
 from zerobubble.fit import fit_comm
 from zerobubble.timeline import Span, Timeline
 
-TEN_MS = 10_000_000
-
 
 def varied(num_stages: int) -> zb.Costs:
     comm = tuple(300 + 70 * link for link in range(num_stages - 1))
