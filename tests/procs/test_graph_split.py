@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.split import compiled_part
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.fx_nodes import flops
 from zerobubble.runtime.stage.stage import Stage, make_stage
@@ -261,6 +263,36 @@ def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
     with pytest.raises(zb.InputError, match="stage 1 cannot be compiled: there is no C\\+\\+ compiler; install g\\+\\+"):
         make_stage("compiled", nn.Linear(3, 3), 1)
+
+
+def test_ever_new_lengths_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_nothing(graph: fx.GraphModule, examples: Any) -> Any:
+        compiled.append(graph)
+        return compiled_part._node_by_node(graph)
+
+    monkeypatch.setattr(compiled_part, "_compiled", compile_nothing)
+    module = nn.Linear(4, 4).double()
+    stage = make_stage("compiled", module, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (1, 2, 3, 4, 5, 6, 5, 1):
+            module.zero_grad()
+            x = torch.randn(length, 4, dtype=torch.float64)
+            passed(stage, x)
+            mine = module.weight.grad
+            module.zero_grad()
+            module(x).sum().backward()
+            assert mine is not None
+            assert module.weight.grad is not None
+            torch.testing.assert_close(mine, module.weight.grad, rtol=1e-12, atol=1e-14)
+    told = [str(warning.message) for warning in caught if "has been compiled" in str(warning.message)]
+    assert len(told) == 1
+    assert told[0].startswith("stage 1 has been compiled 4 times, for inputs of other kinds")
+    assert 'such as inputs of shapes (5, 4), runs as with split="graph"' in told[0]
+    assert len(stage.splitter.traces) == 6
+    assert len(compiled) == 4 * 3  # F, B and W
 
 
 def test_whole_leaves_nothing_for_w() -> None:

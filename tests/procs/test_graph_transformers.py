@@ -123,6 +123,24 @@ def test_other_families_train_with_every_mask(family: str) -> None:
     assert train_with_all_masks(family) == 4
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        ("grouped_mm", "torch has graphs of grouped products in bfloat16 alone, and these are of another type"),
+        ("eager", "the shape of whose result depends on numbers"),
+    ],
+)
+def test_experts_that_no_graph_takes_are_named(experts: str, reason: str) -> None:
+    module = model("mixtral, whose router is recorded by hooks")
+    module.set_experts_implementation(experts)
+    with pytest.raises(zb.InputError) as caught:
+        compare(make_stage("graph", module, 0), module, None, 0)
+    assert "stage 0 cannot be split by its graph: module model.layers.0.mlp.experts: " in str(caught.value)
+    assert reason in str(caught.value)
+    assert "model.set_experts_implementation('batched_mm')" in str(caught.value)
+
+
 def test_stages_of_a_model_that_was_cut_are_traced() -> None:
     """The stand-ins for units of other stages, and leaving the model's code behind the last unit, are Python alone."""
     model = language_model("llama")

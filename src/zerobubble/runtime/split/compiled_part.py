@@ -23,6 +23,10 @@ class PartMaker:
         self._slots = slots
         self.compiles = compiles
 
+    def without_compiler(self) -> PartMaker:
+        """Makes the same parts, run node by node."""
+        return PartMaker(self._stays, compiles=False, slots=self._slots)
+
     def __call__(self, graph: fx.GraphModule, examples: Sequence[Any], num_leaving: int) -> Part:
         """What runs `graph` on inputs like the `examples`. The first `num_leaving` of its results leave the stage."""
         part = _compiled(graph, examples) if self.compiles else _node_by_node(graph)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -231,4 +232,9 @@ def _why_untraceable(error: Exception) -> str:
     if "convert all Tensors to FakeTensors" in str(error):
         return "its forward reads a tensor that is neither an input nor a parameter or buffer (keep it with register_buffer)"
     first_line = (str(error).strip().splitlines() or [""])[0]
+    other_experts = "model.set_experts_implementation('batched_mm') of Transformers chooses experts that a graph takes"
+    if "Expected inputs of BF16 type" in first_line:
+        return f"torch has graphs of grouped products in bfloat16 alone, and these are of another type ({other_experts})"
+    if isinstance(error, DynamicOutputShapeException):
+        first_line += f", the shape of whose result depends on numbers ({other_experts})"
     return f"tracing raised {type(error).__name__}: {first_line}"

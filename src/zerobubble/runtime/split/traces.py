@@ -18,6 +18,9 @@ from zerobubble.runtime.split.trace import Trace
 from zerobubble.runtime.split.traceable import hooked_parameters, kind_of, refuse_hooks, shared_memory
 from zerobubble.runtime.values.payload import Tensors, flatten_pytree
 
+MOST_COMPILED = 4
+"""How many traces of a stage are compiled: to compile one of a large model takes minutes, to trace it seconds."""
+
 
 class Traced(NamedTuple):
     """A trace and the tensors to run it with, the inputs of one microbatch."""
@@ -40,6 +43,7 @@ class Traces:
         self._leave_work = leave_work
         self._name = name
         self._has_warned = False
+        self._num_compiled = 0
         self._guard = Guard(module, self._forget, name=name)
         self._by_key: dict[tuple[Hashable, ...], list[Trace]] = {}
         self._hooked = hooked_parameters(module)
@@ -70,10 +74,27 @@ class Traces:
         trace = next((trace for trace in same if trace.values.holds_for(self.owned.tensors, tensors)), None)
         if trace is None:
             self._prepare(inputs)
-            trace = Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work)
+            trace = Trace(self._module, self.owned, structure, tensors, autocast, self._part_maker(tensors), self._leave_work)
             self._keep(trace, same)
         self.last = trace
         return Traced(trace, tensors)
+
+    def _part_maker(self, inputs: list[Tensor]) -> PartMaker:
+        """What makes the parts of the next trace, for such inputs: without the compiler after `MOST_COMPILED` traces."""
+        if not self._make_part.compiles:
+            return self._make_part
+        self._num_compiled += 1
+        if self._num_compiled <= MOST_COMPILED:
+            return self._make_part
+        if self._num_compiled == MOST_COMPILED + 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+            warnings.warn(
+                f"{self._name} has been compiled {MOST_COMPILED} times, for inputs of other kinds or other branches of its forward, and to "
+                f'compile takes long: what is new from here on, such as inputs of shapes {shapes}, runs as with split="graph"; '
+                "give microbatches of few lengths, for instance by padding them",
+                stacklevel=2,
+            )
+        return self._make_part.without_compiler()
 
     def _prepare(self, inputs: Tensors) -> None:
         """Let the module see the inputs with their numbers before it is traced without them, if it asks for that: a stage of `zb.split`."""
