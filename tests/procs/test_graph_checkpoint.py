@@ -16,7 +16,7 @@ import zerobubble as zb
 from benchmarks.split.run import Block
 from benchmarks.split_matrix.kinds import Way, checkpointed, selective
 from tests.procs.test_graph_split import products
-from tests.procs.versions import needs_checkpoints_in_graphs
+from tests.procs.versions import needs_branches_in_graphs, needs_checkpoints_in_graphs
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
@@ -121,6 +121,7 @@ def branching(m: Way, x: Tensor) -> Tensor:
     return y
 
 
+@needs_branches_in_graphs
 @pytest.mark.parametrize("wrap", [lambda module: module, pytest.param(checkpointed, marks=needs_checkpoints_in_graphs)])
 def test_a_branch_is_traced_as_an_operation(wrap: Callable[[nn.Module], nn.Module]) -> None:
     module, x = Way(branching, linear=nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)

@@ -49,7 +49,8 @@ REFUSED = {
 if not CAN_SEE_HOOKS:
     REFUSED["offloaded"] = "checkpoints and offloading have no effect in a graph"
     REFUSED |= {name: "checkpoints have from torch 2.8 on" for name in KINDS.keys() - REFUSED if "checkpoint" in name}
-ROUNDED = {"autocast, a linear used twice": 2**-8}
+REFUSED |= {name: REFUSED["experts, one of them empty"] for name in KINDS.keys() - REFUSED if name.startswith("experts in stacks")}
+ROUNDED = {"autocast, a linear used twice": 2**-8, "addmm under autocast": 2**-8}
 """Eager mode sums the gradients of the one cast that autocast keeps, in bfloat16; a graph casts for each use, and sums in float32."""
 OF_EMBEDDINGS = {"embedding with padding", "embedding by frequency", "embedding of bounded norm", "embedding bag"}
 NO_WEIGHT_WORK = {"layer norm", "all frozen", "output is the input", *OF_EMBEDDINGS}

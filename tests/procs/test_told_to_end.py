@@ -15,6 +15,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.programs import torchrun
 from tests.procs.ranks import Ranks
+from tests.procs.versions import needs_all_that_ended
 
 M = 8
 LONG_S, SOON_S = 60.0, 4.0
@@ -125,7 +126,7 @@ pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
 @pytest.mark.parametrize(
     ("act", "exitcode", "told"),
     [
-        ("boom", "(1|-15)", "rank 1 failed at 'run 1F0': ValueError: boom"),
+        pytest.param("boom", "(1|-15)", "rank 1 failed at 'run 1F0': ValueError: boom", marks=needs_all_that_ended),
         ("SIGTERM", "-15", "rank 1 was told to end by SIGTERM while it was at 'run 1F0'"),
         pytest.param("SIGKILL", "-9", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.long),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 
@@ -17,3 +18,9 @@ needs_fsdp2_on_cpu = pytest.mark.skipif(
 needs_torchs_runtime = pytest.mark.skipif(
     VERSION < (2, 13), reason="the schedule runtime of older versions of torch fails or hangs on schedules of its own, too"
 )
+
+needs_all_that_ended = pytest.mark.skipif(
+    not hasattr(SubprocessContext, "_capture_process_failures"),
+    reason="torchrun of torch 2.6 looks only at processes that had ended when it looked, and the culprit may end a moment later",
+)
+needs_branches_in_graphs = pytest.mark.skipif(VERSION < (2, 7), reason="in torch 2.6, no mode sees torch.cond without a rule of its own")

@@ -59,7 +59,7 @@ class ObservedModel:
         Raises `InputError` where stages that do not hold all units could not run the model's code.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (training, structure, *map(_kind_of, leaves))
+        key = (training, repr(structure), *map(_kind_of, leaves))  # torch 2.6 cannot hash a structure
         with self._lock:
             if key not in self._flows:
                 self._flows[key] = self._observe(args, kwargs, training)

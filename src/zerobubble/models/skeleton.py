@@ -49,7 +49,7 @@ class Skeleton:
         Raises `InputError` for a unit that cannot be run without its numbers, and for one that leaves tensors elsewhere than in its output.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (training, structure, *map(_shape_of, leaves))
+        key = (training, repr(structure), *map(_shape_of, leaves))
         if key not in self._remembered:
             self.unit.train(training)
             with _disable_current_modes(), torch.no_grad():
