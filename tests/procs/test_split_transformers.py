@@ -187,7 +187,12 @@ def test_the_position_bias_of_t5_has_its_gradient() -> None:
     assert all(p.grad is not None and p.grad.any() for name, p in module.named_parameters() if "relative_attention_bias" in name)
 
 
+COUNTED_TOO_MUCH = {"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hrm_text", "hy_v4", "longcat_flash"}
+"""Models in which parts without a gradient (indexers, first rounds of a loop) or casts of small matrices weigh much at these sizes."""
+
+
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_every_language_model_that_can_be_made_small() -> None:
     """Those that Transformers registers; what fails without a split, for its sizes do not fit each other, is left out."""
     compared, wrong, small = [], {}, {}
@@ -204,5 +209,5 @@ def test_every_language_model_that_can_be_made_small() -> None:
         if share is not None and share < 0.9:
             small[kind] = share
     assert not wrong
-    assert len(compared) >= 120
-    assert set(small) <= {"deepseek_v4", "hrm_text", "hy_v4"}  # casts of tiny matrices, and loops that nothing goes back through
+    assert len(compared) >= 130
+    assert set(small) <= COUNTED_TOO_MUCH
