@@ -333,26 +333,3 @@ def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path) -> No
     wrong = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "7,9,9"])
     assert wrong.exit_code == 2
     assert "cuts have 25 layers together, and the model has 32" in wrong.output
-
-
-class Recorded(Two):
-    """Returns what a hook records inside of its first part, when it is asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-        self.first.register_forward_hook(lambda _, __, output: self.kept.append(output.tanh()) if self.records else None)
-        self.records = False
-
-    def forward(self, x: Tensor, records: bool = False) -> Tensor:
-        self.kept.clear()
-        self.records = records
-        result: Tensor = self.second(self.first(x))
-        return result + self.kept[0] if records else result
-
-
-def test_what_is_recorded_inside_of_parts_is_refused_when_it_is_asked_for() -> None:
-    first = zb.split(Recorded(), example=torch.ones(2, 4))(0, 2)
-    first(torch.ones(2, 4))
-    with pytest.raises(zb.InputError, match="switch off what is recorded inside of parts"):
-        first(torch.ones(2, 4), records=True)

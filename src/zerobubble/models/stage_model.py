@@ -107,13 +107,7 @@ class _Boundaries:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Crossings:
         """What crosses boundaries in a forward with these arguments of the model."""
-        try:
-            flow = self._observed.flow(args, kwargs, training=training)
-        except (RuntimeError, TypeError, LookupError, AttributeError) as error:
-            raise InputError(
-                f"with these arguments the model's code fails where its parts give outputs alone ({error}); switch off "
-                "what is recorded inside of parts, such as output_router_logits of Transformers"
-            ) from error
+        flow = self._observed.flow(args, kwargs, training=training)
         found = self._of_flows.get(id(flow))
         if found is None:
             found = self._of_flows[id(flow)] = crossings(flow, self._cut)  # which holds the flow, so that its id stays its own

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-_NO_RESULTS = (FunctionType, BuiltinFunctionType, ModuleType, type, nn.Module)
+_NO_RESULTS = (FunctionType, BuiltinFunctionType, ModuleType, type, nn.Module, logging.Logger)
 """Objects that are no part of what a function gave, though it may be reached from there."""
 
 
