@@ -16,6 +16,13 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+_alone: list[Any] = []
+
+
+def alone() -> Any:
+    """In a job, a group of this rank alone. One that a job makes puts the numbers of later groups out on this rank."""
+    return _alone[0]
+
 
 def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> None:
     import torch
@@ -27,6 +34,7 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
+    _alone.extend([dist.new_group([each]) for each in range(size)][rank : rank + 1])
     while True:
         function, count, args = pipe.recv()
         try:

@@ -14,7 +14,7 @@ from torch import nn
 import zerobubble as zb
 from tests.procs.endpoints import OverGloo
 from tests.procs.models import batch, build, loss_fn
-from tests.procs.ranks import Ranks
+from tests.procs.ranks import Ranks, alone
 from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.transport import StoreTiming
@@ -159,9 +159,8 @@ def test_pipelines_stepped_in_another_order_are_told_as_that(world: Ranks, loner
 
 def compute_elsewhere(group: Any) -> tuple[str, int | None]:
     """Rank 1 computes for long in a step of another pipeline, of its own."""
-    alone = torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=2.0)
-    own = zb.Pipeline(lambda s, n: Dawdling(), "1f1b", 1, nn.functional.mse_loss, group=alone)
+    own = zb.Pipeline(lambda s, n: Dawdling(), "1f1b", 1, nn.functional.mse_loss, group=alone())
     if pipe.rank == 1:
         own.step(torch.ones(1, 1), torch.ones(1, 1))
     with pytest.raises(zb.PipelineError) as caught:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, gradient_error, loss_fn, one_device
-from tests.procs.ranks import Ranks
+from tests.procs.ranks import Ranks, alone
 from tests.procs.test_pipeline import evaluate, same_as_one_device
 
 SPLITTING = ["zb-h1", "zb-v", "interleaved-zb"]
@@ -159,10 +159,8 @@ def test_every_step_runs_each_microbatch_once_from_the_first_on(world: Ranks, na
 
 
 def averaging(group: Any, name: str) -> str:
-    alone = torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
-
     def wrapped(stage: int, num_stages: int) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(build(stage, num_stages), process_group=alone)
+        return nn.parallel.DistributedDataParallel(build(stage, num_stages), process_group=alone())
 
     with pytest.raises(zb.InputError) as caught:
         zb.Pipeline(wrapped, name, 4, loss_fn, group=group)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, gradient_error, loss_fn, one_device
-from tests.procs.ranks import Ranks
+from tests.procs.ranks import Ranks, alone
 from tests.procs.test_peers import OUT_OF_ORDER
 from tests.procs.versions import needs_fsdp2_on_cpu
 
@@ -59,9 +59,8 @@ WRAPPERS = {"module under replicate()": replicated, "FullyShardedDataParallel": 
 
 
 def wrapped(group: Any, kind: str) -> str:
-    alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
     with pytest.raises(zb.InputError) as caught:
-        zb.Pipeline(lambda s, n: nn.Sequential(WRAPPERS[kind](build(s, n), alone)), "1f1b", 4, loss_fn, group=group)
+        zb.Pipeline(lambda s, n: nn.Sequential(WRAPPERS[kind](build(s, n), alone())), "1f1b", 4, loss_fn, group=group)
     return str(caught.value)
 
 
