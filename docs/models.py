@@ -1,6 +1,6 @@
 """Write docs/models.md: which language models of Transformers `zb.split` cuts with one device's numbers. It runs each, for half an hour.
 
-.venv/bin/python docs/models.py            (all families, or those named)
+.venv/bin/python docs/models.py            (all families; with names of some, their tables are printed and the page stays)
 """
 
 from __future__ import annotations
@@ -52,4 +52,7 @@ if __name__ == "__main__":
     for family in sys.argv[1:] or families():
         found.append(outcome_of(family))
         sys.stderr.write(f"{found[-1]}\n")
-    PAGE.write_text(page(found), encoding="utf-8")
+    if sys.argv[1:]:
+        sys.stdout.write(page(found))
+    else:
+        PAGE.write_text(page(found), encoding="utf-8")
