@@ -52,7 +52,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     nothing = solve(replace(problem, limits=Limits((1,) * ranks)), seconds=0)
     values = [schedule, costs, limits, timeline, problem, workload, found, layers, block, steps, idle, told, bounds, sensitive, report]
     values += [schedule.placement, Placement.custom(range(ranks)), Op.parse("0F3"), lower(schedule), illegal, nothing, run]
-    values += [found.best, found.choices[0], layers.solved, steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
+    values += [found.best, found.choices[0], layers.solved, layers.cut, steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
     values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]
     values += [zb.kinds.traits_of(zb.Kind.F)]
     values += [SCHEDULES["zb-v"], recognise(schedule), recognise(illegal), schedule_faults(illegal)[0], *report.memory, *report.throughput]
