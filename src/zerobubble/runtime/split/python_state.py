@@ -8,8 +8,8 @@ A trace holds the numbers, strings, flags and functions that the forward read wh
 - of other tensors the shape, type and device, since no trace reads more: torch refuses to trace a forward that uses their numbers;
 - the attributes of the user's classes, and the globals that the user's functions name.
 
-The code of the standard library, torch, numpy and tqdm counts as unchanging. Files, clocks, environment variables and what a function reaches
-by a computed name are not found.
+The code of the standard library, torch, numpy and tqdm counts as unchanging. Files, clocks, environment variables and what a function
+reaches by a computed name are not found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zerobubble.runtime.split.cached_tensors import cached_tensors
 from zerobubble.runtime.split.watch import ABSENT, Watch, content_of, items_of
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
-"""Packages whose code counts as unchanging. What tqdm's thread notes of progress bars, which it does at any time, is nothing to a forward."""
+"""Packages whose code counts as unchanging. What tqdm's thread notes of progress bars at any time is nothing to a forward."""
 _PLAIN = (int, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types whose values are compared by their own equality, which tells all that a forward can read of them."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"_output_capturing_hooks_installed"}
