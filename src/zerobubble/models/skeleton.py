@@ -63,7 +63,8 @@ class Skeleton:
             return self._run(self.unit, [_meta(leaf) for leaf in leaves], structure)
         except (NotImplementedError, RuntimeError):  # its code looks at numbers, of which there are none on the meta device
             with torch.random.fork_rng():
-                unit = _with_tensors(self.unit, lambda tensor: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+                # Strides as real ones, which grouped products ask for; pages of zeros that are only read take no memory.
+                unit = _with_tensors(self.unit, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
                 return self._run(unit, [_zeros(leaf) for leaf in leaves], structure)
 
     def _run(self, unit: nn.Module, leaves: list[Any], structure: pytree.TreeSpec) -> Seen:
