@@ -73,7 +73,8 @@ def estimated_layers(units: Mapping[str, nn.Module], flow: Dataflow, machine: Ma
     flows_back = False
     for call, called in flow.calls.items():
         unit = units[call.unit]
-        key = (flows_back, str(unit), *map(_kind, unit.parameters()), called.given.structure, *map(_kind, called.given.leaves))
+        given = called.given
+        key = (flows_back, str(unit), *map(_kind, unit.parameters()), repr(given.structure), *map(_kind, given.leaves))
         if key not in known:
             known[key] = _estimate(unit, called, flows_back)
         calls.setdefault(call.unit, []).append(known[key])
