@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerobubble.models.dataflow import Called, Dataflow, OutputForm
+from zerobubble.models.dataflow import Called, Dataflow, OutputForm, kind_of
 from zerobubble.models.fused_attention import FusedAttention
 from zerobubble.partition import Layer
 from zerobubble.runtime.values.added_losses import collecting_losses
@@ -213,6 +213,4 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, (bool, int, float, str)) or leaf is None else type(leaf)
+    return kind_of(leaf, lambda tensor: (tensor.shape, tensor.dtype, tensor.requires_grad))

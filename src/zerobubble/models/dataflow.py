@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -80,3 +81,10 @@ class Dataflow:
     def units(self) -> list[str]:
         """The units that are called, in the order of their first calls."""
         return list(dict.fromkeys(call.unit for call in self.calls))
+
+
+def kind_of(leaf: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """What tells kinds of arguments apart: of a tensor what `of_tensor` says of it, a constant itself, of anything else its type."""
+    if isinstance(leaf, Tensor):
+        return of_tensor(leaf)
+    return leaf if isinstance(leaf, (bool, int, float, str, torch.dtype)) or leaf is None else type(leaf)

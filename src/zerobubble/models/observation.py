@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.errors import InputError
 from zerobubble.models.assembly import assemble, place
-from zerobubble.models.dataflow import Called, Dataflow, DirectParameter, OutputForm, Sources, UnitCall
+from zerobubble.models.dataflow import Called, Dataflow, DirectParameter, OutputForm, Sources, UnitCall, kind_of
 from zerobubble.models.following import Following, storage_of
 from zerobubble.models.skeleton import Seen, Skeleton
 from zerobubble.models.stand_in import Current, StandIn, blank, blank_like, device_of
@@ -130,6 +130,4 @@ def _refuse_losses(added: Mapping[str, Tensor]) -> None:
 
 
 def _kind_of(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.dim()
-    return leaf if isinstance(leaf, (bool, int, float, str, torch.dtype)) or leaf is None else type(leaf)
+    return kind_of(leaf, lambda tensor: (tensor.dtype, tensor.dim()))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerobubble.errors import InputError
-from zerobubble.models.dataflow import OutputForm
+from zerobubble.models.dataflow import OutputForm, kind_of
 from zerobubble.runtime.values.added_losses import collecting_losses
 
 _REMEMBERED = 64
@@ -126,9 +126,7 @@ def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 def _shape_of(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, (bool, int, float, str, torch.dtype)) or leaf is None else type(leaf)
+    return kind_of(leaf, lambda tensor: (tensor.shape, tensor.dtype))
 
 
 def _meta(leaf: Any) -> Any:
