@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; torchvision, and timm with it, belong to one version alone.
 TORCHES := 2.6.0 2.15.0
 
-.PHONY: help venv demo test test-long test-all test-versions lint gallery bench clean
+.PHONY: help venv demo test test-long test-all test-versions lint docs gallery playground bench clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -48,22 +48,41 @@ lint: $(READY) ## check style, types and the import floors
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
+docs: $(READY) ## write the pages to docs/_build/html; a link that leads nowhere is an error
+	$(RUN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
 gallery: $(READY) ## draw every schedule again: docs/gallery, the README's picture, and the list of public names
-	$(RUN)/python docs/gallery/generate.py
-	$(RUN)/python docs/api.py
+	$(RUN)/python -m docs.gallery.generate
+	$(RUN)/python -m docs.api
+
+playground: $(READY) ## write docs/playground/index.html: schedules to play with in a browser, opened from the file
+	$(RUN)/python -m zerobubble.explorer.playground docs/playground/index.html
 
 bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/executor/run.py
+	$(RUN)/python benchmarks/slow_link/run.py
 	$(RUN)/python benchmarks/split/run.py
+	$(RUN)/python benchmarks/split_step/run.py
+	$(RUN)/python benchmarks/checkpoints/run.py
 	$(RUN)/python benchmarks/split_matrix/run.py
 	$(RUN)/python benchmarks/graph_split/run.py
 	$(RUN)/python benchmarks/post_validation/run.py
+	$(RUN)/python benchmarks/bubble_work/run.py
+	$(RUN)/python benchmarks/replicas/run.py
+	$(RUN)/python benchmarks/sharded/run.py
+	$(RUN)/python benchmarks/survive/run.py
 	$(RUN)/python benchmarks/truth/run.py
 	$(RUN)/python benchmarks/memory/run.py
 	$(RUN)/python benchmarks/gpu/run.py
 	$(RUN)/python benchmarks/scale/run.py
+	$(RUN)/python benchmarks/view/run.py
+	$(RUN)/python benchmarks/cut/run.py
+	$(RUN)/python benchmarks/cost_model/run.py
 	$(RUN)/python benchmarks/planner/run.py --fresh
 	$(RUN)/python benchmarks/planner/noise.py
+	$(RUN)/python benchmarks/unequal/run.py
+	$(RUN)/python benchmarks/unequal/steps.py
+	$(RUN)/python benchmarks/recompute/run.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(VENV)-torch-* demo-report build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* demo-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -1,6 +1,6 @@
 """Write docs/api.md: every public name by its namespace, with the first sentence of its docstring. Run it after adding a name.
 
-.venv/bin/python docs/api.py
+.venv/bin/python -m docs.api
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import zerobubble as zb
+from docs.public_names import Namespace, namespaces
 
 PAGE = Path(__file__).with_suffix(".md")
 
@@ -28,18 +29,14 @@ every argument. Names that need torch load it when first touched. `docs/api.py` 
 
 def page() -> str:
     """The text of the page."""
-    spaces = [(name, getattr(zb, name)) for name in dir(zb) if isinstance(getattr(zb, name), ModuleType)]
-    sections = [section("zb", zb), *(section(f"zb.{name}", module) for name, module in spaces)]
-    return "\n".join([INTRODUCTION, *sections])
+    return "\n".join([INTRODUCTION, *map(section, namespaces())])
 
 
-def section(title: str, module: ModuleType) -> str:
+def section(space: Namespace) -> str:
     """The names of a namespace as a table; those that also stand at the top are told there alone."""
-    lead = "" if module is zb else f"{first_sentence(module.__doc__ or '')}\n\n"
-    names = [name for name in module.__all__ if module is zb or name not in zb.__all__]
-    again = [f"`{name}`" for name in module.__all__ if name not in names]
-    also = f"\nAt the top, too: {', '.join(again)}.\n" if again else ""
-    return f"## `{title}`\n\n{lead}| name | what it is |\n|---|---|\n{''.join(rows(module, names))}{also}"
+    lead = "" if space.module is zb else f"{first_sentence(space.module.__doc__ or '')}\n\n"
+    also = f"\nAt the top, too: {', '.join(f'`{name}`' for name in space.again)}.\n" if space.again else ""
+    return f"## `{space.title}`\n\n{lead}| name | what it is |\n|---|---|\n{''.join(rows(space.module, space.names))}{also}"
 
 
 def rows(module: ModuleType, names: list[str]) -> Iterator[str]:

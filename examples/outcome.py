@@ -15,20 +15,32 @@ from training import Run, Task
 import zerobubble as zb
 from zerobubble.costs import NS_PER_MS
 from zerobubble.explain import gaps
-from zerobubble.export import MemoryRow, Report, ThroughputRow, perfetto_json, report_html, timeline_svg
+from zerobubble.export import perfetto_json, timeline_svg
 from zerobubble.units import show_bytes, show_ms, show_percent
+from zerobubble.view import MemoryRow, Report, ThroughputRow, report_html
+
+BASE = "1f1b"
+"""The schedule above which the trained one is drawn."""
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """The same training on one device: its losses, and the seconds of a step, at the nominal times where the pipelines are paced."""
+
+    losses: list[float]
+    step_seconds: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The runs of one demo: the trained one, those it is compared with, and the losses of one device (None if it did not run)."""
+    """The runs of one demo: the trained one, those it is compared with, and that of one device (None if it did not run)."""
 
     task: Task
     cores: int
     pace: LayerTimes | None
     trained: Run
     compared: list[Run]
-    one_device: list[float] | None
+    one_device: OneDevice | None
     seconds: float
 
     @property
@@ -41,14 +53,20 @@ class Outcome:
         """The largest absolute difference of a step's loss between the pipeline and one device."""
         if self.one_device is None:
             return None
-        return max(abs(a - b) for a, b in zip(self.trained.losses, self.one_device, strict=True))
+        return max(abs(a - b) for a, b in zip(self.trained.losses, self.one_device.losses, strict=True))
 
     @property
     def same_losses(self) -> bool:
         """Whether every compared schedule gave, step by step, the losses of the trained one."""
         return all(a == b for run in self.compared for a, b in zip(run.losses, self.trained.losses, strict=False))
 
-    def tokens_per_second(self, run: Run) -> float:
+    @property
+    def drawn(self) -> list[tuple[Run, zb.Timeline]]:
+        """The timelines of the report with their runs: a step of 1F1B above the same step of the trained schedule and its prediction."""
+        base = [(run, run.measured) for run in self.compared if run.schedule.name == BASE]
+        return [*base, (self.trained, self.trained.measured), (self.trained, self.trained.predicted)]
+
+    def tokens_per_second(self, run: Run | OneDevice) -> float:
         """Bytes of text learnt from in a second."""
         return self.task.options.tokens_per_step / run.step_seconds
 
@@ -65,9 +83,9 @@ def show(outcome: Outcome, terminal: Terminal) -> None:
         f"{trained.losses[0]:.4f} at the first step, {trained.losses[-1]:.4f} at the last, {trained.held_out:.4f} on held-out text"
     )
     terminal.say(_loss_sentence(outcome))
-    terminal.section("Bubble: share of rank time that is idle")
-    titles = ("schedule", "tokens/s", "makespan predicted", "measured", "rank span predicted", "measured")
-    terminal.table(titles, [_schedule_row(outcome, run) for run in outcome.runs])
+    terminal.section("Speed, memory of the fullest rank, and bubble: the share of rank time that is idle")
+    titles = ("schedule", "tokens/s", "memory", "makespan predicted", "measured", "rank span predicted", "measured")
+    terminal.table(titles, [*_one_device_row(outcome), *(_schedule_row(outcome, run) for run in outcome.runs)])
     terminal.section(f"A step of {trained.schedule.name} against its prediction")
     for sentence in str(trained.difference).splitlines():
         terminal.say(sentence)
@@ -82,7 +100,17 @@ def show(outcome: Outcome, terminal: Terminal) -> None:
 def _schedule_row(outcome: Outcome, run: Run) -> tuple[str, ...]:
     predicted, measured = run.predicted, run.measured
     shares = (predicted.bubble_makespan, measured.bubble_makespan, predicted.bubble_span, measured.bubble_span)
-    return (run.schedule.name, f"{outcome.tokens_per_second(run):,.0f}", *map(show_percent, shares))
+    speed, memory = f"{outcome.tokens_per_second(run):,.0f}", show_bytes(_fullest(run))
+    return (run.schedule.name, speed, memory, *map(show_percent, shares))
+
+
+def _one_device_row(outcome: Outcome) -> list[tuple[str, ...]]:
+    return [("one device", f"{outcome.tokens_per_second(outcome.one_device):,.0f}", *["–"] * 5)] if outcome.one_device else []
+
+
+def _fullest(run: Run) -> int:
+    """The most activation bytes that a rank held."""
+    return max(measured for _, _, measured in _peaks(run))
 
 
 def _loss_sentence(outcome: Outcome) -> str:
@@ -111,7 +139,8 @@ def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
     times = ", ".join(f"{kind} {show_ms(time)}" for kind, time in zip("FBW", (pace.forward, pace.backward, pace.weight), strict=True))
     return [
         f"Paced: {ranks} ranks on {cores} cores. Every pass does its real arithmetic, then sleeps to a nominal time: {times} a layer.",
-        "Losses are those of real training. Times, bubbles and tokens/s are those of a machine whose every rank needs these nominal times.",
+        "Losses are those of real training. Times, bubbles and tokens/s are those of a machine whose every rank needs these nominal times; "
+        "so are the tokens/s of one device, which runs one pass after the other and trained at full speed here.",
     ]
 
 
@@ -134,21 +163,29 @@ def write(outcome: Outcome) -> list[tuple[Path, str]]:
 
 def _report(outcome: Outcome) -> Report:
     trained = outcome.trained
-    losses = {trained.schedule.name: trained.losses} | ({"one device": outcome.one_device} if outcome.one_device else {})
+    losses = {trained.schedule.name: trained.losses} | ({"one device": outcome.one_device.losses} if outcome.one_device else {})
     return Report(
         title=f"A GPT of {_millions(outcome)} parameters trained through {trained.schedule.name}",
         facts=_facts(outcome),
-        timelines=(trained.predicted, trained.measured),
+        timelines=[timeline for _, timeline in outcome.drawn],
         memory=[MemoryRow(*row) for row in _peaks(trained)],
         losses=losses,
-        throughput=[
-            ThroughputRow(run.schedule.name, outcome.tokens_per_second(run), run.predicted.bubble_makespan, run.measured.bubble_makespan)
-            for run in outcome.runs
-        ],
+        throughput=_throughput(outcome),
         notes=_notes(outcome),
-        gaps=[gaps(trained.schedule, trained.costs, timeline) for timeline in (trained.predicted, trained.measured)],
+        gaps=[gaps(run.schedule, run.costs, timeline) for run, timeline in outcome.drawn],
         difference=trained.difference,
+        layers=[run.layers for run, _ in outcome.drawn],
     )
+
+
+def _throughput(outcome: Outcome) -> list[ThroughputRow]:
+    alone = [ThroughputRow("one device", outcome.tokens_per_second(outcome.one_device))] if outcome.one_device else []
+    return [*alone, *(_throughput_row(outcome, run) for run in outcome.runs)]
+
+
+def _throughput_row(outcome: Outcome, run: Run) -> ThroughputRow:
+    shares = (run.predicted.bubble_makespan, run.measured.bubble_makespan)
+    return ThroughputRow(run.schedule.name, outcome.tokens_per_second(run), *shares, _fullest(run))
 
 
 def _millions(outcome: Outcome) -> str:
@@ -198,9 +235,10 @@ def _metrics(outcome: Outcome) -> dict[str, Any]:
         "torch": torch.__version__,
         "seconds": outcome.seconds,
         "nominal_layer_ms": {k: getattr(pace, k) / NS_PER_MS for k in ("forward", "backward", "weight")} if pace else None,
-        "losses": {"pipeline": trained.losses, "one_device": outcome.one_device},
+        "losses": {"pipeline": trained.losses, "one_device": outcome.one_device.losses if outcome.one_device else None},
         "held_out_loss": trained.held_out,
         "loss_difference": outcome.loss_difference,
+        "one_device_tokens_per_second": outcome.tokens_per_second(outcome.one_device) if outcome.one_device else None,
         "same_losses_with_every_schedule": outcome.same_losses,
         "difference": trained.difference.to_dict(),
         "schedules": [_run_metrics(outcome, run) for run in outcome.runs],
@@ -214,6 +252,8 @@ def _run_metrics(outcome: Outcome, run: Run) -> dict[str, Any]:
     return {
         "name": run.schedule.name,
         "tokens_per_second": outcome.tokens_per_second(run),
+        "peak_bytes": _fullest(run),
+        "bytes_beside_activations": run.layers,
         "step_ms": 1000 * run.step_seconds,
         "predicted": _timeline_metrics(run.predicted),
         "measured": _timeline_metrics(run.measured),

@@ -33,6 +33,10 @@ class LayerTimes:
         forward, backward, weight = ((share * time,) * num_stages for time in (self.forward, self.backward, self.weight))
         return Costs(forward, backward, weight, none[1:], none, none)
 
+    def step_seconds(self, layers: int, microbatches: int) -> float:
+        """What a step takes one device that runs one pass after the other."""
+        return microbatches * layers * (self.forward + self.backward + self.weight) / 1e9
+
 
 def layer_times(measured: Sequence[Timeline], layers_per_stage: int, ranks_per_core: float) -> LayerTimes:
     """Nominal times from passes at full speed: what they take undisturbed, times the ranks that share a core, with slack.

@@ -52,15 +52,17 @@ class Terminal:
             self._console.print(f"  {name:<{width}}  {what}", soft_wrap=True)
 
     @contextmanager
-    def progress(self, title: str, steps: int, tokens_per_step: int) -> Iterator[Callable[[int, float], None]]:
-        """Gives a function to call after each step with its number and its loss."""
+    def progress(
+        self, title: str, steps: int, tokens_per_step: int, step_seconds: float | None = None
+    ) -> Iterator[Callable[[int, float], None]]:
+        """Gives a function to call after each step with its number and its loss; `step_seconds` are told instead of measured ones."""
         ends: list[float] = []
 
         def status(loss: float) -> str:
             """The speed is that since the first step, which is not a usual one."""
             ends.append(time.perf_counter())
-            speed = f"{(len(ends) - 1) * tokens_per_step / (ends[-1] - ends[0]):,.0f} tokens/s" if len(ends) > 1 else ""
-            return f"loss {loss:.4f}  {speed}"
+            seconds = step_seconds or (ends[-1] - ends[0]) / max(1, len(ends) - 1)
+            return f"loss {loss:.4f}  {tokens_per_step / seconds:,.0f} tokens/s" if seconds else f"loss {loss:.4f}"
 
         if self._console.is_terminal:
             columns = (TextColumn("  {task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gpt import GPTConfig
 from launch import is_rank, launch
 from options import Options
-from outcome import Outcome, pace_sentences, show, write
+from outcome import OneDevice, Outcome, pace_sentences, show, write
 from pacing import LayerTimes
 from terminal import Terminal
 from text import standard_library
@@ -56,7 +56,7 @@ def run_rank(chosen: Options) -> int:
         terminal.section(f"The same first {chosen.compare_steps} steps with other schedules")
     compared = [run_schedule(task, name, chosen.compare_steps, pace, terminal) for name in chosen.compare]
     if rank == 0:
-        one_device = run_one_device(task, terminal) if chosen.one_device else None
+        one_device = run_one_device(task, pace, terminal) if chosen.one_device else None
         outcome = Outcome(task, num_cores(), pace, trained, compared, one_device, time.perf_counter() - begin)
         show(outcome, terminal)
         terminal.section("Written")
@@ -84,11 +84,17 @@ def run_schedule(task: Task, name: str, steps: int, pace: LayerTimes | None, ter
         return train(task, name, steps, pace, told)
 
 
-def run_one_device(task: Task, terminal: Terminal) -> list[float]:
-    """Train on this rank alone, showing progress; the other ranks wait without using the machine."""
-    terminal.section("The same training on one device, at full speed")
-    with terminal.progress("one device", task.options.steps, task.options.tokens_per_step) as told:
-        return train_one_device(task, task.options.steps, told)
+def run_one_device(task: Task, pace: LayerTimes | None, terminal: Terminal) -> OneDevice:
+    """Train on this rank alone at full speed, showing progress; the other ranks wait without using the machine.
+
+    Where the pipelines are paced, its speed is told as it would be at their nominal times, so that all speeds mean the same.
+    """
+    options = task.options
+    terminal.section("The same training on one device" + (", at full speed and told at the nominal times" if pace else ""))
+    nominal = pace.step_seconds(options.layers, options.microbatches) if pace else None
+    with terminal.progress("one device", options.steps, options.tokens_per_step, nominal) as told:
+        losses, seconds = train_one_device(task, options.steps, told)
+    return OneDevice(losses, nominal or seconds)
 
 
 def pick_device() -> torch.device:

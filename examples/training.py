@@ -66,7 +66,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """What training with one schedule told. `costs` are what its prediction rests on, `timelines` the late steps."""
+    """What training with one schedule told.
+
+    `costs` are what its prediction rests on, `timelines` the late steps, `layers` the bytes that each rank holds all the time.
+    """
 
     schedule: zb.Schedule
     losses: list[float]
@@ -75,6 +78,7 @@ class Run:
     costs: zb.Costs
     timelines: list[zb.Timeline]
     overruns: int
+    layers: dict[str, list[int]]
 
     @property
     def predicted(self) -> zb.Timeline:
@@ -123,10 +127,11 @@ def train(task: Task, name: str, steps: int, pace: LayerTimes | None, told: Told
         held_out, _ = pipe.eval_step(*task.held_out())
         assert held_out is not None
         overruns = _sum(pipe.pace.overruns if pipe.pace else 0)
+        layers = _layers(list(pipe.parameters()), optimizer)
     free = [second for step, second in enumerate(seconds) if not _is_probed(step, steps)][1:]
     late = [timeline for step, timeline in timelines.items() if step >= steps - LATE]
     costs = _costs(timelines[min(timelines)], pace, task.model.layers)
-    return Run(schedule, losses, held_out.item(), median(free or seconds), costs, late, overruns)
+    return Run(schedule, losses, held_out.item(), median(free or seconds), costs, late, overruns, layers)
 
 
 def _costs(early: zb.Timeline, pace: LayerTimes | None, layers: int) -> zb.Costs:
@@ -146,6 +151,16 @@ def _is_probed(step: int, steps: int) -> bool:
     return step == min(PROBE, steps - 1) or step >= max(steps - LATE, PROBE)
 
 
+def _layers(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+    """Bytes of every rank beside its activations, by what they are."""
+    weights = sum(parameter.nbytes for parameter in parameters)
+    moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    own = torch.tensor([weights, weights, moments])
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return dict(zip(("parameters", "gradients", "optimizer state"), torch.stack(ranks).T.tolist(), strict=True))
+
+
 def _sum(count: int) -> int:
     """The sum of every rank's count."""
     total = torch.tensor(count)
@@ -153,13 +168,17 @@ def _sum(count: int) -> int:
     return int(total)
 
 
-def train_one_device(task: Task, steps: int, told: Told) -> list[float]:
-    """The losses of the same model on one device: microbatch after microbatch, gradients accumulated, then the same optimizer."""
+def train_one_device(task: Task, steps: int, told: Told) -> tuple[list[float], float]:
+    """Train the same model on one device; gives its losses and the seconds of its median step.
+
+    Microbatch goes after microbatch, gradients accumulated, then the same optimizer.
+    """
     model = task.build(0, 1)
     optimizer = task.optimizer(model.parameters())
     count = task.options.microbatches
-    losses = []
+    losses, seconds = [], []
     for step in range(steps):
+        begin = time.perf_counter()
         inputs, targets = task.batch(step)
         total = torch.zeros((), device=task.device)
         for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
@@ -169,5 +188,6 @@ def train_one_device(task: Task, steps: int, told: Told) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())
+        seconds.append(time.perf_counter() - begin)
         told(step, losses[-1])
-    return losses
+    return losses, median(seconds)

@@ -1,8 +1,11 @@
-"""Language models of Transformers, tiny, from the package's own registry: each cut against uncut."""
+"""Causal language models of Transformers, from the package's own registry: each cut against uncut, and what it needed."""
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,32 +13,26 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.libraries import library
+from tests.tiny import SPECIAL, VOCABULARY, made, model_class, shrunk
+from zerobubble.models.cutting.cut import crossings
+from zerobubble.models.model_split import ModelSplit
 
 TOLERANCE = 1e-12
 NUM_STAGES = 3
-VOCABULARY = 99
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim"), 32),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 6),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "state_size", "rotary_dim"), 8),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
-    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
-    **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
+NUM_LAYERS = 6
 
 
 class Outcome(NamedTuple):
-    """How a family fares: the relative differences of loss and gradients, and how many parameters are tied; or why it is not cut."""
+    """How a family fares: the relative differences of loss and gradients, and how many parameters are tied; or why it is not cut.
+
+    `needed` says what its stages pass on or share beside the output of one part to the next, and what it was given.
+    """
 
     family: str
     loss: float = 0.0
     gradients: float = 0.0
     tied: int = 0
+    needed: str = ""
     error: str | None = None
 
 
@@ -45,28 +42,22 @@ def families() -> list[str]:
     return list(library("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(family: str) -> Any:
-    """The family's configuration with small sizes, without dropout."""
-    kind = library("transformers").CONFIG_MAPPING[family]
-    known = kind().to_dict()
-    sizes = {name: size for name, size in SIZES.items() if name in known}
-    sizes |= {name: 0.0 for name, value in known.items() if "drop" in name and type(value) is float}
-    if "kv_lora_rank" in known and "num_key_value_heads" in known:
-        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    if known.get("layer_types"):
-        sizes["layer_types"] = (list(known["layer_types"]) * 6)[:6]
-    config = kind(**sizes)
-    config._experts_implementation = "eager"  # the other one has no float64
-    return config
+@contextmanager
+def in_double_precision() -> Iterator[None]:
+    """Inside, tensors are made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
-def tiny_model(family: str) -> nn.Module:
+def tiny_model(family: str, num_layers: int = NUM_LAYERS) -> nn.Module:
     """A model of the family with random weights, in float64."""
-    torch.manual_seed(0)
-    transformers = library("transformers")
-    transformers.logging.set_verbosity_error()
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager")
-    return model.double()
+    with in_double_precision():
+        kind = model_class(family)
+        return made(kind, shrunk(kind.config_class, num_layers))
 
 
 def text() -> tuple[dict[str, Any], Tensor]:
@@ -89,12 +80,14 @@ def outcome_of(family: str) -> Outcome:
         model = tiny_model(family)
         plain = copy.deepcopy(model)
         inputs, ids = text()
-        expected = next_token_loss(plain(**inputs, use_cache=False), ids)
+        with in_double_precision():
+            expected = next_token_loss(plain(**inputs, use_cache=False), ids)
         expected.backward()
     except Exception as error:
-        return Outcome(family, error=f"not tried: it cannot be made tiny by the usual names of sizes ({_in_a_line(error)})")
+        return Outcome(family, error=f"not tried: {_in_a_line(error)}")
     try:
-        return _compared(family, model, plain, inputs, ids, expected)
+        with in_double_precision():
+            return _compared(family, model, plain, inputs, ids, expected)
     except zb.InputError as error:
         return Outcome(family, error=f"refused: {_in_a_line(error)}")
     except Exception as error:
@@ -102,7 +95,7 @@ def outcome_of(family: str) -> Outcome:
 
 
 def _compared(family: str, model: nn.Module, plain: nn.Module, inputs: dict[str, Any], ids: Tensor, expected: Tensor) -> Outcome:
-    cut = zb.split(model)
+    cut = split_of(model, inputs)
     given: Any = inputs
     stages = [cut(stage, NUM_STAGES) for stage in range(NUM_STAGES)]
     for stage in stages:
@@ -110,14 +103,58 @@ def _compared(family: str, model: nn.Module, plain: nn.Module, inputs: dict[str,
     loss = next_token_loss(given, ids)
     loss.backward()
     held = {name: parameter for stage in stages for name, parameter in stage.named_parameters(remove_duplicate=False)}
-    worst = 0.0
-    for name, parameter in plain.named_parameters(remove_duplicate=False):
-        gradient, own = parameter.grad, held[name].grad
-        if gradient is not None and gradient.any():
-            worst = max(worst, difference(own if own is not None else torch.zeros_like(gradient), gradient))
+    worst = max(
+        difference(_gradient(held[name]), _gradient(parameter)) for name, parameter in plain.named_parameters(remove_duplicate=False)
+    )
     found = difference(loss, expected)
     error = None if max(found, worst) <= TOLERANCE else f"differs: loss {found:.0e}, gradients {worst:.0e}"
-    return Outcome(family, found, worst, len(cut.tied(NUM_STAGES)), error)
+    return Outcome(family, found, worst, len(cut.tied(NUM_STAGES)), "; ".join(_needed(model, cut)), error)
+
+
+def _needed(model: nn.Module, cut: ModelSplit) -> Iterator[str]:
+    """What the model's cut has that a chain of blocks has not, and with what settings it was made."""
+    flow, found = cut._flow, cut.cut(NUM_STAGES)
+    crossing = crossings(flow, found)
+    last = {flow.calls[call].call for call in crossing.last_calls if call is not None}
+    far = {call.unit for calls in crossing.arriving for call in calls if call not in last}
+    yield from _listed("passed on, too", far)
+    numbers = {len(flow.calls[call].form.tensors) for calls in crossing.arriving for call in calls}
+    if numbers - {1}:
+        yield f"{max(numbers)} tensors from a part"
+    yield from _listed("parameters beside the parts", set().union(*found.parameters))
+    yield from _listed("called several times", {call.unit for call in flow.calls if call.number})
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    yield from _listed("parts with several names", {names[unit][0] for unit in cut._units.units.values() if len(names[unit]) > 1})
+    yield from _listed("changed in place behind it", {call.unit for call, called in flow.calls.items() if called.changed_later})
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
+        yield "experts in eager mode"
+    kinds = {module.config.model_type for module in model.modules() if hasattr(module, "config")}
+    for special in (SPECIAL[kind] for kind in sorted(kinds & SPECIAL.keys())):
+        yield f"made with {special.why}"
+
+
+def _listed(title: str, names: Set[str]) -> Iterator[str]:
+    """A title with the `names` in code, of items of one list the first alone."""
+    short = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in sorted(names)))
+    if short:
+        yield f"{title}: {', '.join(f'`{name}`' for name in short)}"
+
+
+def split_of(model: nn.Module, inputs: dict[str, Any]) -> ModelSplit:
+    """The split of a model, with `inputs` as the example where its own does not suit it."""
+    try:
+        return zb.split(model)
+    except zb.InputError as error:
+        if "fails on the example" not in str(error):
+            raise
+        return zb.split(model, example=inputs)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter, zeros where it has none."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def difference(ours: Tensor, other: Tensor) -> float:
@@ -128,4 +165,4 @@ def difference(ours: Tensor, other: Tensor) -> float:
 
 def _in_a_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).replace("|", "\\|")
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {text[:600]}"

@@ -1,4 +1,6 @@
-"""Two kinds of passes that the package does not know: a forward C that keeps its input alone, and R, which computes the stage again.
+"""Two kinds of passes that the package does not know: a forward C that keeps its input alone, and A, which computes the stage again.
+
+The package does this with F and R; here it stands for whatever a user may add.
 
 Everything a kind is made of stands here, but for the functions that run them, which are in `tests/procs/test_added_kind.py`.
 """
@@ -14,15 +16,15 @@ from zerobubble.kinds import Stuff, Traits, add_kind, add_stuff, kinds_restored
 
 @contextmanager
 def recomputing() -> Iterator[tuple[Kind, Kind]]:
-    """Inside, the table of kinds has C and R."""
+    """Inside, the table of kinds has C and A."""
     with kinds_restored():
-        inputs = add_stuff("i", held="held_input")
+        inputs = add_stuff("k", held="held_kept")
         lean = Traits(
             phrase="forward that keeps its input",
             uses=((Stuff.ACTIVATION, -1),),
             makes=(Stuff.ACTIVATION, inputs),
             times=("forward",),
-            run="forward that keeps its input",
+            run="own lean forward",
             lost="nothing is computed",
             colour="#7fa6e0",
             fills_from_start=True,
@@ -31,18 +33,18 @@ def recomputing() -> Iterator[tuple[Kind, Kind]]:
             phrase="forward computed again",
             uses=((inputs, 0),),
             makes=(Stuff.SAVED,),
-            times=("recompute",),
+            times=("again",),
             run="forward computed again",
             lost="B finds nothing saved",
-            colour="#6b4ba1",
+            colour="#4009ae",
             fills_from_start=True,
         )
-        yield add_kind("C", lean), add_kind("R", again)
+        yield add_kind("C", lean), add_kind("A", again)
 
 
 def with_recomputation(schedule: Schedule) -> Schedule:
-    """`schedule` with C for F on all stages but the last, and R right before the backward that needs what F would have saved."""
-    lean, again = Kind("C"), Kind("R")
+    """`schedule` with C for F on all stages but the last, and A right before the backward that needs what F would have saved."""
+    lean, again = Kind("C"), Kind("A")
     last = schedule.num_stages - 1
 
     def passes(op: Op) -> tuple[Op, ...]:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import zerobubble as zb
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind, Op
+from zerobubble.program import Channel
 from zerobubble.runtime.transport import shared_memory
 from zerobubble.runtime.transport.ring import RingLane
+from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint
 from zerobubble.runtime.values.shapes import TensorShape
 
 Step = Callable[[Tensor, Tensor], None]
@@ -40,25 +42,32 @@ def ours(pipe: zb.Pipeline) -> tuple[Step, Callable[[], None]]:
     return step, pipe.close
 
 
-def delay_messages(seconds: float) -> None:
-    """From here on, what comes through shared memory is there so much later than it was sent; nobody else waits for it."""
+def delay_messages(seconds: Callable[[Channel], float]) -> None:
+    """From here on, what comes through shared memory is there so many `seconds` later than it was sent; nobody else waits for it."""
     sender, receiver, room = RingLane.sender, RingLane.receiver, shared_memory.message_bytes
+    made, channels = SharedMemoryEndpoint.message_lane, dict[int, Channel]()
     stamp = (TensorShape((1,), torch.float64, differentiable=False),)
+
+    def making(endpoint: Any, channel: Channel, *given: Any) -> Any:
+        lane = made(endpoint, channel, *given)
+        channels[id(lane)] = channel
+        return lane
 
     def stamping(lane: RingLane, shapes: Any) -> Any:
         put = sender(lane, shapes + stamp)
         return lambda tensors: put((*tensors, torch.tensor([time.perf_counter()], dtype=torch.float64)))
 
     def waiting(lane: RingLane, shapes: Any, *, differentiable: bool) -> Any:
-        take = receiver(lane, shapes + stamp, differentiable=differentiable)
+        take, channel = receiver(lane, shapes + stamp, differentiable=differentiable), channels[id(lane)]
 
         def later() -> Any:
             *tensors, sent = take()
-            sleep_until(sent.item() + seconds)
+            sleep_until(sent.item() + seconds(channel))
             return tuple(tensors)
 
         return later
 
+    SharedMemoryEndpoint.message_lane = making  # type: ignore[method-assign]
     RingLane.sender, RingLane.receiver = stamping, waiting  # type: ignore[method-assign]
     shared_memory.message_bytes = lambda shapes: room(shapes + stamp)  # type: ignore[assignment]
 
@@ -160,15 +169,18 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any], latency: float = 0.0)
     from zerobubble.program import Compute, Recv, Send
     from zerobubble.rules import MOVES, makes, uses
     from zerobubble.runtime.transport.choice import transport_for
+    from zerobubble.runtime.transport.mesh import layout_of_group
+    from zerobubble.runtime.transport.peers import Peers
 
     program = zb.lower(schedule)
-    transport = transport_for("gloo", None, 60.0)
+    transport = transport_for("gloo", layout_of_group(None), 60.0)
     transport.connect()
     transport.open(torch.device("cpu"), [])
+    peers = Peers(transport)
     actions = []
     for action in program.rows[transport.rank]:
         if isinstance(action, (Recv, Send)):
-            start = (transport.receiver if isinstance(action, Recv) else transport.sender)(action.value.stuff, action.peer)
+            start = (peers.receiver if isinstance(action, Recv) else peers.sender)(action.value.stuff, action.peer)
             actions.append((action, start, None))
         elif isinstance(action, Compute):
             (op,) = action.step

@@ -120,7 +120,7 @@ def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
     pipe = pipeline(build, schedule)
     steps = {"ours": ours(pipe), "sleeping": sleeping(schedule, PASS_MS / 1000, latency_ms / 1000)}
     if latency_ms:
-        delay_messages(latency_ms / 1000)
+        delay_messages(lambda channel: latency_ms / 1000)
     else:
         steps["pytorch"] = pytorch(build, schedule)
     data = torch.zeros(schedule.num_microbatches, 16)

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerobubble import Costs, Schedule, make, simulate
+from docs.gallery.front import front
+from zerobubble import Costs, Schedule, make
 from zerobubble.blocks import KNOWN, Block, Steps, four_steps, known_block
 from zerobubble.cli.evaluation import Evaluation, evaluate
-from zerobubble.cli.inputs import Costed, equal_costs
+from zerobubble.cli.inputs import Costed
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg
@@ -159,13 +160,6 @@ def _pictures(piece: Piece) -> dict[str, str]:
     if piece.made_from:
         drawn[f"{piece.name}-block.svg"] = block_svg(*piece.made_from, WIDTH)
     return {name: TOOLTIP.sub("", text) for name, text in drawn.items()}
-
-
-def front() -> str:
-    """The README's picture: one training step under three schedules, as SVG."""
-    schedules = [make(name, RANKS, MICROBATCHES) for name in ("1f1b", "zb-h1", "zb-v")]
-    timelines = [simulate(schedule, equal_costs(schedule, (10, 10, 8), 0.2)) for schedule in schedules]
-    return TOOLTIP.sub("", timeline_svg(*timelines, title=f"One training step on {RANKS} ranks: 1F1B, ZB-H1, ZB-V"))
 
 
 def _overview(families: Families) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 The names here are those that most programs need. The rest lie in the namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`, `zb.hooks`,
 `zb.transport`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds`,
-`zb.kinds` and `zb.errors`; docs/api.md lists all of them.
+`zb.cost_model`, `zb.kinds` and `zb.errors`; docs/api.md lists all of them.
 
 Importing this loads the standard library only. Names that need torch load it when first touched; where torch is not installed,
 `from zerobubble import *` leaves them out.
@@ -10,9 +10,13 @@ Importing this loads the standard library only. Names that need torch load it wh
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if sys.argv[:1] == ["-m"]:  # `python -m zerobubble.cli` is still looking for its module, and runs this before anything of it
+    import_module("zerobubble_command").tell_interruptions()
 
 import zerobubble.notebook  # noqa: F401 - installs what notebooks show
 from zerobubble import blocks as blocks
@@ -41,11 +45,13 @@ from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
 
 if TYPE_CHECKING:
+    from zerobubble import cost_model as cost_model
     from zerobubble import hooks as hooks
     from zerobubble import io as io
     from zerobubble import nn as nn
     from zerobubble import transport as transport
     from zerobubble.models.model_split import split
+    from zerobubble.runtime.checkpoint.checkpoint import load, save
     from zerobubble.runtime.hooks.auto import Auto
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
@@ -55,6 +61,8 @@ __all__ = [  # noqa: RUF022 - in the order in which a newcomer reads them
     "split",
     "PostValidation",
     "Auto",
+    "save",
+    "load",
     "Schedule",
     "Placement",
     "Op",
@@ -80,6 +88,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a newcomer reads them
 _NAMESPACES = (
     "blocks",
     "bounds",
+    "cost_model",
     "errors",
     "explain",
     "fit",
@@ -100,6 +109,8 @@ _NEEDS_TORCH = {
     "Pipeline": "zerobubble.runtime.pipeline",
     "PostValidation": "zerobubble.hooks",
     "split": "zerobubble.models.model_split",
+    "save": "zerobubble.runtime.checkpoint.checkpoint",
+    "load": "zerobubble.runtime.checkpoint.checkpoint",
 }
 
 if find_spec("torch") is None:

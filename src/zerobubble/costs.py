@@ -9,16 +9,21 @@ from typing import Any
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, shown, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
-from zerobubble.ir import Placement, Step
-from zerobubble.kinds import HELD, KINDS, Kind, Stuff, traits_of
-from zerobubble.rules import message_receiver
+from zerobubble.ir import Placement, Schedule, Step
+from zerobubble.kinds import HELD, KINDS, Kind, Stuff, Traits, made_where, traits_of
+from zerobubble.rules import message_receiver, recomputed
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
 
 UNIT_BYTES = 1_000_000
 """Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
 CELL = 14
-"""Characters of a printed value."""
+"""Characters of a printed value, more where the name of its column is longer."""
+LARGEST_SHARE = 1_000_000
+"""The largest factor on the costs of a microbatch."""
+KEPT = "parameters_bytes"
+"""The further column of bytes that a stage keeps on its rank throughout: parameters, gradients, optimizer state. No pass uses it."""
+KEPT_WORDS = "parameters, gradients and optimizer state"
 TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: each(NUMBER).accepts(value) and len(value) == 3)
 
 
@@ -28,11 +33,18 @@ class Costs(Displayed):
 
     `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
     A fused BW takes backward + weight. `hidden[s]` is the time in ns that an overlapped step saves against its two passes one after
-    the other, where s is the stage of its first pass; empty stands for nothing. Every tuple has one entry per stage, `comm` one less.
+    the other, where s is the stage of its first pass; empty stands for nothing. `reduce[s]` is the time in ns to sum the gradients of
+    stage s over replicas, which a rank does beside its passes; empty stands for nothing. `buckets[s]` is the number of parts in which they
+    leave while the stage's last W's run; empty stands for none, so that they leave after these. Every tuple has one entry per stage, `comm`
+    one less.
 
     `placement` says on which ranks the stages were measured. With it the costs are for schedules on that placement only; None, where
     it does not matter or is not known, fits every placement of so many stages. `further` are columns, by name, that kinds of passes
-    added to the table ask for: see `with_columns`.
+    added to the table ask for, and `parameters_bytes`, where it is known what a stage keeps on its rank throughout, which pages of
+    timelines draw below the activations: see `with_columns`.
+
+    `shares` are for microbatches of unequal cost: one positive factor for each, on the times of its passes and the bytes that they hold,
+    rounded to ns and bytes. Messages and sums over replicas keep their times. Empty stands for microbatches that are alike.
 
     >>> import zerobubble as zb
     >>> zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5)
@@ -50,6 +62,9 @@ class Costs(Displayed):
     hidden: tuple[int, ...] = ()
     placement: Placement | None = None
     further: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    reduce: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -57,7 +72,8 @@ class Costs(Displayed):
         stages = len(self.forward)
         if stages == 0:
             raise InputError("costs need at least one stage")
-        object.__setattr__(self, "hidden", self.hidden or (0,) * stages)
+        for name in _OPTIONAL:
+            object.__setattr__(self, name, getattr(self, name) or (0,) * stages)
         self._refuse_doubles()
         for name, values in self._columns().items():
             wanted = stages - 1 if name == "comm" else stages
@@ -73,6 +89,19 @@ class Costs(Displayed):
                     raise InputError(f"{name} of stage {index} must {limit}, got {shown(value)}")
         if self.placement is not None and self.placement.num_stages != stages:
             raise InputError(f"the costs describe {stages} stages, their placement has {self.placement.num_stages}")
+        object.__setattr__(self, "shares", as_tuple("shares of the costs", self.shares, "a list or tuple with a factor per microbatch"))
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        if not self.shares:
+            return
+        for microbatch, share in enumerate(self.shares):
+            if not NUMBER.accepts(share) or not 0 < share <= LARGEST_SHARE:
+                wanted = f"a number above 0, at most {LARGEST_SHARE:,}"
+                raise InputError(f"the share of microbatch {microbatch} in the costs must be {wanted}, got {shown(share)}")
+        largest = max(map(max, filter(None, self._sized_columns().values())))
+        if largest * max(self.shares) > MOST:
+            raise InputError(f"a share of {max(self.shares):g} makes a pass cost over {MOST:.0e} ns or bytes: give smaller shares or costs")
 
     def _refuse_doubles(self) -> None:
         names = [name for name, _ in self.further]
@@ -82,15 +111,18 @@ class Costs(Displayed):
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
-        return f"of {counted(self.num_stages, 'stage')}: {times}, messages {show_range(self.comm, show_ms)}"
+        sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
+        sums += f", {counted(len(self.shares), 'microbatch')} of shares {show_range(self.shares, '{:g}'.format)}" if self.shares else ""
+        return f"of {counted(self.num_stages, 'stage')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
 
     def _details(self) -> Iterator[str]:
-        columns = self._columns()
-        yield "stage" + "".join(name.rjust(CELL) for name in columns)
+        columns = {name: column for name, column in self._columns().items() if name not in ("reduce", "buckets") or any(column)}
+        widths = [max(CELL, len(name) + 1) for name in columns]
+        yield "stage" + "".join(map(str.rjust, columns, widths))
         for stage in range(self.num_stages):
-            shows = [show_bytes if name in HELD.values() else show_ms for name in columns]
+            shows = [str if name == "buckets" else show_bytes if name in (*HELD.values(), KEPT) else show_ms for name in columns]
             cells = [show(column[stage]) if stage < len(column) else "" for show, column in zip(shows, columns.values(), strict=True)]
-            yield f"{stage:5}" + "".join(cell.rjust(CELL) for cell in cells)
+            yield f"{stage:5}" + "".join(map(str.rjust, cells, widths))
 
     def _columns(self) -> dict[str, tuple[int, ...]]:
         return {name: getattr(self, name) for name in _COLUMNS} | dict(self.further)
@@ -109,13 +141,48 @@ class Costs(Displayed):
                 where = f"the costs were measured with it on rank {other} (placement {measured.name} over {measured.num_ranks} ranks)"
                 raise InputError(f"{what} has stage {stage} on rank {rank}, {where}: stay on that placement, or measure on this one")
 
+    def require_schedule(self, schedule: Schedule) -> None:
+        """Raise `InputError` unless these are costs of the stages and of the microbatches of `schedule`."""
+        self.require_fit(schedule.placement, f"schedule {schedule.name!r}")
+        if self.shares and len(self.shares) != schedule.num_microbatches:
+            has = f"schedule {schedule.name!r} has {counted(schedule.num_microbatches, 'microbatch')}"
+            raise InputError(f"{has}, the costs have shares of {len(self.shares)}: give one for each")
+
+    def require_alike(self, what: str) -> None:
+        """Raise `InputError` for costs with shares, which `what` does not take."""
+        if self.shares:
+            raise InputError(f"{what} takes microbatches that are alike, and the costs have shares of {len(self.shares)}: leave them out")
+
     @property
     def num_stages(self) -> int:
         return len(self.forward)
 
-    def time(self, kind: Kind, stage: int) -> int:
-        """Nanoseconds a pass takes; raises `InputError` for a kind outside the table of kinds."""
-        return sum([self.column(name)[stage] for name in traits_of(kind).times])
+    def time(self, kind: Kind, stage: int, microbatch: int | None = None) -> int:
+        """Nanoseconds a pass takes; costs with shares must be asked for a microbatch.
+
+        Raises `InputError` for a kind outside the table of kinds, and where the microbatch is missing.
+        """
+        return sum([self._sized(name, stage, microbatch) for name in traits_of(kind).times])
+
+    def _sized(self, name: str, stage: int, microbatch: int | None) -> int:
+        """What stands in a column, times the share of the microbatch."""
+        value = self.column(name)[stage]
+        if not self.shares:
+            return value
+        if microbatch is None:
+            raise InputError(f"these costs have shares of {len(self.shares)} microbatches: say which one is meant, or leave the shares out")
+        return round(value * self.shares[microbatch])
+
+    def scaled(self, share: float) -> Costs:
+        """Costs in which all microbatches are alike, each as one of this share in these costs."""
+        return replace(self, shares=()).with_columns(
+            **{name: [round(value * share) for value in values] for name, values in self._sized_columns().items()}
+        )
+
+    def _sized_columns(self) -> dict[str, tuple[int, ...]]:
+        """The columns that the share of a microbatch is a factor on."""
+        names = {*self.time_columns, "hidden", *HELD.values()}
+        return {name: values for name, values in self._columns().items() if name in names}
 
     def column(self, name: str) -> tuple[int, ...]:
         """The column `name`, one that every costs have or a further one; raises `InputError` where there is none."""
@@ -136,11 +203,40 @@ class Costs(Displayed):
         further = {name: given.pop(name) for name in columns if name not in _COLUMNS}
         return replace(self, **given, further=tuple((dict(self.further) | further).items()))
 
+    def with_recompute(self, levels: Level | Sequence[Level]) -> Costs:
+        """These costs with what R takes and F then keeps, the columns `recompute` and `held_input`, by the level of each stage or of all.
+
+        Raises `InputError` for levels of another number of stages.
+
+        >>> import zerobubble as zb
+        >>> zb.Costs.uniform(2).with_recompute(zb.costs.Level("full", extra=1.0, kept=0.06)).column("held_input")
+        (60000, 60000)
+        """
+        each = (levels,) * self.num_stages if isinstance(levels, Level) else as_tuple("the levels of recomputation", levels)
+        if len(each) != self.num_stages:
+            raise InputError(f"costs for {self.num_stages} stages need as many levels of recomputation, got {len(each)}")
+        again = [round(level.extra * time) for level, time in zip(each, self.forward, strict=True)]
+        kept = [round(level.kept * held) for level, held in zip(each, self.held_after_f, strict=True)]
+        return self.with_columns(recompute=again, held_input=kept)
+
+    def recomputing(self, schedule: Schedule) -> Costs:
+        """These costs and, where `schedule` computes forwards again, `FULL` for all stages: for costs made up from times alone."""
+        return self.with_recompute(FULL) if any(map(recomputed, schedule.rows)) else self
+
     @property
     def time_columns(self) -> tuple[str, ...]:
         """The names of the columns that tell times of passes."""
         asked = {name for traits in KINDS.values() for name in traits.times}
         return tuple(name for name in self._columns() if name in asked)
+
+    def kept_bytes(self, placement: Placement) -> tuple[int, ...]:
+        """What each rank of `placement` keeps throughout, in bytes, each copy of a stage by itself; empty where it is not known."""
+        stages = dict(self.further).get(KEPT, ())
+        ranks = [0] * placement.num_ranks
+        for route in placement.routes:
+            for rank, size in zip(route, stages, strict=bool(stages)):
+                ranks[rank] += size
+        return tuple(ranks) if any(ranks) else ()
 
     def message_time(self, kind: Kind, stage: int) -> int:
         """Nanoseconds that what a pass sends to another stage is on its way; 0 for a pass that sends nothing."""
@@ -148,23 +244,29 @@ class Costs(Displayed):
         return 0 if receiver is None else self.comm[min(stage, receiver)]
 
     def step_time(self, step: Step) -> int:
-        """Nanoseconds a step takes; two overlapped passes never less than the longer of them."""
+        """Nanoseconds a step takes; two overlapped passes never less than the longer of them.
+
+        Two of microbatches with different shares save what two of the smaller share would.
+        """
         if len(step) == 1:
-            return self.time(step[0].kind, step[0].stage)
-        apart = [self.time(op.kind, op.stage) for op in step]
-        return max(*apart, sum(apart) - self.hidden[step[0].stage])
+            return self.time(*step[0])
+        apart = [self.time(*op) for op in step]
+        return max(*apart, sum(apart) - min(self._sized("hidden", step[0].stage, op.microbatch) for op in step))
 
-    def held(self, stuff: Stuff, stage: int) -> int:
-        """Bytes a value occupies on the rank that made it: saved activations and pending weight work."""
-        return self.column(HELD[stuff])[stage] if stuff in HELD else 0
+    def held(self, stuff: Stuff, stage: int, microbatch: int | None = None) -> int:
+        """Bytes a value occupies on the rank that made it: saved activations and pending weight work; raises as `time` does."""
+        return self._sized(HELD[stuff], stage, microbatch) if stuff in HELD else 0
 
-    def memory_change(self, kind: Kind, stage: int) -> int:
-        """Bytes that a pass of this kind adds to what its rank holds: what it makes without what it uses up."""
-        used = sum(self.held(stuff, stage) for stuff, hop in traits_of(kind).uses if hop == 0)
-        return sum(self.held(stuff, stage) for stuff in traits_of(kind).makes) - used
+    def memory_change(self, kind: Kind, stage: int, again: Kind | None = None, microbatch: int | None = None) -> int:
+        """Bytes that a pass of this kind adds to what its rank holds: what it makes without what it uses up; raises as `time` does.
+
+        Where a pass of kind `again` computes the forward of its stage and microbatch again, that forward makes less.
+        """
+        used = sum(self.held(stuff, stage, microbatch) for stuff, hop in traits_of(kind).uses if hop == 0)
+        return sum(self.held(stuff, stage, microbatch) for stuff in made_where(kind, again)) - used
 
     @classmethod
-    @takes(num_stages=WHOLE, times=TIMES, comm=NUMBER, stages_per_rank=WHOLE)
+    @takes(num_stages=WHOLE, times=TIMES, comm=NUMBER, stages_per_rank=WHOLE, buckets=WHOLE)
     def uniform(
         cls,
         num_stages: int,
@@ -174,24 +276,30 @@ class Costs(Displayed):
         stages_per_rank: int = 1,
         held: float = 1.0,
         overlap: float | None = None,
+        reduce: float = 0.0,
+        buckets: int = 0,
     ) -> Costs:
         """Equal stages. `times` are F, B, W in ms of a whole rank and microbatch; a stage takes 1/stages_per_rank of them.
 
-        `overlap` is the time of F and the whole backward overlapped, in ms of a whole rank; without it overlapping saves nothing.
+        `overlap` is the time of F and the whole backward overlapped, in ms of a whole rank; without it overlapping saves nothing. `reduce`
+        is the time to sum the gradients of a whole rank over replicas, in ms, of which a stage takes as large a part; they leave in so many
+        `buckets` a stage while its last W's run.
         Memory counts `UNIT_BYTES` per stage after F and `held` times that after B, so peaks come out in stage activations.
         Raises `InputError` for times that are negative or not finite, naming them.
         """
         if stages_per_rank < 1:
             raise InputError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
         together = sum(times) if overlap is None else overlap
-        for name, value in zip(("F", "B", "W", "comm", "held", "overlap"), (*times, comm, held, together), strict=True):
+        for name, value in zip(("F", "B", "W", "comm", "held", "overlap", "reduce"), (*times, comm, held, together, reduce), strict=True):
             require_ms(f"the cost of {name}", value)
         per_stage = [round(t * NS_PER_MS / stages_per_rank) for t in times]
         forward, backward, weight = ((t,) * num_stages for t in per_stage)
         links = (round(comm * NS_PER_MS),) * (num_stages - 1)
         kept = (UNIT_BYTES,) * num_stages
         hidden = max(0, sum(per_stage) - round(together * NS_PER_MS / stages_per_rank))
-        return cls(forward, backward, weight, links, kept, (round(held * UNIT_BYTES),) * num_stages, (hidden,) * num_stages)
+        sums = (round(reduce * NS_PER_MS / stages_per_rank),) * num_stages
+        pending = (round(held * UNIT_BYTES),) * num_stages
+        return cls(forward, backward, weight, links, kept, pending, (hidden,) * num_stages, reduce=sums, buckets=(buckets,) * num_stages)
 
     @classmethod
     def unit(cls, num_stages: int) -> Costs:
@@ -211,6 +319,7 @@ class Costs(Displayed):
         held_after_f: Sequence[int] | None = None,
         held_after_b: Sequence[int] | None = None,
         hidden: Sequence[float] = (),
+        reduce: Sequence[float] = (),
     ) -> Costs:
         """Costs stage by stage, times in ms, memory in bytes (default: one `UNIT_BYTES` each). One `comm` serves every link.
 
@@ -218,42 +327,83 @@ class Costs(Displayed):
         """
         stages = len(as_tuple("forward of the costs", forward))
         links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else comm
-        columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links, "hidden": hidden}
+        columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links, "hidden": hidden, "reduce": reduce}
         for name, values in columns.items():
             for index, value in enumerate(as_tuple(f"{name} of the costs", values)):
                 require_ms(f"{name} of stage {index}", value, "a finite number", -MOST_MS)
         unit = (UNIT_BYTES,) * stages
-        f, b, w, c, h = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
-        return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h)
+        f, b, w, c, h, r = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
+        return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h, reduce=r)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns and bytes; `from_dict` reads it back."""
-        columns = {name: list(getattr(self, name)) for name in _COLUMNS}
+        columns = {name: list(getattr(self, name)) for name in _COLUMNS if name != "buckets" or any(self.buckets)}
         placement = {} if self.placement is None else {"placement": self.placement.to_dict()}
         further = {"further": {name: list(values) for name, values in self.further}} if self.further else {}
-        return {"format": "zerobubble costs 2", **placement, **columns, **further}
+        shares = {"shares": list(self.shares)} if self.shares else {}
+        return {"format": f"zerobubble costs {3 if self.shares else 2}", **placement, **columns, **further, **shares}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
-        with reading("costs", data, newest=2):
-            columns = {name: tuple(map(whole, ({"hidden": ()} | data)[name])) for name in _COLUMNS}
+        with reading("costs", data, newest=3):
+            columns = {name: tuple(map(whole, (_OPTIONAL | data)[name])) for name in _COLUMNS}
             further = {str(name): tuple(map(whole, values)) for name, values in data.get("further", {}).items()}
             placement = Placement.from_dict(data["placement"]) if "placement" in data else None
-            return cls(**columns, placement=placement, further=tuple(further.items()))
+            return cls(**columns, placement=placement, further=tuple(further.items()), shares=tuple(data.get("shares", ())))
 
 
-_COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in ("placement", "further"))
+_OPTIONAL: dict[str, tuple[int, ...]] = {"hidden": (), "reduce": (), "buckets": ()}
+"""The columns that may be left out, with what stands for zeros."""
+_COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in ("placement", "further", "shares"))
 
 
 def _askers(column: str) -> list[Kind]:
     """The kinds whose times or bytes stand in `column`."""
     held = {stuff for stuff, name in HELD.items() if name == column}
-    return [kind for kind, traits in KINDS.items() if column in traits.times or held.intersection(traits.makes)]
+    return [kind for kind, traits in KINDS.items() if column in traits.times or held.intersection((*traits.makes, *_used_up(traits)))]
+
+
+def _used_up(traits: Traits) -> list[Stuff]:
+    return [stuff for stuff, hop in traits.uses if hop == 0]
 
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     return default if values is None else tuple(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How much of a stage is computed again: `extra` is the time of R as a share of that of F, `kept` what F keeps of its bytes until then.
+
+    To compute all again takes a whole F and keeps the stage's input; to compute again what is large and quick, such as attention, takes
+    little and keeps some more. Raises `InputError` for shares that no stage can have.
+
+    >>> import zerobubble as zb
+    >>> zb.costs.Level("full", extra=1.0, kept=0.06)
+    Level(name='full', extra=1.0, kept=0.06)
+    """
+
+    name: str
+    extra: float
+    kept: float
+
+    def __post_init__(self) -> None:
+        require("the name of a level of recomputation", self.name, str)
+        for what, value, most in (("time", self.extra, MOST_MS), ("bytes", self.kept, 1)):
+            require_ms(f"the share of the {what} of level {self.name!r}", value)
+            if value > most:
+                raise InputError(f"level {self.name!r} keeps {value:g} of what F keeps, but R can only make less of it than F: give 0 to 1")
+
+
+FULL = Level("full", extra=1.0, kept=0.06)
+"""All of a stage computed again: its input is 2 of the 34 bytes that a transformer layer keeps for each number (arXiv 2205.05198)."""
+
+
+NONE = Level("none", extra=0.0, kept=1.0)
+"""Nothing computed again."""
+SELECTIVE = Level("selective", extra=0.03, kept=0.588)
+"""Attention alone computed again: of the 34 bytes that a layer keeps for each number 20 stay, for 3 % of F (arXiv 2205.05198)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -6,28 +6,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median_low
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from zerobubble.arguments import NUMBER, takes
+from zerobubble.arguments import NUMBER, each, takes
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
-from zerobubble.kinds import HELD, MOVES, Kind, Stuff, kinds_making, traits_of
-from zerobubble.rules import makers, uses
+from zerobubble.kinds import HELD, MOVES, Kind, Stuff, kinds_making, made_where, traits_of
+from zerobubble.rules import makers, recomputed, uses
 from zerobubble.timeline import Span, Timeline, steps_of
 
-__all__ = ["fit_comm", "fit_costs"]
+__all__ = ["fit_comm", "fit_costs", "late_messages"]
 
 T = TypeVar("T")
 
 Durations = dict[tuple[tuple[str, ...], int], list[int]]
 """Measured durations by the columns of `Costs` that they are the sum of, and the stage."""
 
-MemoryChanges = dict[tuple[Kind, int], list[int]]
-"""By how many bytes passes changed what their rank held, by kind and stage."""
+BETWEEN_PASSES = 50_000
+"""Nanoseconds that may lie between two passes of a rank that waits for nothing."""
+
+MemoryChanges = dict[tuple[Kind, int, Kind | None], list[int]]
+"""By how many bytes passes changed what their rank held, by kind, stage, and the kind of the pass that computes their forward again."""
 
 
-@takes(timeline=Timeline, comm_ms=NUMBER)
-def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
+@takes(timeline=Timeline, comm_ms=NUMBER, shares=each(NUMBER))
+def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] = ()) -> Costs:
     """The costs that `timeline` was measured under: per stage the median time of F, B and W, and the median bytes held after F and B.
 
     A stage that ran only BW gets its time as `backward` and 0 as `weight`, and counts as holding until W what it held until BW.
@@ -35,11 +38,17 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
     overlapping hides and are left out of the rest. The further columns that added kinds of passes ask for are fitted alike, with 0 for
     stages without such passes.
 
-    Raises `InputError` for a stage without F or without a backward pass, and for memory that was not recorded pass by pass.
+    What the sums of a stage's gradients over replicas took together is its `reduce`, of ranks that share it the median.
+
+    With `shares`, one factor for each microbatch, as in `Costs`, times and bytes are fitted to be those of a microbatch of share 1.
+
+    Raises `InputError` for a stage without F or without a backward pass, for memory that was not recorded pass by pass, and for shares
+    of another number of microbatches.
     """
-    times = _times(timeline)
+    _check_shares(timeline, shares)
+    times = _times(timeline, shares)
     num_stages = _num_stages(timeline, times)
-    stages, changes = range(num_stages), _memory_changes(timeline)
+    stages, changes = range(num_stages), _memory_changes(timeline, shares)
     forward = tuple(_median(times, ("forward",), stage) for stage in stages)
     backward = tuple(
         _median(times, ("backward",) if (("backward",), stage) in times else ("backward", "weight"), stage) for stage in stages
@@ -48,15 +57,17 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0) -> Costs:
     saved = tuple(_held(changes, Stuff.SAVED, stage, UNIT_BYTES) for stage in stages)
     work = tuple(_held(changes, Stuff.WORK, stage, saved[stage]) for stage in stages)
     apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), saved, work)
-    apart = apart.with_columns(**_further(times, changes, stages))
-    return replace(apart, hidden=tuple(_hidden(timeline, apart)))
+    apart = replace(apart.with_columns(**_further(times, changes, stages)), shares=tuple(shares))
+    sums = tuple(_reduce(timeline, stage) for stage in stages)
+    buckets = tuple(_buckets(timeline, stage) for stage in stages)
+    return replace(apart, hidden=tuple(_hidden(timeline, apart)), reduce=sums, buckets=buckets)
 
 
 def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[str, list[int]]:
     """The columns of the kinds in the timeline that not all costs have."""
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
     found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
-    made = {stuff for kind, _ in changes for stuff in traits_of(kind).makes if stuff in HELD}
+    made = {stuff for kind, _, again in changes for stuff in made_where(kind, again) if stuff in HELD}
     for stuff in made - {Stuff.SAVED, Stuff.WORK}:
         found[HELD[stuff]] = [_held(changes, stuff, stage, 0) for stage in stages]
     return found
@@ -71,41 +82,109 @@ def fit_comm(timeline: Timeline) -> tuple[int, ...]:
 
     Raises `InputError` for a link whose messages nobody had to wait for.
     """
-    links = range(_num_stages(timeline, _times(timeline)) - 1)
+    times = link_times(timeline)
+    for link, time in enumerate(times):
+        if time is None:
+            raise InputError(
+                f"no rank had to wait for a message between stages {link} and {link + 1}, so its time is not known: "
+                "run microbatches one by one"
+            )
+    return tuple(time for time in times if time is not None)
+
+
+def link_times(timeline: Timeline) -> tuple[int | None, ...]:
+    """Per link, the time in ns that `fit_comm` gives, None where nobody had to wait for a message."""
+    links = range(_num_stages(timeline, _times(timeline, ())) - 1)
     delays = _delays(timeline, len(links) + 1)
-    return tuple(_link_time([delays[stuff, link] for stuff in sorted(MOVES) if (stuff, link) in delays], link) for link in links)
+    return tuple(_link_time([delays[stuff, link] for stuff in sorted(MOVES) if (stuff, link) in delays]) for link in links)
 
 
-def _link_time(ways: Sequence[Sequence[int]], link: int) -> int:
+@takes(timeline=Timeline, share=NUMBER)
+def late_messages(timeline: Timeline, share: float) -> tuple[int | None, ...]:
+    """Per link, the time in ns within which all but `share` of its messages of a step were there, either way; None where that is not known.
+
+    What nobody had to wait for came in time, whatever it took, and counts as faster than what somebody waited for: so nothing is known of
+    a link of which no more than `share` were late. Times either way are averaged where both are known, so
+    that what clocks are apart cancels.
+    """
+    links = range(_num_stages(timeline, _times(timeline, ())) - 1)
+    found: dict[tuple[Stuff, int], list[int | None]] = defaultdict(list)
+    for message in _messages(timeline, len(links) + 1):
+        found[message.stuff, message.link].append(message.delay if message.is_late else None)
+    times = [[_within(found[stuff, link], share) for stuff in sorted(MOVES) if (stuff, link) in found] for link in links]
+    known = [[time for time in ways if time is not None] for ways in times]
+    return tuple(round(sum(ways) / len(ways)) if ways else None for ways in known)
+
+
+def _within(delays: Sequence[int | None], share: float) -> int | None:
+    """The least time within which all but `share` of the messages came; those with None came before all others."""
+    late = sorted(delay for delay in delays if delay is not None)
+    place = len(delays) - int(share * len(delays)) - 1 - (len(delays) - len(late))
+    return max(0, late[place]) if place >= 0 else None
+
+
+def _link_time(ways: Sequence[Sequence[int]]) -> int | None:
     waited = [median_low(delays) for delays in ways if delays]
-    if ways and not waited:
-        raise InputError(
-            f"no rank had to wait for a message between stages {link} and {link + 1}, so its time is not known: run microbatches one by one"
-        )
-    return max(0, round(sum(waited) / len(waited))) if waited else 0
+    if not waited:
+        return None if ways else 0
+    return max(0, round(sum(waited) / len(waited)))
 
 
-def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list[int]]:
-    """By what a message carries and its link, how long after it was sent the pass that waited for it began; empty where none waited."""
+class _Message(NamedTuple):
+    """A message of a measured step: what it carries, its link, and how long after it was sent the pass that needs it began.
+
+    `is_first` tells that its receiver was free when it was sent, `is_late` that its receiver had nothing to do when it came; neither is
+    said of messages to overlapped passes.
+    """
+
+    stuff: Stuff
+    link: int
+    delay: int
+    is_first: bool
+    is_late: bool
+
+
+def _messages(timeline: Timeline, num_stages: int) -> Iterator[_Message]:
+    """The messages between ranks."""
     ended = {span.op: (rank, span.end) for rank, span in timeline.spans()}
-    delays: dict[tuple[Stuff, int], list[int]] = defaultdict(list)
     for rank, row in enumerate(timeline.rows):
         free = timeline.start
         for spans in steps_of(row):
             for value in (value for value in uses(spans[0].op, num_stages) if value.stuff in MOVES):
                 source, sent = next((ended[op] for op in makers(value) if op in ended), (rank, 0))
-                if source == rank:
-                    continue
-                found = delays[value.stuff, min(value.stage, spans[0].op.stage)]
-                if len(spans) == 1 and free <= sent:
-                    found.append(spans[0].start - sent)
+                if source != rank:
+                    begin, link, alone = spans[0].start, min(value.stage, spans[0].op.stage), len(spans) == 1
+                    is_late = alone and begin - max(free, sent) > BETWEEN_PASSES
+                    yield _Message(value.stuff, link, begin - sent, alone and free <= sent, is_late)
             free = max(span.end for span in spans)
+
+
+def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list[int]]:
+    """By what a message carries and its link, how long after it was sent the pass that waited for it began; empty where none waited."""
+    delays: dict[tuple[Stuff, int], list[int]] = defaultdict(list)
+    for message in _messages(timeline, num_stages):
+        found = delays[message.stuff, message.link]
+        if message.is_first:
+            found.append(message.delay)
     return dict(delays)
 
 
-def _times(timeline: Timeline) -> Durations:
+def _check_shares(timeline: Timeline, shares: Sequence[float]) -> None:
+    count = 1 + max((span.op.microbatch for _, span in timeline.spans()), default=-1)
+    if shares and len(shares) != count:
+        raise InputError(f"the timeline has {count} microbatches, and there are shares of {len(shares)}: give one for each")
+    if wrong := [share for share in shares if not share > 0]:
+        raise InputError(f"the share of a microbatch must be a number above 0, got {wrong[0]}")
+
+
+def _times(timeline: Timeline, shares: Sequence[float]) -> Durations:
     alone = (span for row in timeline.rows for span in _alone(row))
-    return _collect(((traits_of(span.op.kind).times, span.op.stage), span.duration) for span in alone)
+    return _collect(((traits_of(span.op.kind).times, span.op.stage), _of_share_1(span.duration, span, shares)) for span in alone)
+
+
+def _of_share_1(amount: int, span: Span, shares: Sequence[float]) -> int:
+    """The ns or bytes of a pass had its microbatch the share 1."""
+    return round(amount / shares[span.op.microbatch]) if shares else amount
 
 
 def _alone(row: Sequence[Span]) -> list[Span]:
@@ -118,12 +197,29 @@ def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
     for row in timeline.rows:
         for first, second in (spans for spans in steps_of(row) if len(spans) == 2):
             both = apart.step_time((first.op,)) + apart.step_time((second.op,))
-            saved[first.op.stage].append(both - (max(first.end, second.end) - first.start))
+            smaller = min(first, second, key=lambda span: apart.shares[span.op.microbatch] if apart.shares else 1)
+            saved[first.op.stage].append(_of_share_1(both - (max(first.end, second.end) - first.start), smaller, apart.shares))
     for stage in range(apart.num_stages):
         yield max(0, median_low(saved.get(stage, [0])))
 
 
-def _memory_changes(timeline: Timeline) -> MemoryChanges:
+def _reduce(timeline: Timeline, stage: int) -> int:
+    """The time of all sums of a stage on a rank, the median of the ranks that have any."""
+    of_ranks = [sum(one.duration for one in row if one.stage == stage) for row in timeline.reductions]
+    return median_low(list(filter(None, of_ranks)) or [0])
+
+
+def _buckets(timeline: Timeline, stage: int) -> int:
+    """In how many sums a stage's gradients left, the median of the ranks on which the first began before the stage's last pass was over."""
+    of_ranks = []
+    for row, sums in zip(timeline.rows, timeline.reductions, strict=False):
+        starts = [one.start for one in sums if one.stage == stage]
+        if starts and min(starts) < max(span.end for span in row if span.op.stage == stage):
+            of_ranks.append(len(starts))
+    return median_low(of_ranks or [0])
+
+
+def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChanges:
     """How many bytes each pass added to what its rank held; empty for a timeline without memory."""
     found = []
     for rank, steps in enumerate(timeline.memory):
@@ -133,8 +229,11 @@ def _memory_changes(timeline: Timeline) -> MemoryChanges:
                 f"rank {rank} ran {len(row)} passes but has {len(steps)} memory steps; costs are fitted to one step after each pass"
             )
         before, alone = [0, *(held for _, held in steps)], set(_alone(row))
+        again = recomputed(span.op for span in row)
         changes = zip(row, steps, before, strict=False)
-        found += [((span.op.kind, span.op.stage), held - was) for span, (_, held), was in changes if span in alone]
+        for span, (_, held), was in changes:
+            if span in alone:
+                found.append(((*span.op[:2], again.get(span.op[1:])), _of_share_1(held - was, span, shares)))
     return _collect(found)
 
 
@@ -164,8 +263,8 @@ def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
 
 def _held(changes: MemoryChanges, stuff: Stuff, stage: int, default: int) -> int:
     """The bytes of `stuff`: what passes that make it add, and what they use up; `default` where none was measured."""
-    for kind in kinds_making(stuff):
-        if (kind, stage) in changes:
+    for (kind, at, again), found in changes.items():
+        if at == stage and stuff in made_where(kind, again):
             used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]
-            return max(0, median_low(changes[kind, stage]) + sum(_held(changes, other, stage, 0) for other in used))
+            return max(0, median_low(found) + sum(_held(changes, other, stage, 0) for other in used))
     return default

@@ -56,7 +56,11 @@ class Formulas:
 
 
 def setting(schedule: Schedule, costs: Costs) -> Setting:
-    """Where `schedule` stands under costs of equal stages; v counts the stages of a rank that a microbatch passes."""
+    """Where `schedule` stands under costs of equal stages; v counts the stages of a rank that a microbatch passes.
+
+    Raises `InputError` for costs with shares.
+    """
+    costs.require_alike("a closed form")
     v = schedule.num_stages // schedule.num_ranks
     link = costs.comm[0] if costs.comm else 0
     times = costs.forward[0] * v, costs.backward[0] * v, costs.weight[0] * v

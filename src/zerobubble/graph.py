@@ -6,14 +6,14 @@ passes of an overlapped step wait together: `joint_needs` gives the first what b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import HELD, KINDS, MOVES, Kind
-from zerobubble.rules import used_stages
+from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Stuff, made_where
+from zerobubble.rules import recomputed, used_stages
 
 Needs = Sequence[tuple[int, ...]]
 
@@ -53,10 +53,13 @@ def resolve(schedule: Schedule) -> Graph:
     for row in schedule.rows:
         first.append(first[-1] + len(row))
     used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
+    again = recomputed(ops)
+    lean = {kind: _made_numbers(schedule.num_stages, schedule.num_microbatches, kind) for kind in {*again.values()}}
     maker = [-1] * (len((*MOVES, *HELD)) * schedule.num_stages * schedule.num_microbatches)
     for number in reversed(range(len(ops))):
         kind, stage, microbatch = ops[number]
-        for value in made[kind][stage]:
+        here = lean[again[stage, microbatch]] if again and (stage, microbatch) in again else made
+        for value in here[kind][stage]:
             maker[value + microbatch] = number
     needs = [tuple([maker[v + microbatch] for v in used[kind][stage]]) for kind, stage, microbatch in ops]
     if -1 in maker:
@@ -76,12 +79,26 @@ def joint_needs(graph: Graph, needs: Needs) -> Needs:
     return joint
 
 
-def _value_numbers(stages: int, microbatches: int) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[list[int]]]]:
-    """For each kind and stage, the numbers of the values used and made, for microbatch 0."""
-    start = {stuff: k * stages * microbatches for k, stuff in enumerate((*MOVES, *HELD))}
+ByStage = dict[Kind, list[list[int]]]
+"""For each kind and stage, the numbers of values, for microbatch 0."""
+
+
+def _value_numbers(stages: int, microbatches: int) -> tuple[ByStage, ByStage]:
+    """The numbers of the values used and made, where no forward is computed again."""
+    start = _starts(stages, microbatches)
     used = {k: [[start[t] + at * microbatches for t, at in used_stages(k, s, stages)] for s in range(stages)] for k in KINDS}
-    made = {k: [[start[t] + s * microbatches for t in traits.makes] for s in range(stages)] for k, traits in KINDS.items()}
-    return used, made
+    return used, _made_numbers(stages, microbatches, None)
+
+
+def _made_numbers(stages: int, microbatches: int, again: Kind | None) -> ByStage:
+    """The numbers of the values made where a pass of kind `again` computes the forward again."""
+    start = _starts(stages, microbatches)
+    return {k: [[start[t] + s * microbatches for t in made_where(k, again)] for s in range(stages)] for k in KINDS}
+
+
+def _starts(stages: int, microbatches: int) -> dict[Stuff, int]:
+    """The number of the first value of each stuff."""
+    return {stuff: k * stages * microbatches for k, stuff in enumerate((*MOVES, *HELD))}
 
 
 def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:
@@ -127,13 +144,19 @@ class Played(NamedTuple):
 
 
 def play(
-    graph: Graph, order: Iterable[int], takes: Sequence[int], delays: Sequence[int] | None = None, lags: Sequence[int] | None = None
+    graph: Graph,
+    order: Iterable[int],
+    takes: Sequence[int],
+    delays: Sequence[int] | None = None,
+    lags: Sequence[int] | None = None,
+    earliest: Callable[[int, Sequence[int]], int] | None = None,
 ) -> Played:
     """Play the passes of `order` in time, each as soon as its rank is free and what it uses has arrived. All times by pass number.
 
     `takes[i]` is how long the step that begins with pass i lasts; the second pass of an overlapped step has 0 and gets the times of the
     first. `delays[i]` is how long after the end of pass i its message is there, `lags[i]` how long pass i waits beyond all this; both are
-    0 where they are not given. `order` respects needs, as that of `walk` does; on each rank it says who comes after whom. Passes
+    0 where they are not given. `earliest(i, end)` is before which time step i cannot begin for reasons beside passes, where `end[j]` is
+    when each pass before it ended. `order` respects needs, as that of `walk` does; on each rank it says who comes after whom. Passes
     that it leaves out count as done from the beginning.
     """
     rank, needs = graph.rank, joint_needs(graph, graph.needs)
@@ -150,6 +173,8 @@ def play(
                 if arrival > start:
                     start, cause = arrival, need
         start += lags[number]
+        if earliest is not None:
+            start = max(start, earliest(number, end))
         begin[number], after[number] = start, cause
         free[here] = end[number] = start + takes[number]
         last[here] = number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerobubble.runtime.hooks.auto import Auto
+from zerobubble.runtime.hooks.bubble_work import Bubble, BubbleWork
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.hooks.telemetry import StepReport, Telemetry, log_steps, write_scalars
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
@@ -10,6 +11,8 @@ from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingSte
 __all__ = [
     "AttachedPipeline",
     "Auto",
+    "Bubble",
+    "BubbleWork",
     "PostValidation",
     "StepHook",
     "StepReport",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+from zerobubble.arguments import WHOLE, instance, require
+from zerobubble.errors import InputError
 from zerobubble.export import (
-    MemoryRow,
-    Report,
-    ThroughputRow,
     balanced_layers,
     dumps,
     from_megatron_layout,
@@ -14,31 +16,81 @@ from zerobubble.export import (
     load_schedule,
     loads,
     perfetto_json,
-    report_html,
     timeline_svg,
     to_megatron_layout,
     to_torch_comms_csv,
     to_torch_csv,
+    torchtitan_settings,
 )
 from zerobubble.planning.plan_file import load_plan, save_plan
+from zerobubble.traces import ClockShift, TracedRun, read_trace
+from zerobubble.view import MemoryRow, Report, ThroughputRow, report_html
 
 __all__ = [
+    "ClockShift",
     "MemoryRow",
     "Report",
     "ThroughputRow",
+    "TracedRun",
     "balanced_layers",
     "dumps",
+    "export_weights",
     "from_megatron_layout",
     "from_torch_csv",
     "load_document",
     "load_plan",
     "load_schedule",
     "loads",
+    "name_passes",
     "perfetto_json",
+    "read_trace",
     "report_html",
     "save_plan",
     "timeline_svg",
     "to_megatron_layout",
     "to_torch_comms_csv",
     "to_torch_csv",
+    "torchtitan_settings",
 ]
+
+
+def export_weights(
+    checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], config: Any, *, shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write the weights of a `checkpoint` of `zb.save` into a `folder` that `from_pretrained` of Transformers reads.
+
+        zb.io.export_weights("checkpoint", "exported", "llama/config.json")
+
+    `config` is the model's configuration: an object of Transformers, a config.json, or the folder with it. The weights keep their types,
+    and tied ones are written once. A file has up to `shard_bytes`, 5 GB unless told otherwise; several have an index. It takes one process,
+    no process group, and the memory of the weights. Raises `InputError` where the checkpoint is of another model, and for stages that do
+    not have the names of one model.
+    """
+    require("checkpoint", checkpoint, instance(str, os.PathLike))
+    require("folder", folder, instance(str, os.PathLike))
+    require("shard_bytes", shard_bytes, WHOLE)
+    try:
+        from zerobubble.models.pretrained import write_pretrained
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        raise InputError(f"export_weights needs {error.name}: pip install torch transformers") from error
+    write_pretrained(checkpoint, folder, config, shard_bytes)
+
+
+def name_passes(stage: Any) -> None:
+    """Have a profiler's trace name every pass of a `PipelineStage` of torch.distributed.pipelining, as `read_trace` needs.
+
+        for stage in stages:
+            zb.io.name_passes(stage)
+
+    Call it once, before training, where PyTorch's schedule names no passes itself, such as Schedule1F1B. Only torch's ranges are added:
+    what the stage computes does not change. Raises `InputError` for anything but a stage.
+    """
+    try:
+        from zerobubble.traces.naming import name_stage
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise InputError("name_passes needs torch: pip install torch") from error
+    name_stage(stage)

@@ -6,9 +6,10 @@ Passes meet only through values. A pass needs another pass exactly when it uses 
     B(s,j)   uses saved(s,j) and the gradient from s+1       makes the gradient for s-1, and weight work left to do (work)
     W(s,j)   uses work(s,j)                                  makes nothing: it adds into the weights' gradients
     BW(s,j)  uses saved(s,j) and the gradient from s+1       makes the gradient for s-1
+    R(s,j)   uses the input of F(s,j)                        makes saved(s,j), which F(s,j) then does not make: it keeps its input alone
 
 The first stage's activation comes from the batch and the last stage's gradient from the loss, so those need no pass.
-Activations and gradients travel between ranks; saved and work stay where they were made and are what fills the memory.
+Activations and gradients travel between ranks; saved, input and work stay where they were made and are what fills the memory.
 
 The table is open: `add_kind` gives it a further row, and `add_stuff` a further thing that passes leave for each other.
 """
@@ -18,19 +19,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar, TypeVar
 
 from zerobubble.errors import InputError
 
-__all__ = ["KINDS", "Kind", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
+__all__ = ["KINDS", "Kind", "LeanForward", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
 
 T = TypeVar("T")
 
 
 class Kind(str):
-    """What a pass computes: F forward, B gradient for the input, W gradient for the weights, BW both in one, or a kind that was added.
+    """What a pass computes: F forward, B gradient for the input, W gradient for the weights, BW both in one, R forward again, or added.
 
     `Kind("F")` is `Kind.F`: there is one object for each kind of the table, so kinds may be compared with `is`. Raises `InputError`
     for letters that the table does not hold.
@@ -42,6 +43,7 @@ class Kind(str):
     B: ClassVar[Kind]
     W: ClassVar[Kind]
     BW: ClassVar[Kind]
+    R: ClassVar[Kind]
 
     def __new__(cls, letters: str) -> Kind:
         known = _KIND_OF.get(letters)
@@ -54,7 +56,7 @@ class Kind(str):
 
 
 class Stuff(str):
-    """What a value is: `a` activation, `g` gradient of an activation, `s` saved for backward, `w` weight work, or what was added.
+    """What a value is: `a` activation, `g` its gradient, `s` saved for backward, `w` weight work, `i` kept input, or what was added.
 
     There is one object for each, so stuff may be compared with `is`. Raises `InputError` for a letter that was not added.
     """
@@ -65,6 +67,7 @@ class Stuff(str):
     GRADIENT: ClassVar[Stuff]
     SAVED: ClassVar[Stuff]
     WORK: ClassVar[Stuff]
+    INPUT: ClassVar[Stuff]
 
     def __new__(cls, letter: str) -> Stuff:
         known = _STUFF_OF.get(letter)
@@ -74,6 +77,18 @@ class Stuff(str):
 
     def __repr__(self) -> str:
         return f"Stuff({str(self)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class LeanForward:
+    """What the forward of a stage and microbatch is where another pass computes it again.
+
+    - `makes`: what it leaves for other passes, instead of what its own row of the table says.
+    - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
+    """
+
+    makes: tuple[Stuff, ...]
+    run: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +103,10 @@ class Traits:
     - `lost`: what goes wrong without it, as a clause, such as `no gradient flows back`.
     - `colour`: its colour in pictures, `#rrggbb`, on the first stage of a rank.
     - `adds_gradients`: whether it adds to the gradients of the parameters of its stage.
+    - `uses_weights`: whether it computes with the parameters of its stage, which must then be there where they lie in shards.
     - `fills_from_start`: whether memory counts what it makes from its start on, as for a forward; otherwise from its end.
     - `torch_letter`: its letter in PyTorch's schedule CSV; None where PyTorch has no such pass, so that the export is refused.
+    - `forward`: for a pass that computes the forward of its stage and microbatch again, what that forward is where this pass follows.
     """
 
     phrase: str
@@ -98,21 +115,23 @@ class Traits:
     times: tuple[str, ...]
     run: str
     lost: str
-    colour: str
+    colour: str = field(repr=False)
     adds_gradients: bool = False
+    uses_weights: bool = True
     fills_from_start: bool = False
     torch_letter: str | None = None
+    forward: LeanForward | None = field(default=None, repr=False)
 
 
-_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agsw"}
-_KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW")}
-Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK = _STUFF_OF.values()
-Kind.F, Kind.B, Kind.W, Kind.BW = _KIND_OF.values()
+_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agswi"}
+_KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW", "R")}
+Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK, Stuff.INPUT = _STUFF_OF.values()
+Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R = _KIND_OF.values()
 
 MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
 """Stuff that may travel between ranks."""
 
-HELD: dict[Stuff, str] = {Stuff.SAVED: "held_after_f", Stuff.WORK: "held_after_b"}
+HELD: dict[Stuff, str] = {Stuff.SAVED: "held_after_f", Stuff.WORK: "held_after_b", Stuff.INPUT: "held_input"}
 """Stuff that stays on its rank and fills its memory, with the column of `Costs` that tells its bytes. `add_stuff` adds to it."""
 
 KINDS: dict[Kind, Traits] = {
@@ -123,7 +142,7 @@ KINDS: dict[Kind, Traits] = {
         times=("forward",),
         run="forward",
         lost="nothing is computed",
-        colour="#3465b8",
+        colour="#3d6fc2",
         fills_from_start=True,
         torch_letter="F",
     ),
@@ -147,6 +166,7 @@ KINDS: dict[Kind, Traits] = {
         lost="its weight gradient is lost",
         colour="#efb13c",
         adds_gradients=True,
+        uses_weights=False,
         torch_letter="W",
     ),
     Kind.BW: Traits(
@@ -156,9 +176,20 @@ KINDS: dict[Kind, Traits] = {
         times=("backward", "weight"),
         run="backward with weight",
         lost="no gradient flows back",
-        colour="#a9305c",
+        colour="#96284f",
         adds_gradients=True,
         torch_letter="B",
+    ),
+    Kind.R: Traits(
+        phrase="forward again",
+        uses=((Stuff.INPUT, 0),),
+        makes=(Stuff.SAVED,),
+        times=("recompute",),
+        run="forward again",
+        lost="the backward finds nothing saved",
+        colour="#5f246b",
+        fills_from_start=True,
+        forward=LeanForward(makes=(Stuff.ACTIVATION, Stuff.INPUT), run="forward that keeps its input"),
     ),
 }
 """The table of kinds of passes, by their letters. `traits_of` looks a kind up in it and refuses unknown ones; `add_kind` adds to it."""
@@ -169,6 +200,13 @@ _WHEN_CHANGED: list[Callable[[], object]] = []
 def traits_of(kind: str) -> Traits:
     """The row of `kind`; raises `InputError` naming the known kinds where there is none."""
     return KINDS[Kind(kind)]
+
+
+def made_where(kind: Kind, again: Kind | None) -> tuple[Stuff, ...]:
+    """What a pass of `kind` makes where a pass of kind `again` computes the forward of its stage and microbatch again, None for none."""
+    traits = traits_of(kind)
+    lean = None if again is None else KINDS[again].forward
+    return traits.makes if lean is None or Stuff.ACTIVATION not in traits.makes else lean.makes
 
 
 def _unknown(kind: object) -> InputError:
@@ -210,8 +248,14 @@ def kinds_using(stuff: Stuff) -> frozenset[Kind]:
     return frozenset(kind for kind, traits in KINDS.items() if any(used is stuff for used, _ in traits.uses))
 
 
-when_kinds_change(kinds_making.cache_clear)
-when_kinds_change(kinds_using.cache_clear)
+@cache
+def kinds_again() -> frozenset[Kind]:
+    """The kinds that compute a forward again."""
+    return frozenset(kind for kind, traits in KINDS.items() if traits.forward is not None)
+
+
+for _derived in (kinds_making, kinds_using, kinds_again):
+    when_kinds_change(_derived.cache_clear)
 
 
 def add_stuff(letter: str, held: str) -> Stuff:
@@ -252,6 +296,10 @@ def _check_traits(letters: str, traits: Traits) -> None:
     away = [stuff for stuff, hop in traits.uses if hop and stuff not in MOVES]
     if away:
         raise InputError(f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(MOVES))} travel between stages")
+    lean = traits.forward
+    if lean is not None and [stuff for stuff in lean.makes if stuff in MOVES] != [Stuff.ACTIVATION]:
+        made = " and ".join(lean.makes) or "nothing"
+        raise InputError(f"the forward that {letters} computes again sends its activation a and nothing else, but makes {made}")
     if not re.fullmatch("#[0-9a-fA-F]{6}", traits.colour):
         raise InputError(f"the colour of {letters} is written #rrggbb, got {traits.colour!r}")
 

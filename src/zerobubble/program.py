@@ -17,7 +17,7 @@ from zerobubble.display import COLUMNS
 from zerobubble.errors import ParseError, reading
 from zerobubble.ir import Head, Placement, Schedule, Step, WithHead, collect_head, content_lines, parse_step
 from zerobubble.kinds import Kind, Stuff, kinds_making
-from zerobubble.rules import Value
+from zerobubble.rules import Recomputed, Value, recomputed
 from zerobubble.units import counted
 
 
@@ -118,6 +118,11 @@ class Program(WithHead):
         """The kinds of its passes."""
         steps = (action.step for row in self.rows for action in row if isinstance(action, Compute))
         return frozenset(op.kind for step in steps for op in step)
+
+    @cached_property
+    def recomputed(self) -> Recomputed:
+        """What is computed again: by stage and microbatch, the kind of the pass that does it."""
+        return recomputed(op for row in self.rows for action in row if isinstance(action, Compute) for op in action.step)
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
         """Every message action as (rank, position, channel, action)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
 from zerobubble.ir import Op
-from zerobubble.kinds import HELD, KINDS, Kind, kinds_making, kinds_using, traits_of, when_kinds_change
+from zerobubble.kinds import HELD, KINDS, Kind, kinds_again, kinds_making, kinds_using, made_where, traits_of, when_kinds_change
 from zerobubble.kinds import MOVES as MOVES
 from zerobubble.kinds import Stuff as Stuff
 
@@ -23,14 +24,24 @@ class Value(NamedTuple):
         return f"{self.stuff}{self.stage}.{self.microbatch}"
 
 
+Recomputed = Mapping[tuple[int, int], Kind]
+"""By stage and microbatch, the kind of the pass that computes their forward again; without those whose forward is computed once."""
+
+
+def recomputed(passes: Iterable[Op]) -> Recomputed:
+    """What of `passes` is computed again: the forwards there make something else than the table of kinds says, see `made_where`."""
+    again = kinds_again()
+    return {(stage, microbatch): kind for kind, stage, microbatch in passes if kind in again}
+
+
 def uses(op: Op, num_stages: int) -> list[Value]:
     """The values `op` cannot start without."""
     return [Value(stuff, stage, op.microbatch) for stuff, stage in used_stages(op.kind, op.stage, num_stages)]
 
 
-def makes(op: Op, num_stages: int, forward_only: bool = False) -> list[Value]:
-    """The values `op` leaves behind for other passes; an inference F saves nothing."""
-    return [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only)]
+def makes(op: Op, num_stages: int, forward_only: bool = False, again: Kind | None = None) -> list[Value]:
+    """The values `op` leaves behind for other passes; an inference F saves nothing, one computed `again` by such a pass only its input."""
+    return [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only, again)]
 
 
 @cache
@@ -40,16 +51,17 @@ def used_stages(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[Stuff, i
 
 
 @cache
-def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False) -> tuple[Stuff, ...]:
+def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False, again: Kind | None = None) -> tuple[Stuff, ...]:
     """What a pass of `kind` and `stage` makes for other passes: only what some pass of an existing stage uses."""
     readers = kinds_making(Stuff.ACTIVATION) if forward_only else KINDS
     used = {stuff for reader in readers for stuff, hop in KINDS[reader].uses if 0 <= stage - hop < num_stages}
-    return tuple(stuff for stuff in traits_of(kind).makes if stuff in used)
+    return tuple(stuff for stuff in made_where(kind, again) if stuff in used)
 
 
 def makers(value: Value) -> list[Op]:
-    """The passes that could make `value`: one of them must be in the schedule."""
-    return [Op(kind, value.stage, value.microbatch) for kind in KINDS if kind in kinds_making(value.stuff)]
+    """The passes that could make `value`, those that compute a forward again first: the first of them that is there makes it."""
+    kinds = [kind for kind in KINDS if kind in kinds_making(value.stuff)]
+    return [Op(kind, value.stage, value.microbatch) for kind in sorted(kinds, key=lambda kind: kind not in kinds_again())]
 
 
 def moving(kind: Kind) -> Stuff:
@@ -80,7 +92,8 @@ def complete_sets() -> frozenset[frozenset[Kind]]:
 
 def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
     """Whether one of `kinds` makes `stuff` and one uses it, or none does either."""
-    num_makers, num_users = len(kinds & kinds_making(stuff)), len(kinds & kinds_using(stuff))
+    again = next(iter(kinds & kinds_again()), None)
+    num_makers, num_users = sum(stuff in made_where(kind, again) for kind in kinds), len(kinds & kinds_using(stuff))
     return num_makers == num_users <= 1
 
 

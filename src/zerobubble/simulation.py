@@ -12,7 +12,9 @@ from zerobubble.errors import Fault, InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import KINDS, ByKind, Stuff, kinds_making
+from zerobubble.kinds import KINDS, ByKind, Kind, Stuff, kinds_making
+from zerobubble.reductions import planned_sums, play_sums
+from zerobubble.rules import recomputed
 from zerobubble.timeline import Cause, Span, Timeline, Why
 from zerobubble.verify import checked
 
@@ -24,8 +26,8 @@ __all__ = ["Metrics", "memory_faults", "memory_steps", "metrics", "peak_memory",
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of `schedule` under `costs`, each span with its `why`, each rank with its memory over time.
 
-    A message takes `costs.comm` after its maker ended and never keeps a rank busy. The two passes of an overlapped step have the
-    same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
+    A message takes `costs.comm` after its maker ended and never keeps a rank busy, and nor do the sums over replicas (`costs.reduce`).
+    The two passes of an overlapped step have the same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
     the schedule cannot run, `InputError` when the costs are for another number of stages or another placement.
 
     Arguments:
@@ -43,7 +45,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     spans = list(map(Span, graph.ops, played.begin, played.end, _whys(graph, played.after)))
     rows = tuple(tuple(spans[start:end]) for start, end in pairwise(graph.first))
     changes = _changes(costs)
-    return Timeline(schedule.name, rows, tuple(_steps(row, changes) for row in rows))
+    sums = play_sums(planned_sums(graph, costs), played.end)
+    return Timeline(schedule.name, rows, tuple(_steps(row, changes) for row in rows), reductions=sums if any(sums) else ())
 
 
 class Metrics(NamedTuple):
@@ -57,15 +60,26 @@ class Metrics(NamedTuple):
 @garbage_collection_paused()
 def metrics(schedule: Schedule, costs: Costs) -> Metrics:
     """How long `schedule` takes under `costs`: `simulate` without the spans, and with the same errors."""
-    graph, (begin, end, _) = _played(schedule, costs)
-    rows = [(begin[first], end[stop - 1]) for first, stop in pairwise(graph.first) if first < stop]
+    graph, played = _played(schedule, costs)
+    return metrics_of(graph, played, costs)
+
+
+def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
+    """How long passes that were `played` take with the sums over replicas of `costs` beside them."""
+    begin, end, _ = played
+    sums = play_sums(planned_sums(graph, costs), end)
+    rows = [
+        (begin[first], max([end[stop - 1], *(one.end for one in summed)]))
+        for (first, stop), summed in zip(pairwise(graph.first), sums, strict=True)
+        if first < stop
+    ]
     start = min((first for first, _ in rows), default=0)
     return Metrics(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
 
 
 def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, Played]:
     """The graph of `schedule`, and its passes as early as they can be."""
-    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
+    costs.require_schedule(schedule)
     graph, order = checked(schedule)
     return graph, play(graph, order, *pass_times(graph, costs))
 
@@ -75,7 +89,7 @@ def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
     stages = range(costs.num_stages)
     times = ByKind(lambda kind: [costs.time(kind, stage) for stage in stages])
     messages = ByKind(lambda kind: [costs.message_time(kind, stage) for stage in stages])
-    takes = [times[kind][stage] for kind, stage, _ in graph.ops]
+    takes = [costs.time(*op) for op in graph.ops] if costs.shares else [times[kind][stage] for kind, stage, _ in graph.ops]
     delays = [messages[kind][stage] for kind, stage, _ in graph.ops]
     for first in graph.pairs:
         takes[first], takes[first + 1] = costs.step_time((graph.ops[first], graph.ops[first + 1])), 0
@@ -94,7 +108,7 @@ def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ..
     return _steps(row, _changes(costs))
 
 
-def _steps(row: Sequence[Span], changes: BytesByKind) -> tuple[tuple[int, int], ...]:
+def _steps(row: Sequence[Span], changes: _Changes) -> tuple[tuple[int, int], ...]:
     held = _held([span[0] for span in row], changes)
     steps = [(row[0].start, 0)] if row else []
     before, from_start = 0, {kind for kind, traits in KINDS.items() if traits.fills_from_start}
@@ -115,7 +129,7 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     >>> zb.simulation.peak_memory(zb.make("1f1b", 3, 6), zb.Costs.uniform(3))
     (3000000, 2000000, 1000000)
     """
-    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
+    costs.require_schedule(schedule)
     changes = _changes(costs)
     return tuple(max(_held(row, changes), default=0) for row in schedule.rows)
 
@@ -144,17 +158,45 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     return tuple(faults)
 
 
-BytesByKind = ByKind[list[int]]
-"""By how many bytes a pass of each kind and stage changes what its rank holds."""
+def held_bytes(row: Sequence[Op], costs: Costs) -> list[int]:
+    """The bytes that a rank holds once each pass of its row is done; forwards of a row that has nothing else hold nothing."""
+    return _held(row, _changes(costs))
 
 
-def _changes(costs: Costs) -> BytesByKind:
-    return ByKind(lambda kind: [costs.memory_change(kind, stage) for stage in range(costs.num_stages)])
+class _Changes(NamedTuple):
+    """By how many bytes passes change what their rank holds, by kind and stage; `lean` are forwards that such a pass computes again.
+
+    Where microbatches are of unequal cost, `costs` are asked for each pass.
+    """
+
+    costs: Costs
+    plain: ByKind[list[int]]
+    lean: ByKind[list[int]]
 
 
-def _held(row: Sequence[Op], changes: BytesByKind) -> list[int]:
+def _changes(costs: Costs) -> _Changes:
+    stages = range(costs.num_stages)
+    return _Changes(
+        costs,
+        ByKind(lambda kind: [costs.memory_change(kind, stage) for stage in stages]),
+        ByKind(lambda again: [costs.memory_change(Kind.F, stage, again) for stage in stages]),
+    )
+
+
+def _held(row: Sequence[Op], changes: _Changes) -> list[int]:
     """Bytes held once each pass is done; inference forwards hold nothing."""
     forwards = kinds_making(Stuff.ACTIVATION)
     if all(op[0] in forwards for op in row):
         return [0] * len(row)
-    return list(accumulate([changes[kind][stage] for kind, stage, _ in row]))
+    costs, plain, lean = changes
+    again = recomputed(row)
+    if costs.shares:
+        return list(accumulate(costs.memory_change(kind, stage, again.get((stage, j)), j) for kind, stage, j in row))
+    if not again:
+        return list(accumulate([plain[kind][stage] for kind, stage, _ in row]))
+    return list(
+        accumulate(
+            lean[again[stage, microbatch]][stage] if kind in forwards and (stage, microbatch) in again else plain[kind][stage]
+            for kind, stage, microbatch in row
+        )
+    )

@@ -70,24 +70,38 @@ class Mark(NamedTuple):
         return self.end - self.start
 
 
+class Reduction(NamedTuple):
+    """A sum of the gradients of `stage` over replicas from `start` to `end` (ns since the timeline's origin), beside the rank's passes."""
+
+    stage: int
+    start: int
+    end: int
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """One rank's account, times in ns: `makespan = lead + work + gaps + tail` and `span = work + gaps`.
+    """One rank's account, times in ns: `makespan = lead + work + gaps + reduction + tail` and `span = work + gaps + reduction`.
 
     `work` is the time it is busy (overlapped passes count once), `lead` the idle time before its first pass, `gaps` between passes,
-    `tail` after its last; `peak_bytes` is the most activation memory it held, None when the timeline carries no memory.
+    `reduction` from the end of its last pass to the end of its last sum over replicas, `tail` after both; `peak_bytes` is the most
+    activation memory it held, None when the timeline carries no memory.
     """
 
     rank: int
     work: int
     lead: int
     gaps: int
+    reduction: int
     tail: int
     peak_bytes: int | None
 
     @property
     def span(self) -> int:
-        return self.work + self.gaps
+        return self.work + self.gaps + self.reduction
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,10 +112,11 @@ class Timeline(Displayed):
     - `memory[rank]` are the activation bytes that it held, as steps of (time, bytes from then on); empty if unknown.
     - `marks[rank]` is what a measured rank did outside its passes, in the order in which it ended; empty where nothing was recorded.
     - `source` is "simulated" or "measured".
+    - `reductions[rank]` are its sums of gradients over replicas, in their order; empty where there are none.
 
     Two metrics: `makespan` runs from the first start to the last end over all ranks, `span` is the longest that a single rank takes from
     its own first start to its own last end. A bubble rate (`bubble_makespan`, `bubble_span`) is the share of that time, of all ranks
-    together, that is idle: 1 - total work / (ranks x metric).
+    together, that is idle: 1 - total work / (ranks x metric). A rank ends with the last of its passes and sums over replicas.
 
     >>> import zerobubble as zb
     >>> timeline = zb.simulate(zb.make("zb-h1", 2, 3), zb.Costs.uniform(2, times=(10, 10, 8)))
@@ -118,9 +133,10 @@ class Timeline(Displayed):
     memory: tuple[tuple[tuple[int, int], ...], ...] = ()
     source: str = field(default="simulated")
     marks: tuple[tuple[Mark, ...], ...] = ()
+    reductions: tuple[tuple[Reduction, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for what, given in (("memory", self.memory), ("marks", self.marks)):
+        for what, given in (("memory", self.memory), ("marks", self.marks), ("reductions", self.reductions)):
             if given and len(given) != len(self.rows):
                 raise InputError(f"a timeline of {len(self.rows)} ranks needs {what} for as many or for none, got {len(given)}")
 
@@ -145,7 +161,15 @@ class Timeline(Displayed):
 
     @cached_property
     def end(self) -> int:
-        return max(map(_end_of_row, filter(None, self.rows)), default=0)
+        return max((self._end_of_rank(rank) for rank, row in enumerate(self.rows) if row), default=0)
+
+    def _end_of_rank(self, rank: int) -> int:
+        """When the last pass and the last sum over replicas of a rank are over."""
+        return max([_end_of_row(self.rows[rank]), *(sum_.end for sum_ in self.reductions_of(rank))])
+
+    def reductions_of(self, rank: int) -> tuple[Reduction, ...]:
+        """The sums over replicas of a rank, in their order."""
+        return self.reductions[rank] if self.reductions else ()
 
     @property
     def makespan(self) -> int:
@@ -160,9 +184,9 @@ class Timeline(Displayed):
         work = _busy(row)
         peak = max((held for _, held in self.memory[rank]), default=0) if self.memory else None
         if not row:
-            return RankFigures(rank, 0, self.makespan, 0, 0, peak)
-        end = _end_of_row(row)
-        return RankFigures(rank, work, row[0].start - self.start, end - row[0].start - work, self.end - end, peak)
+            return RankFigures(rank, 0, self.makespan, 0, 0, 0, peak)
+        begin, last, end = row[0].start, _end_of_row(row), self._end_of_rank(rank)
+        return RankFigures(rank, work, begin - self.start, last - begin - work, end - last, self.end - end, peak)
 
     @property
     def span(self) -> int:
@@ -196,7 +220,7 @@ class Timeline(Displayed):
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, which `from_dict` reads back.
 
-        A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message].
+        A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message], a sum over replicas [stage, start, end].
         """
         return {
             "format": "zerobubble timeline 1",
@@ -205,6 +229,7 @@ class Timeline(Displayed):
             "rows": [[_span_to_list(span) for span in row] for row in self.rows],
             "memory": [[list(step) for step in steps] for steps in self.memory],
             "marks": [[[mark.doing.value, *mark[1:]] for mark in marks] for marks in self.marks],
+            "reductions": [[list(reduction) for reduction in row] for row in self.reductions],
         }
 
     @classmethod
@@ -214,7 +239,8 @@ class Timeline(Displayed):
             rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
             marks = tuple(tuple(map(_mark_from_list, row)) for row in data.get("marks", ()))
-            return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks)
+            sums = tuple(tuple(Reduction(*map(whole, (stage, *times))) for stage, *times in row) for row in data.get("reductions", ()))
+            return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks, sums)
 
 
 def _end_of_row(row: Sequence[Span]) -> int:

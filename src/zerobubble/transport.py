@@ -34,10 +34,11 @@ from zerobubble.runtime.transport.endpoint import (
     PeerGoneError,
     Put,
     StoreTiming,
+    Sums,
     Take,
     Traffic,
-    Work,
 )
+from zerobubble.runtime.transport.work import Work
 
 __all__ = [
     "Capabilities",
@@ -48,6 +49,7 @@ __all__ = [
     "PeerGoneError",
     "Put",
     "StoreTiming",
+    "Sums",
     "Take",
     "Topic",
     "Traffic",

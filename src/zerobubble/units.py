@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 from math import floor, log10
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 NS_PER_MS = 1_000_000
 MOST_MS = 10**9
 """The longest time of a pass or message, in ms: eleven days. Beyond stands a slip of the pen."""
 MOST = MOST_MS * NS_PER_MS
 """That in ns; and the most bytes that a stage may hold for a microbatch, a petabyte."""
+
+
+_BYTES = {prefix + "B": 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T"))}
+_BYTES |= {prefix + "iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)}
+BYTE_UNITS = ", ".join(_BYTES)
+"""The units in which memory may be given."""
+
+
+def read_bytes(text: str) -> int | None:
+    """The bytes of an amount with its unit, such as `40GB` or `1.5 GiB`; None where the text is none."""
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([a-zA-Z]*B)\s*", text)
+    try:
+        return round(float(found[1]) * _BYTES[found[2]]) if found else None
+    except (KeyError, OverflowError, ValueError):
+        return None
 
 
 def ms(time: int) -> float:
@@ -38,7 +57,7 @@ def show_bytes(count: int) -> str:
     return f"{size:.3g} TB"
 
 
-def show_range(values: Iterable[int], show: Callable[[int], str]) -> str:
+def show_range(values: Iterable[Number], show: Callable[[Number], str]) -> str:
     """The least and the largest of `values`, each by `show`, once where they are the same: `9.8 ms to 10.2 ms`."""
     known = list(values)
     if not known:

@@ -76,7 +76,7 @@ def _buffer_faults(program: Program, rank: int) -> list[Fault]:
     here: set[Value] = set()
     gone: set[Value] = set()
     faults: list[Fault] = []
-    forward_only = program.is_forward_only
+    forward_only, again = program.is_forward_only, program.recomputed
     for position, action in enumerate(program.rows[rank]):
         if isinstance(action, Recv):
             here.add(action.value)
@@ -85,7 +85,7 @@ def _buffer_faults(program: Program, rank: int) -> list[Fault]:
         faults += [_absent(rank, position, action, value, value in gone) for value in needed if value not in here]
         if isinstance(action, Compute):
             here.difference_update(needed)
-            here.update(value for op in action.step for value in makes(op, program.num_stages, forward_only))
+            here.update(value for op in action.step for value in makes(op, program.num_stages, forward_only, again.get(op[1:])))
         elif isinstance(action, Free):
             here.discard(action.value)
         if not isinstance(action, Send):

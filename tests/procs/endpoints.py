@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.choice import over_torch
 from zerobubble.runtime.transport.gloo import GlooEndpoint
+from zerobubble.runtime.transport.mesh import layout_of_group
 from zerobubble.transport import Capabilities, Endpoint, Group, Line, PeerGoneError, StoreTiming, Work
 
 E = TypeVar("E", bound=GlooEndpoint)
@@ -47,7 +48,7 @@ class CountingLines(GlooEndpoint):
 
 def of_group(kind: type[E], group: Any) -> E:
     """This rank's endpoint among the ranks of a process group."""
-    return kind(over_torch(group, 60.0).group, 60.0)
+    return kind(over_torch(layout_of_group(group), 60.0).group, 60.0)
 
 
 class OverGloo(Endpoint):

@@ -8,13 +8,17 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.procs.hosts.hosts import live_on
 
 _alone: list[Any] = []
 
@@ -47,11 +51,24 @@ ONE_AT_A_TIME = threading.Lock()
 """Held by whoever starts a process, who looks after all others too, or asks for an exit code: two threads that look read a status twice."""
 
 
+PORTS = range(20_000, 30_000)
+"""Below those that systems give to connections and to servers that ask for any: nobody else is given one before it is used."""
+_taken: list[socket.socket] = []
+"""Names of ports, which other processes of the tests see, for as long as this process lives."""
+
+
 def free_port() -> int:
-    """One that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """One that nobody has now, and that no other test will have."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0zerobubble-tests-port-{port}")
+            with socket.create_server(("127.0.0.1", port)):
+                _taken.append(name)
+                return port
+        except OSError:
+            name.close()
+    raise OSError("there seems to be no free port")
 
 
 def forkserver() -> Any:
@@ -62,16 +79,22 @@ def forkserver() -> Any:
 
 
 class Ranks:
-    """`size` processes in one gloo world; its store is a file, or where `hosted`, in the process of rank 0."""
+    """`size` processes in one gloo world; its store is a file, or where `hosted`, in the process of rank 0, or else where `store` says.
 
-    def __init__(self, size: int, *, hosted: bool = False) -> None:
+    `hosts` has a process of the host (`tests.procs.hosts`) on which each rank runs.
+    """
+
+    def __init__(self, size: int, *, hosted: bool = False, store: str = "", hosts: Sequence[int] = ()) -> None:
         context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
-        store = f"tcp://127.0.0.1:{free_port()}" if hosted else f"file://{os.path.join(self._folder.name, 'store')}"
+        default = f"tcp://127.0.0.1:{free_port()}" if hosted else f"file://{os.path.join(self._folder.name, 'store')}"
+        arguments = [(rank, size, store or default, self._folder.name) for rank in range(size)]
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=_worker, args=(rank, size, store, self._folder.name, theirs), daemon=True)
+            context.Process(target=live_on, args=(hosts[rank], _worker, *arguments[rank], theirs), daemon=True)
+            if hosts
+            else context.Process(target=_worker, args=(*arguments[rank], theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         self._jobs: list[list[str]] = [[] for _ in range(size)]
@@ -81,7 +104,7 @@ class Ranks:
         for _, theirs in pairs:
             theirs.close()
 
-    def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[tuple[str, Any]]:
+    def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = 240) -> list[tuple[str, Any]]:
         """Per rank: ("ok", result), ("error", text), or where the process ended, ("gone", the name of the signal or the exit code)."""
         self.start(function, *args, ranks=ranks)
         return [self.outcome(rank, seconds) for rank in range(ranks)]
@@ -99,7 +122,7 @@ class Ranks:
                 raise AssertionError(f"rank {rank} ended by {ended} before it got {job}; {self._last_jobs(rank)}") from error
             self._jobs[rank].append(job)
 
-    def outcome(self, rank: int, seconds: float = 120) -> tuple[str, Any]:
+    def outcome(self, rank: int, seconds: float = 240) -> tuple[str, Any]:
         """How the job ended on `rank`, as `outcomes` tells it."""
         try:
             if not self.pipes[rank].poll(seconds):
@@ -110,7 +133,7 @@ class Ranks:
         except (EOFError, ConnectionError):
             return "gone", self._how_it_ended(rank)
 
-    def run(self, function: Any, *args: Any, ranks: int, seconds: float = 120) -> list[Any]:
+    def run(self, function: Any, *args: Any, ranks: int, seconds: float = 240) -> list[Any]:
         """The results of a job that must succeed on every rank."""
         outcomes = self.outcomes(function, *args, ranks=ranks, seconds=seconds)
         failed = [

@@ -19,11 +19,11 @@ from zerobubble.runtime.executor.runs import Task, runs
 RAN: list[str] = []
 
 
-@runs("forward that keeps its input")
+@runs("own lean forward")
 def forward_lean(task: Task) -> Any:
     """The outputs, and of all that led there the inputs alone."""
     RAN.append(f"{task.stage.index}C{task.microbatch}")
-    task.kept[Stuff("i")] = task.taken
+    task.kept[Stuff("k")] = task.taken
     with torch.no_grad():
         outputs = task.stage.infer(task.taken, task.finish)
     return tuple(output.detach().requires_grad_() for output in outputs)
@@ -32,8 +32,8 @@ def forward_lean(task: Task) -> Any:
 @runs("forward computed again")
 def forward_again(task: Task) -> None:
     """What B needs, from the inputs that were kept."""
-    RAN.append(f"{task.stage.index}R{task.microbatch}")
-    task.stage.forward(task.microbatch, task.kept.pop(Stuff("i")))
+    RAN.append(f"{task.stage.index}A{task.microbatch}")
+    task.stage.forward(task.microbatch, task.kept.pop(Stuff("k")))
 
 
 def train(group: Any, name: str, microbatches: int) -> tuple[dict[str, float], list[str], list[str]]:
@@ -41,7 +41,7 @@ def train(group: Any, name: str, microbatches: int) -> tuple[dict[str, float], l
     with recomputing():
         schedule = with_recomputation(zb.make(name, group.size(), microbatches))
         errors = worst_errors(group, schedule, steps=1)
-        return errors, sorted(RAN), sorted(str(op) for op in schedule.rows[group.rank()] if op.kind in ("C", "R"))
+        return errors, sorted(RAN), sorted(str(op) for op in schedule.rows[group.rank()] if op.kind in ("C", "A"))
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 3, 5), ("zb-h1", 2, 4), ("zb-v", 2, 6), ("dualpipe", 2, 4)])
@@ -68,7 +68,7 @@ def evaluate_and_draw(group: Any) -> tuple[float, float, set[str]]:
 def test_an_added_kind_is_measured_and_left_out_of_evaluation(world: Ranks) -> None:
     for trained, evaluated, kinds in world.run(evaluate_and_draw, ranks=2):
         assert evaluated == pytest.approx(trained, rel=1e-12)
-        assert kinds == {"C", "R", "F", "BW"}
+        assert kinds == {"C", "A", "F", "BW"}
 
 
 def start_without_a_function(group: Any) -> str:

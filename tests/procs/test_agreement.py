@@ -14,7 +14,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.hooks import PostValidation, StepHook
 
-PROMPT = 30.0
+PROMPT = 80.0
 """Seconds by which every rank has been told, which is far below the timeout."""
 
 

@@ -304,7 +304,7 @@ def many_lengths(group: Any, name: str) -> bool:
         return exact and same_gradients(pipe, stages, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.long)])
 def test_lengths_change_more_often_than_is_remembered(world: Ranks, name: str) -> None:
     assert all(world.run(many_lengths, name, ranks=2))
 
@@ -373,7 +373,7 @@ def scaled(group: Any, name: str) -> tuple[list[float], list[float], list[float]
         return scales, losses, expected, all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.long), "zb-v"])
 def test_scaled_gradients_leave_out_the_steps_that_one_device_leaves_out(world: Ranks, name: str) -> None:
     for scales, losses, expected, same in world.run(scaled, name, ranks=2):
         assert same

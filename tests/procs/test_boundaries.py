@@ -14,6 +14,7 @@ import zerobubble as zb
 from tests.procs.endpoints import BareLines, of_group
 from tests.procs.models import Block, OneDevice, batch, loss_fn
 from tests.procs.ranks import Ranks
+from tests.thinned import every_of
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 
@@ -94,9 +95,7 @@ class Nested(Part):
         return x if self.is_last else (x, {**rest, "tables": Pair(x.sin(), rest["tables"].cos)})
 
 
-@pytest.mark.parametrize("lanes", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("make_stage", [ByName, Nested])
+@pytest.mark.parametrize(("make_stage", "name", "lanes"), every_of(3, [ByName, Nested], NAMES, [False, True]))
 def test_nests_and_constants_cross(world: Ranks, make_stage: Any, name: str, lanes: bool) -> None:
     for worst in world.run(train, make_stage, name, lanes, ranks=2):
         assert worst <= 1e-12
@@ -151,15 +150,13 @@ class Restarting(Part):
         return y if self.is_last else (y, tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("make_stage", [Ignoring, IgnoringSome, Restarting])
+@pytest.mark.parametrize(("make_stage", "name"), every_of(5, [Ignoring, IgnoringSome, Restarting], NAMES))
 def test_what_a_stage_ignores_gets_no_gradient(world: Ranks, make_stage: Any, name: str) -> None:
     for worst in world.run(train, make_stage, name, ranks=2):
         assert worst <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
-@pytest.mark.parametrize("make_stage", [Ignoring, IgnoringSome, Restarting])
+@pytest.mark.parametrize(("make_stage", "name"), every_of(5, [Ignoring, IgnoringSome, Restarting], ["zb-h1", "zb-v"]))
 def test_what_a_stage_ignores_gets_no_gradient_between_machines(world: Ranks, make_stage: Any, name: str) -> None:
     for worst in world.run(train, make_stage, name, True, ranks=3):
         assert worst <= 1e-12

@@ -15,6 +15,7 @@ from tests.procs.endpoints import BareLines, of_group
 from tests.procs.models import OneDevice, batch, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_boundaries import Part, compare, train
+from tests.thinned import every, every_of
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 
@@ -69,8 +70,11 @@ class Crossing(Part):
         return x if self.is_last else self.give(x)
 
 
-@pytest.mark.parametrize(("name", "lanes"), [("1f1b", True), ("zb-h1", False), ("zb-v", False), ("dualpipe", False)])
-@pytest.mark.parametrize("kind", KINDS)
+SCHEDULES = [("1f1b", True), ("zb-h1", False), ("zb-v", False), ("dualpipe", False)]
+"""Schedules, and whether messages go as between machines."""
+
+
+@pytest.mark.parametrize(("kind", "name", "lanes"), every(3, ((kind, *schedule) for kind in KINDS for schedule in SCHEDULES)))
 def test_every_kind_of_tensor_crosses(world: Ranks, kind: str, name: str, lanes: bool) -> None:
     for worst in world.run(train, partial(Crossing, kind), name, lanes, ranks=2):
         assert worst <= (1e-2 if kind in ("other types", "a complex64") else 1e-12)
@@ -288,16 +292,15 @@ def thaw(group: Any, name: str, frozen: list[list[int]], lanes: bool) -> float:
 FROZEN = [[[0], [], [0, 1], [], [0]], [[0, 1], [0], [1], [0, 1], []], [[], [0], [0, 1, 2], [1], []]]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize(("frozen", "name"), every_of(5, FROZEN, NAMES))
 def test_stages_may_be_frozen_and_unfrozen_between_steps(world: Ranks, name: str, frozen: list[list[int]]) -> None:
     for worst in world.run(thaw, name, frozen, False, ranks=2):
         assert worst <= 1e-12
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("dualpipe", 2)])
-@pytest.mark.parametrize("frozen", FROZEN)
-def test_stages_may_be_frozen_and_unfrozen_between_machines(world: Ranks, name: str, ranks: int, frozen: list[list[int]]) -> None:
+@pytest.mark.parametrize(("frozen", "shape"), every_of(5, FROZEN, [("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("dualpipe", 2)]))
+def test_stages_may_be_frozen_and_unfrozen_between_machines(world: Ranks, frozen: list[list[int]], shape: tuple[str, int]) -> None:
+    name, ranks = shape
     for worst in world.run(thaw, name, frozen, True, ranks=ranks):
         assert worst <= 1e-12
 

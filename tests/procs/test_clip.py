@@ -8,6 +8,8 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
+from tests.procs.signs import await_signs
 
 MAX_NORM = {2.0: 0.5, math.inf: 0.15}
 """About the middle of the norms that come up."""
 STEPS = 20
-PROMPT = 30.0
+PROMPT = 60.0
 """Seconds by which a rank must have been told of a failure, on a busy machine too."""
 
 
@@ -189,8 +192,11 @@ def test_the_norm_of_no_gradients_is_0(world: Ranks) -> None:
     assert world.run(without_gradients, ranks=2) == [0.0, 0.0]
 
 
-def clip_with(group: Any, act: Any, culprit: int, timeout: float) -> tuple[float, str, int | None]:
-    """A step, then clipping, before which rank `culprit` acts: (seconds until the error, its text, its rank)."""
+def clip_with(group: Any, act: Any, culprit: int, timeout: float, folder: Path) -> tuple[float, str, int | None]:
+    """A step, then clipping, before which rank `culprit` acts: (seconds until the error, its text, its rank).
+
+    Each leaves a sign in `folder` that it was told.
+    """
     pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=timeout)
     pipe.step(*batch(8))
     begin = time.monotonic()
@@ -199,6 +205,7 @@ def clip_with(group: Any, act: Any, culprit: int, timeout: float) -> tuple[float
     with pytest.raises(zb.PipelineError) as caught:
         pipe.clip_grad_norm_(1.0)
     took = time.monotonic() - begin
+    (folder / str(pipe.rank)).touch()
     with pytest.raises(zb.PipelineError, match="make a new Pipeline"):
         pipe.clip_grad_norm_(1.0)
     return took, str(caught.value), caught.value.rank
@@ -223,20 +230,21 @@ def die(pipe: zb.Pipeline) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def freeze(pipe: zb.Pipeline) -> None:
-    time.sleep(5)
+def freeze(folder: Path, pipe: zb.Pipeline) -> None:
+    """Until the other three have been told."""
+    await_signs(*(folder / str(rank) for rank in range(3)))
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_cannot_clip_ends_all_with_its_cause(world: Ranks, culprit: int) -> None:
-    for took, text, rank in world.run(clip_with, take_away_norm, culprit, 60.0, ranks=4):
+def test_a_rank_that_cannot_clip_ends_all_with_its_cause(world: Ranks, culprit: int, tmp_path: Path) -> None:
+    for took, text, rank in world.run(clip_with, take_away_norm, culprit, 2 * PROMPT, tmp_path, ranks=4):
         assert took < PROMPT
         assert rank == culprit
         assert text.startswith(f"rank {culprit} failed while clipping gradients: NotImplementedError: ")
 
 
-def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks) -> None:
-    first, gone, last = doomed.outcomes(clip_with, die, 1, 60.0, ranks=3)
+def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks, tmp_path: Path) -> None:
+    first, gone, last = doomed.outcomes(clip_with, die, 1, 2 * PROMPT, tmp_path, ranks=3)
     assert gone == ("gone", "SIGKILL")
     for state, (took, text, rank) in (first, last):
         assert state == "ok"
@@ -246,8 +254,8 @@ def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks) -> None:
         assert re.match("rank 1 is gone: its process ended while rank [02] was gathering the norms of gradients", text)
 
 
-def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ranks) -> None:
-    for took, text, rank in world.run(clip_with, freeze, 3, 2.0, ranks=4)[:3]:
-        assert 1 < took < 15
+def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ranks, tmp_path: Path) -> None:
+    for took, text, rank in world.run(clip_with, partial(freeze, tmp_path), 3, 4.0, tmp_path, ranks=4)[:3]:
+        assert 1 < took < PROMPT
         assert rank == 3
         assert text.startswith("rank 3 kept the others waiting: it was outside the pipeline, in code of its own when rank ")

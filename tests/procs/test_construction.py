@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import random
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerobubble as zb
+from tests.procs.exhaustive import EXHAUSTIVE, one_in
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import Moment, judge_all, kill, replaced, stop, struck
@@ -36,8 +38,8 @@ from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
 RANKS = 4
-TIMEOUT, ANSWER_S, SPARE_S, STEPS_S = 4.0, 3.0, 2.0, 4.0
-"""The timeout of the pipelines here, how long it may take beyond until all are told, what a busy machine may add, and what steps may."""
+TIMEOUT, LONG_S, TOLD_S = 4.0, 100.0, 40.0
+"""The timeout of the pipelines here, that of those that must not need it, and by when all must have been told, on a busy machine too."""
 
 
 class Ended(NamedTuple):
@@ -70,10 +72,13 @@ def one_right_step(group: Any) -> float:
 
 
 def come_late(group: Any, late: int) -> tuple[Ended, float]:
+    """Rank `late` comes when the others have given up, and all make the next pipeline when it has been told."""
     dist.barrier(group)
     if dist.get_rank(group) == late:
-        time.sleep(TIMEOUT + 2)
+        dist.barrier(group)
     end = construct(group)
+    if dist.get_rank(group) != late:
+        dist.barrier(group)
     dist.barrier(group)
     return end, one_right_step(group)
 
@@ -83,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late
     told = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
     text = f"rank {late} did not come to make a Pipeline within 4 s; see the log there, or raise `timeout` if it may take that long"
     assert {end[:3] for end in told} == {("PipelineError", text, late)}
-    assert max(end.seconds for end in told) < TIMEOUT + ANSWER_S
+    assert max(end.seconds for end in told) < TIMEOUT + TOLD_S
 
 
 def try_again(group: Any) -> list[Ended]:
@@ -105,10 +110,10 @@ def end_with_the_store(group: Any) -> str:
     rank = dist.get_rank(group)
     dist.barrier(group)
     if rank == 2:
-        time.sleep(2 * TIMEOUT)
+        time.sleep(LONG_S)
     seldom = 0.8 if rank == 1 else 0.05
     with replaced(meeting, "_SHORTEST_S", seldom), replaced(meeting, "_LONGEST_S", seldom):
-        end = construct(group, timeout=1.0 if rank == 0 else 20.0)
+        end = construct(group, timeout=2.0 if rank == 0 else LONG_S)
     if rank == 0:
         os._exit(0)
     return end.text
@@ -120,7 +125,7 @@ def test_the_process_with_the_store_stays_until_the_others_have_read_why_it_ends
         world.start(end_with_the_store, ranks=3)
         state, text = world.outcome(1)
         assert state == "ok"
-        assert text.startswith("rank 2 did not come to make a Pipeline within 1 s")
+        assert text.startswith("rank 2 did not come to make a Pipeline within 2 s")
     finally:
         world.kill()
 
@@ -130,16 +135,22 @@ def be_interrupted(group: Any) -> Ended | None:
     rank = dist.get_rank(group)
     if rank == 2:
         return None
-    if rank == 1:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    return construct(group, timeout=60.0)
+    waits, wait = itertools.count(), meeting._Attendance._count
+
+    def be_told_to_end(attendance: Any, seconds: float) -> None:
+        if next(waits) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        wait(attendance, seconds)
+
+    with replaced(meeting._Attendance, "_count", be_told_to_end if rank == 1 else wait):
+        return construct(group, timeout=LONG_S)
 
 
 def test_an_interrupt_while_meeting_is_told_to_the_others(world: Ranks) -> None:
     first, second, _ = world.run(be_interrupted, ranks=3)
     assert Ended(*second).kind == "KeyboardInterrupt"
     assert Ended(*first)[:3] == ("PipelineError", "rank 1 failed while meeting the other ranks: KeyboardInterrupt", 1)
-    assert Ended(*first).seconds < 30
+    assert Ended(*first).seconds < TOLD_S
 
 
 def of_other_versions(group: Any, what: str, other: str) -> str:
@@ -176,7 +187,41 @@ def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_told(act: Callab
     assert {(end.kind, end.rank) for end in ended} == {("PipelineError", 0)}, ended
     assert len({end.text for end in ended}) == 1, ended
     assert "the store of torch.distributed, in its process, does not answer" in ended[0].text
-    assert max(end.seconds for end in ended) < TIMEOUT + ANSWER_S
+    assert max(end.seconds for end in ended) < TIMEOUT + TOLD_S
+
+
+def meet_after_silence(group: Any) -> str:
+    """To rank 1 the store does not answer before it has come; it answers again in the next attempt, in which rank 0 waits already."""
+    answers, opened = threading.Event(), threading.Event()
+    open_round = meeting._Attendance._open_round
+    attempts = []
+
+    def late(attendance: Any) -> str:
+        attempts.append(attendance)
+        if len(attempts) == 1:
+            answers.wait()
+            found = open_round(attendance)
+            opened.set()
+            return found
+        time.sleep(0.5)
+        answers.set()
+        assert opened.wait(60)
+        time.sleep(0.5)
+        return open_round(attendance)
+
+    with ExitStack() as stack:
+        if dist.get_rank(group) == 1:
+            stack.enter_context(replaced(meeting._Attendance, "_open_round", late))
+        text = construct(group, timeout=1.0).text
+        dist.barrier(group)
+        one_right_step(group)
+    return text
+
+
+def test_a_rank_that_has_given_up_does_not_come_to_the_next_attempt_when_the_store_answers_again(world: Ranks) -> None:
+    _, text, *_ = world.run(meet_after_silence, ranks=2)
+    assert "the store of torch.distributed" in text
+    assert "does not answer" in text
 
 
 # 2. Arguments are judged before anything is connected, and told to all.
@@ -197,7 +242,7 @@ def of_wrong_arguments(group: Any, where: int | None) -> list[tuple[str, float]]
     told = []
     with replaced(GlooEndpoint, "connect", refuse):
         for name, value in WRONG:
-            options = {"build_or_modules": build, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": loss_fn, "timeout": 20.0}
+            options = {"build_or_modules": build, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": loss_fn, "timeout": LONG_S}
             if where in (None, dist.get_rank(group)):
                 options[name] = value
             began = time.monotonic()
@@ -216,7 +261,7 @@ def test_wrong_arguments_are_told_to_all_before_ranks_connect(world: Ranks, wher
         assert [f"rank {rank}: {name} must be " in text for rank in range(3)] == [rank in ranks for rank in range(3)]
         assert f", got {value!r}" in text
         assert text.count(";") == len(ranks) - 1
-        assert max(seconds for _, seconds in ended) < 10
+        assert max(seconds for _, seconds in ended) < TOLD_S
 
 
 def outside_of_its_group(group: Any) -> list[str]:
@@ -286,7 +331,6 @@ def judge(case: Case) -> None:
         ended = {rank: Ended(*end) for rank, (_, end) in outcomes.items()}
         judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
         if case.act is kill and case.moment != "coming":  # which process the rank is, it has told when it came
-            assert max(end.seconds for end in ended.values()) < ANSWER_S + SPARE_S, f"{case}: {ended}"
             assert all(f"rank {case.rank} is gone: its process ended" in end.text for end in ended.values()), f"{case}: {ended}"
         if case.act is stop:
             os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)
@@ -297,11 +341,11 @@ def judge(case: Case) -> None:
         world.kill()
 
 
-def judge_ended(case: str, victim: int, ended: dict[int, Ended], without_store: bool, later_s: float = 0.0) -> None:
+def judge_ended(case: str, victim: int, ended: dict[int, Ended], without_store: bool) -> None:
     for end in ended.values():
         assert end.kind == "PipelineError", f"{case}: {ended}"
         assert end.rank == victim, f"{case}: {ended}"
-        assert end.seconds < TIMEOUT + ANSWER_S + SPARE_S + later_s, f"{case}: {ended}"
+        assert end.seconds < TIMEOUT + TOLD_S, f"{case}: {ended}"
     assert without_store or len({end.text for end in ended.values()}) == 1, f"{case}: {ended}"
 
 
@@ -309,18 +353,19 @@ def diagonal() -> list[Case]:
     return [Case((kill, stop)[i % 2], moment, (i // 2) % RANKS, hosted=i % 3 == 0) for i, moment in enumerate(INSIDE)]
 
 
-@pytest.mark.timeout(300)
 def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None:
-    judge_all(judge, diagonal(), at_once=3)
+    """At every other moment."""
+    judge_all(judge, diagonal()[::2], at_once=3)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("act", [kill, stop])
 def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_told_to_the_living(act: Callable[[], None]) -> None:
+    """One case in five, of which there are two for most moments, unless ZEROBUBBLE_EXHAUSTIVE=1."""
     cases = [Case(act, moment, rank, hosted) for moment in INSIDE for rank in range(RANKS) for hosted in (False, True)]
     # A rank that stands still while it holds the lock of a file that is the store leaves all others without it.
-    judge_all(judge, cases, at_once=3, most_wrong=2)
+    judge_all(judge, one_in(5, cases), at_once=3, most_wrong=2 if EXHAUSTIVE else 1)
 
 
 LEAVING = """
@@ -332,17 +377,18 @@ rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
 if rank == 1:
     EndableStore.get = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-zb.Pipeline(lambda stage, stages: torch.nn.Linear(4, 4), "1f1b", 4, torch.nn.functional.mse_loss, timeout=1.0)
+zb.Pipeline(lambda stage, stages: torch.nn.Linear(4, 4), "1f1b", 4, torch.nn.functional.mse_loss, timeout=10.0)
 """
 
 
+@pytest.mark.long
 def test_a_process_ends_as_usual_after_it_has_left_a_constructor_behind(tmp_path: Path) -> None:
     (tmp_path / "leaving.py").write_text(LEAVING)
     command = [sys.executable, str(tmp_path / "leaving.py")]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in range(3)]
     try:
         for living in (ranks[0], ranks[2]):
-            _, told = living.communicate(timeout=60)
+            _, told = living.communicate(timeout=300)
             assert living.returncode == 1, told
             assert "zerobubble.errors.PipelineError: rank 1 does not answer: " in told  # gloo may have its say behind that
             assert "terminate called" not in told
@@ -428,8 +474,7 @@ def judge_random(case: RandomCase) -> list[tuple[float, bool]]:
         assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
         ended = {rank: Ended(*end) for rank, (_, (end, _)) in outcomes.items()}
         told = [(end[3], inside) for _, (end, inside) in outcomes.values()]
-        later_s = 0.0 if all(inside for _, inside in told) else STEPS_S
-        judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0, later_s)
+        judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
         return told
     finally:
         world.kill()
@@ -439,10 +484,12 @@ def judge_random(case: RandomCase) -> list[tuple[float, bool]]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_kills_and_freezes_at_random_moments_inside_are_told_to_the_living(number: int) -> None:
+    """Twelve cases, or 40 with ZEROBUBBLE_EXHAUSTIVE=1."""
     chance = random.Random(int(number))
-    cases = [RandomCase(number, chance.uniform(0, 0.9), chance.randrange(RANKS), chance.random() < 0.5) for _ in range(40)]
+    count = 40 if EXHAUSTIVE else 12
+    cases = [RandomCase(number, chance.uniform(0, 0.9), chance.randrange(RANKS), chance.random() < 0.5) for _ in range(count)]
     told: list[tuple[float, bool]] = []
-    judge_all(lambda case: told.extend(judge_random(case)), cases, at_once=3, most_wrong=2)
+    judge_all(lambda case: told.extend(judge_random(case)), cases, at_once=3, most_wrong=2 if EXHAUSTIVE else 1)
     inside = [seconds for seconds, is_inside in told if is_inside]
     assert len(inside) > len(told) / 2, "the moments must lie inside"
     print(f"{len(inside)} of {len(told)} told inside, after {max(inside):.1f} s at most")

@@ -28,7 +28,7 @@ class Communicators:
     """A lane as NCCL has it: the first message between two ranks holds each of them until the other is there."""
 
     def __init__(self) -> None:
-        self.meetings: dict[frozenset[int], threading.Barrier] = defaultdict(lambda: threading.Barrier(2, timeout=5))
+        self.meetings: dict[frozenset[int], threading.Barrier] = defaultdict(lambda: threading.Barrier(2, timeout=60))
         self.lock = threading.Lock()
 
     def end(self, rank: int) -> Any:

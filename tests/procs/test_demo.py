@@ -48,7 +48,7 @@ def one_device_losses(group: Any, steps: int) -> list[float]:
     task = small_task()
     from training import train_one_device
 
-    losses: list[float] = train_one_device(task, steps, lambda step, loss: None)
+    losses: list[float] = train_one_device(task, steps, lambda step, loss: None)[0]
     return losses
 
 
@@ -59,9 +59,8 @@ def losses_of_one_device(world: Ranks, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"), [("zb-v", 25), pytest.param("zb-v", 50, marks=pytest.mark.long), pytest.param("zb-h1", 50, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "steps"), [("zb-v", 25), ("zb-h1", 50)])
 def test_float32_losses_are_those_of_one_device(world: Ranks, name: str, steps: int) -> None:
     expected = losses_of_one_device(world, steps)
     assert expected[-1] < 0.8 * expected[0]
@@ -75,7 +74,7 @@ def quiet_environment() -> dict[str, str]:
 
 def demo(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, SCRIPT, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=quiet_environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=quiet_environment(), check=False)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,12 @@ def test_its_files_agree(report: tuple[Path, subprocess.CompletedProcess[str]]) 
     trained = metrics["schedules"][-1]
     assert trained["name"] == "zb-v"
     makespans = [trained[source]["makespan_ms"] for source in ("predicted", "measured")]
-    assert [timeline["makespan"] / 1e6 for timeline in data["timelines"]] == makespans
+    assert [timeline["name"] for timeline in data["timelines"]] == ["1f1b", "zb-v", "zb-v"]
+    base = metrics["schedules"][0]["measured"]["makespan_ms"]
+    assert [timeline["makespan"] / 1e6 for timeline in data["timelines"]] == [base, *reversed(makespans)]
+    for drawn, run in zip(data["timelines"], [metrics["schedules"][0], trained, trained], strict=True):
+        assert drawn["layers"] == run["bytes_beside_activations"]
+        assert sum(drawn["layers"]["parameters"]) == 4 * metrics["parameters"]
 
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     for process, makespan in enumerate(makespans, 1):
@@ -142,7 +146,7 @@ def test_interrupting_it_ends_every_rank(tmp_path: Path, number: signal.Signals)
     while "Training" not in running.stdout.readline():
         assert running.poll() is None
     running.send_signal(number)
-    _, noise = running.communicate(timeout=60)  # ends only when every rank has closed its output
+    _, noise = running.communicate(timeout=120)  # ends only when every rank has closed its output
     assert running.returncode == 128 + number
     assert noise == ""
 

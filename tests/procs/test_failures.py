@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,12 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.models import InBackward, batch, build, loss_fn
 from tests.procs.ranks import Ranks
+from tests.procs.signs import await_signs
+from tests.procs.test_fault_injection import replaced
+from zerobubble.runtime.failure.report import FailureReport, RankStatus
+from zerobubble.runtime.failure.watch import FailureWatch
 
-TIMEOUT, PROMPT = 60.0, 30.0
+TIMEOUT, PROMPT = 200.0, 100.0
 """Seconds after which a rank gives up by itself, and by which it must have been told, on a busy machine too."""
 
 
@@ -68,11 +73,14 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def freeze() -> None:
-    time.sleep(9)
+def told(folder: Path, ranks: Iterable[int]) -> list[Path]:
+    """The signs by which these ranks say that they have been told."""
+    return [folder / f"{rank} was told" for rank in ranks]
 
 
-def train_with(group: Any, name: str, stage: int, bomb: nn.Module, timeout: float) -> tuple[float, str, int | None, str | None]:
+def train_with(
+    group: Any, name: str, stage: int, bomb: nn.Module, timeout: float, folder: Path | None = None
+) -> tuple[float, str, int | None, str | None]:
     """One step in which `bomb` sits in front of `stage`: (seconds until the error, its text, its rank, its action)."""
     pipe = zb.Pipeline(
         lambda s, n: nn.Sequential(bomb, build(s, n)) if s == stage else build(s, n), name, 8, loss_fn, group=group, timeout=timeout
@@ -81,6 +89,9 @@ def train_with(group: Any, name: str, stage: int, bomb: nn.Module, timeout: floa
     with pytest.raises(zb.PipelineError) as caught:
         pipe.step(*batch(8))
     took = time.monotonic() - begin
+    if folder is not None:
+        (sign,) = told(folder, [pipe.rank])
+        sign.touch()
     with pytest.raises(zb.PipelineError, match="make a new Pipeline"):
         pipe.step(*batch(8))
     return took, str(caught.value), caught.value.rank, caught.value.op
@@ -131,56 +142,68 @@ def test_a_killed_rank_ends_the_others(doomed: Ranks, victim: int) -> None:
         assert took < PROMPT
         assert rank == victim
         assert text.startswith(f"rank {victim} is gone: its process ended while rank ")
-    doomed.processes[victim].join(5)
+    doomed.processes[victim].join(TIMEOUT)
     assert not doomed.processes[victim].is_alive()
 
 
-def test_a_frozen_rank_ends_the_others_within_the_timeout(doomed: Ranks) -> None:
-    outcomes = doomed.outcomes(train_with, "1f1b", 1, Bomb(freeze, 2), 4.0, ranks=4)
-    for rank in (0, 2, 3):
+def test_a_frozen_rank_ends_the_others_within_the_timeout(doomed: Ranks, tmp_path: Path) -> None:
+    others = (0, 2, 3)
+    freeze = partial(await_signs, *told(tmp_path, others))
+    outcomes = doomed.outcomes(train_with, "1f1b", 1, Bomb(freeze, 2), 4.0, tmp_path, ranks=4)
+    for rank in others:
         state, (took, text, _, _) = outcomes[rank]
         assert state == "ok"
-        assert 3 < took < 15
+        assert 3 < took < PROMPT
         assert text.startswith("rank 1 kept the others waiting: it was at 'run 1F2' when rank ")
 
 
-def dawdle(group: Any, *, by_sleeping: bool) -> tuple[str, int | None]:
-    """Rank 1 is late for the second step, or calls something else."""
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=3.0)
+def dawdle(group: Any, folder: Path, *, by_sleeping: bool) -> tuple[str, int | None]:
+    """Rank 1 comes to the second step when all others have been told that it does not, or calls something else."""
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=4.0)
     pipe.step(*batch(4))
-    is_late = torch.distributed.get_rank(group) == 1
+    is_late = pipe.rank == 1
     if is_late and by_sleeping:
-        time.sleep(6)
+        await_signs(*told(folder, (0, 2)))
     with pytest.raises(zb.PipelineError) as caught:
         _ = pipe.timeline() if is_late and not by_sleeping else pipe.step(*batch(4))
+    (sign,) = told(folder, [pipe.rank])
+    sign.touch()
     return str(caught.value), caught.value.rank
 
 
-def test_a_rank_in_code_of_its_own_is_named(world: Ranks) -> None:
-    for text, rank in world.run(partial(dawdle, by_sleeping=True), ranks=3):
+def test_a_rank_in_code_of_its_own_is_named(world: Ranks, tmp_path: Path) -> None:
+    for text, rank in world.run(partial(dawdle, by_sleeping=True), tmp_path, ranks=3):
         assert rank == 1
         assert text.startswith("rank 1 kept the others waiting: it was outside the pipeline, in code of its own when rank ")
         assert text.endswith("raise `timeout` if it may take that long")
 
 
-def come_late(group: Any) -> tuple[str, int | None]:
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=2.0)
-    if torch.distributed.get_rank(group) == 0:
-        time.sleep(2.1)
-    with pytest.raises(zb.PipelineError) as caught:
-        pipe.step(*batch(4))
+def come_late(group: Any, folder: Path) -> tuple[str, int | None]:
+    """Rank 0 comes to the step when another begins to ask who is to blame for a message that has not come."""
+    given_up, find_culprit = folder / "given up", FailureWatch.find_culprit
+
+    def tell(watch: FailureWatch, status: RankStatus) -> FailureReport:
+        given_up.touch()
+        return find_culprit(watch, status)
+
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=4.0)
+    with replaced(FailureWatch, "find_culprit", tell):
+        if pipe.rank == 0:
+            await_signs(given_up)
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(4))
     return str(caught.value), caught.value.rank
 
 
-def test_a_rank_that_comes_when_the_others_have_just_given_up_is_named(world: Ranks) -> None:
-    for text, rank in world.run(come_late, ranks=3):
+def test_a_rank_that_comes_when_the_others_have_just_given_up_is_named(world: Ranks, tmp_path: Path) -> None:
+    for text, rank in world.run(come_late, tmp_path, ranks=3):
         assert rank == 0
         assert text.startswith("rank 0 kept the others waiting: it ")
         assert text.endswith("raise `timeout` if it may take that long")
 
 
-def test_ranks_that_make_different_calls_are_told_what_each_waits_for(world: Ranks) -> None:
-    (text,) = {text for text, _ in world.run(partial(dawdle, by_sleeping=False), ranks=3)}
+def test_ranks_that_make_different_calls_are_told_what_each_waits_for(world: Ranks, tmp_path: Path) -> None:
+    (text,) = {text for text, _ in world.run(partial(dawdle, by_sleeping=False), tmp_path, ranks=3)}
     assert text.startswith("the ranks wait for each other (no answer within `timeout`): rank 0 was ")
     assert "rank 1 was gathering a timeline" in text
     assert "make the same calls in the same order on every rank" in text

@@ -17,7 +17,7 @@ def run(*options: str) -> list[str]:
     results = BENCHMARK.with_name("results.json")
     before = results.read_bytes() if results.exists() else None
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(BENCHMARK), *options], capture_output=True, text=True, timeout=250, env=environment)
+    done = subprocess.run([sys.executable, str(BENCHMARK), *options], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
     assert (results.read_bytes() if results.exists() else None) == before
     return done.stdout.splitlines()
@@ -28,7 +28,8 @@ def test_without_a_gpu_it_says_so() -> None:
     assert line.startswith("There is no GPU here, so nothing was measured")
 
 
-@pytest.mark.parametrize("options", [["--eager"], pytest.param([], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [["--eager"], []])
 def test_the_rehearsal_runs_whole(options: list[str]) -> None:
     rows = [dict(zip(words[::2], words[1::2], strict=True)) for words in map(str.split, run("--device", "cpu", *options))]
     ways, fused = ["deferred", "graph"], ["over_eager_fused"]

@@ -388,12 +388,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Way(lambda m, y: y * m.draw.random(), draw=random.Random(0)),
         "its forward changes the random numbers of draw",
     ),
-    "a plain tensor": (
-        lambda: Way(scaled, scale=torch.ones(2, WIDTH, dtype=torch.float64)),
+    "a tensor in a tuple": (
+        lambda: Way(lambda m, y: y * m.scales[0], scales=(torch.ones(2, WIDTH, dtype=torch.float64),)),
         "reads a tensor that is neither an input nor a parameter or buffer (keep it with register_buffer)",
     ),
-    "the number in a plain tensor": (
-        lambda: Way(lambda m, y: y * m.scale.item(), scale=torch.ones(())),
+    "the number in a tensor in a tuple": (
+        lambda: Way(lambda m, y: y * m.scales[0].item(), scales=(torch.ones(()),)),
         "reads a tensor that is neither an input nor a parameter or buffer",
     ),
     "an iterator": (lambda: Way(lambda m, y: y * next(m.ids), ids=itertools.count(1)), "ids is a count, of which nobody can tell"),

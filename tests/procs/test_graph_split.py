@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_checkpoints_in_graphs
+from tests.thinned import every
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split import compiled_part
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.fx_nodes import flops
 from zerobubble.runtime.stage.stage import Stage, make_stage
@@ -50,8 +49,12 @@ if not CAN_SEE_HOOKS:
     REFUSED["offloaded"] = "checkpoints and offloading have no effect in a graph"
     REFUSED |= {name: "checkpoints have from torch 2.8 on" for name in KINDS.keys() - REFUSED if "checkpoint" in name}
 REFUSED |= {name: REFUSED["experts, one of them empty"] for name in KINDS.keys() - REFUSED if name.startswith("experts in stacks")}
-ROUNDED = {"autocast, a linear used twice": 2**-8, "addmm under autocast": 2**-8}
-"""Eager mode sums the gradients of the one cast that autocast keeps, in bfloat16; a graph casts for each use, and sums in float32."""
+ROUNDED = {"autocast, a linear used twice": 2**-8, "addmm under autocast": 2**-8, "gru": 1e-14}
+"""Eager mode sums the gradients of the one cast that autocast keeps, in bfloat16; a graph casts for each use, and sums in float32.
+
+A graph computes the gates of a GRU apart, and vector instructions round some functions otherwise in a row's last places, on AMD's
+processors for one.
+"""
 OF_EMBEDDINGS = {"embedding with padding", "embedding by frequency", "embedding of bounded norm", "embedding bag"}
 NO_WEIGHT_WORK = {"layer norm", "all frozen", "output is the input", *OF_EMBEDDINGS}
 """Where nothing waits: what W would need takes more bytes than the gradients."""
@@ -70,7 +73,7 @@ class Compiled(Ours):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:RNN module weights")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", every(4, KINDS))
 def test_a_graph_leaves_what_autograd_leaves_or_says_why_not(name: str) -> None:
     kind = KINDS[name]
     if name in REFUSED:
@@ -210,6 +213,16 @@ class Remembering(nn.Module):
         return y
 
 
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.GRU(3, 3, 2, dropout=dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)[0]
+        return y
+
+
 def test_w_reads_a_buffer_as_its_own_forward_left_it() -> None:
     module = Remembering()
     stage = make_stage("graph", module, 1)
@@ -226,6 +239,7 @@ def test_w_reads_a_buffer_as_its_own_forward_left_it() -> None:
     [
         (Counting(), "its forward changes calls"),
         (Replacing(), "its forward puts a new tensor in buffer mean"),
+        (Recurrent(0.5), "module layers: its layers drop out between them what torch draws in another way in a graph"),
         (Branching(3, 3), "its forward branches on a number that comes from parameters or from an input with a gradient"),
     ],
 )
@@ -266,34 +280,14 @@ def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) ->
         make_stage("compiled", nn.Linear(3, 3), 1)
 
 
-def test_ever_new_lengths_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-
-    def compile_nothing(graph: fx.GraphModule, examples: Any) -> Any:
-        compiled.append(graph)
-        return compiled_part._node_by_node(graph)
-
-    monkeypatch.setattr(compiled_part, "_compiled", compile_nothing)
-    module = nn.Linear(4, 4).double()
-    stage = make_stage("compiled", module, 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for length in (1, 2, 3, 4, 5, 6, 5, 1):
-            module.zero_grad()
-            x = torch.randn(length, 4, dtype=torch.float64)
-            passed(stage, x)
-            mine = module.weight.grad
-            module.zero_grad()
-            module(x).sum().backward()
-            assert mine is not None
-            assert module.weight.grad is not None
-            torch.testing.assert_close(mine, module.weight.grad, rtol=1e-12, atol=1e-14)
-    told = [str(warning.message) for warning in caught if "has been compiled" in str(warning.message)]
-    assert len(told) == 1
-    assert told[0].startswith("stage 1 has been compiled 4 times, for inputs of other kinds")
-    assert 'such as inputs of shapes (5, 4), runs as with split="graph"' in told[0]
-    assert len(stage.splitter.traces) == 6
-    assert len(compiled) == 4 * 3  # F, B and W
+@pytest.mark.parametrize(("dropout", "training"), [(0.0, True), (0.5, False)])
+def test_recurrent_layers_that_drop_nothing_out_are_traced(dropout: float, training: bool) -> None:
+    module = Recurrent(dropout).double().train(training)
+    stage = passed(make_stage("graph", module, 1), torch.ones(2, 1, 3, dtype=torch.float64, requires_grad=True))
+    mine = [p.grad for p in stage.module.parameters()]
+    module.zero_grad()
+    module(torch.ones(2, 1, 3, dtype=torch.float64)).sum().backward()
+    assert all(a is not None and p.grad is not None and torch.equal(a, p.grad) for a, p in zip(mine, module.parameters(), strict=True))
 
 
 def test_whole_leaves_nothing_for_w() -> None:

@@ -151,6 +151,13 @@ def test_inputs_that_come_to_share_memory_are_not_taken_for_others() -> None:
     assert torch.equal(shared, expected)
 
 
+def test_inputs_that_are_views_of_one_that_is_changed_are_refused() -> None:
+    """AOTAutograd takes them together in front of the parameters, whose gradients would go to other parameters."""
+    both = real(4, 4)
+    with pytest.raises(zb.InputError, match="changes a tensor in place of which another of its inputs, parameters or buffers is a view"):
+        make_stage("graph", Changing().double(), 0).forward(0, (real(3, 4), both[:3], both[1:]))
+
+
 @pytest.mark.parametrize("has_gradient", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of", "ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", REFUSED)

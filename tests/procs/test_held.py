@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,12 +42,17 @@ def held() -> Held:
     return Held(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared, own)
 
 
-def all_held(group: Any) -> Held:
-    """What this rank holds while all others rest, too, and threads that were about to end have ended."""
+ENDING_S = 10.0
+"""How long the system may list a thread after it has been joined; most often it is a moment."""
+
+
+def all_held(group: Any, before: Sequence[Held] = ()) -> Held:
+    """What this rank holds while all others rest, too, and threads that were about to end have ended; `before` is what it held then."""
     torch.distributed.barrier(group)
     ctypes.CDLL(None).malloc_trim(0)
     looks = []
-    for _ in range(10):  # the system lists a thread for a moment after it has been joined
+    end = time.monotonic() + ENDING_S
+    while len(looks) < 10 or (before and looks[-1].threads > before[-1].threads and time.monotonic() < end):
         looks.append(held())
         time.sleep(0.02)
     seen = min(looks, key=lambda look: look.threads)
@@ -66,7 +72,7 @@ def many_numbers(group: Any, kept: int, count: int, transport: str) -> list[Held
                 pipe.step(*batch(number), num_microbatches=number)
             pipe.eval_step(*batch(number), num_microbatches=number)
             if number in (count + kept, count):
-                seen.append(all_held(group))
+                seen.append(all_held(group, seen))
     return seen
 
 
@@ -74,17 +80,18 @@ def many_numbers(group: Any, kept: int, count: int, transport: str) -> list[Held
     ("kept", "count", "transport"),
     [
         (3, 8, "auto"),
-        pytest.param(16, 100, "auto", marks=pytest.mark.long),
-        pytest.param(16, 100, "gloo", marks=pytest.mark.long),
+        pytest.param(8, 32, "auto", marks=pytest.mark.long),
+        pytest.param(8, 32, "gloo", marks=pytest.mark.long),
     ],
 )
 def test_many_numbers_of_microbatches_hold_no_more_than_few(world: Ranks, kept: int, count: int, transport: str) -> None:
-    for early, late in world.run(many_numbers, kept, count, transport, ranks=4, seconds=280):
+    for early, late in world.run(many_numbers, kept, count, transport, ranks=4, seconds=550):
         refuse_growth(early, late)
 
 
 def refuse_growth(early: Held, late: Held) -> None:
-    assert late[:2] == early[:2], (early, late)
+    assert late.descriptors <= early.descriptors, (early, late)
+    assert late.threads <= early.threads, (early, late)
     assert late.shared_kb <= early.shared_kb + 64, (early, late)
     assert late.own_kb <= early.own_kb + SPARE_KB, (early, late)
 
@@ -149,13 +156,13 @@ def close_often(group: Any, count: int) -> list[Held]:
         kept.append(wide(group, module))
         kept[-1].close()
         assert kept[-1].transport.held_bytes == 0
-        seen.append(all_held(group))
+        seen.append(all_held(group, seen))
     return [seen[1], seen[-1]]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.long)])
 def test_closed_pipelines_hold_nothing(world: Ranks, count: int) -> None:
-    for early, late in world.run(close_often, count, ranks=4, seconds=280):
+    for early, late in world.run(close_often, count, ranks=4, seconds=550):
         refuse_growth(early, late)
 
 
@@ -173,13 +180,13 @@ def fail_often(group: Any, count: int) -> list[Held]:
             with pytest.raises(zb.PipelineError) as caught:
                 pipe.step(x, x)
         kept += [pipe, caught.value]
-        seen.append(all_held(group))
+        seen.append(all_held(group, seen))
     return [seen[1], seen[-1]]
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_failures_hold_nothing_though_pipeline_and_error_are_kept(world: Ranks, count: int) -> None:
-    for early, late in world.run(fail_often, count, ranks=4, seconds=280):
+    for early, late in world.run(fail_often, count, ranks=4, seconds=550):
         refuse_growth(early, late)
 
 

@@ -136,6 +136,41 @@ def test_what_a_hook_hears(world: Ranks) -> None:
         assert ("loaded", len(again) + 1) in second, "with the settling before the state was taken"
 
 
+class Early(Diary):
+    """Hears of gradients within W."""
+
+    takes_gradients_early = True
+
+    def on_gradients_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.heard.append(("complete", stage, [parameter.grad is not None for parameter in parameters]))
+
+
+def heard_early(group: Any, split: str) -> tuple[list[Any], str]:
+    hook = Early()
+    tied = [[(0, "0.weight"), (1, "1.weight")]]
+    with zb.Pipeline(build, "zb-h1", MICROBATCHES, loss_fn, group=group, hooks=[hook], tied=tied, split=split) as pipe:
+        described = str(pipe.describe(*batch(MICROBATCHES)))
+        hook.heard.clear()
+        pipe.step(*batch(MICROBATCHES))
+    return hook.heard[1:], described
+
+
+@pytest.mark.parametrize("split", ["deferred", "graph"])
+def test_a_hook_hears_of_each_gradient_within_w_but_not_of_a_shared_one(world: Ranks, split: str) -> None:
+    for rank, (heard, described) in enumerate(world.run(heard_early, split, ranks=2)):
+        in_w, ready = [told for told in heard if told[0] == "complete"], [told for told in heard if told[0] == "ready"]
+        assert ready == [("ready", rank, (5, 6)[rank]), ("ready", rank, 1)]
+        assert heard[: len(in_w) + 1] == [*in_w, ready[0]]
+        if split == "deferred":
+            assert [told[1] for told in in_w] == [rank] * len(in_w)
+            assert sum(len(told[2]) for told in in_w) == (5, 6)[rank]
+            assert len(in_w) > 2
+            assert all(all(told[2]) for told in in_w)
+        else:
+            assert not in_w
+        assert ("leave together" in described) == (split == "graph")
+
+
 WHERE = ["on_step_begin", "on_stage_gradients_ready", "on_step_end", "before_optimizer"]
 
 

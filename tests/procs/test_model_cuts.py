@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.libraries import library
 from zerobubble.cli import main
-from zerobubble.models.factory import make_model
+from zerobubble.models.making.factory import ModelFactory
+from zerobubble.models.observation.left_tensors import _tensors_inside
+from zerobubble.models.observation.observed_model import ObservedModel
+from zerobubble.models.observation.units import find_units
 
 
 class Two(nn.Module):
@@ -94,13 +98,71 @@ class LeavesTensors(Two):
         return result + kept["y"]
 
 
+class MakesItsBuffer(nn.Linear):
+    """Puts another tensor in the place of its buffer where that has another size, as ConViT does."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width, width)
+        self.register_buffer("factors", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.factors.shape != x.shape[1:]:
+            self.factors = torch.ones(x.shape[1:])
+        return super().forward(x * self.factors)
+
+
+class MakesManyTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MakesItsBuffer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.stack([block(x), *(x * float(i) for i in range(500))]).mean(0)
+        return x
+
+
+class WritesIntoNewTensors(nn.Module):
+    """Its code behind the parts writes into tensors of its own alone, by when the outputs of most parts are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        gc.collect()  # what a garbage collection of Python's may do here at any time
+        new = [x * float(i) for i in range(50)]
+        for each in new:
+            each += 1.0
+        return torch.stack(new).mean(0)
+
+
+class ComputedValues(Mapping[int, Any]):
+    """Makes each of its values anew whenever it is asked: a mapping that makes one of the numbered tensors."""
+
+    tensors = tuple(torch.ones(1) for _ in range(50))
+
+    def __init__(self, numbers: Sequence[int], depth: int) -> None:
+        self.numbers, self.depth = numbers, depth
+
+    def __getitem__(self, number: int) -> Any:
+        return ComputedValues([number], self.depth - 1) if self.depth else (self.tensors[number],)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
 REFUSED: list[tuple[type[nn.Module], str]] = [
     (DecidesByNumbers, "looks at numbers that come from 'first' .* and decides by them"),
     (ReadsAList, r"looks at numbers that come from 'first' \(by tolist\)"),
-    (ComesBack, "call 1 of 'first' of stage 0 runs after 'second' of stage 1"),
     (WritesABuffer, "writes what it gets from 'first' into buffer 'mean'"),
     (ChangesItsInput, "'second' changes its input in place, and the model uses that input again"),
-    (LeavesTensors, "part 'first' leaves tensors elsewhere than in its output"),
+    (LeavesTensors, "part 'first' leaves tensors elsewhere than in its output, in its argument 1, which is of type dict;"),
 ]
 
 
@@ -125,6 +187,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: zb.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), r"Sequential brings no example .* zb.split\(model, example=...\)"),
     (lambda: zb.split(nn.Linear(4, 4), example=torch.ones(1, 4)), "a model of 0 parts cannot be cut into 2 stages"),
     (lambda: zb.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), example=torch.ones(1, 4)), "fails on the example"),
+    (
+        lambda: zb.split(ComesBack(), example=torch.ones(1, 4), cuts=["second"]),
+        "call 1 of 'first' of stage 0 takes what 'second' of stage 1 gives",
+    ),
     (lambda: zb.split(replaced(), example=torch.ones(1, 4)), "the forward of 'Sequential' was replaced on the object"),
     (lambda: zb.split(on_meta(), example=torch.ones(1, 4)), "on the meta device"),
     (lambda: zb.split(lambda: 3, example=torch.ones(1, 4)), "the function gave a int"),  # type: ignore[arg-type, return-value]
@@ -157,6 +223,58 @@ class Deep(nn.Module):
         return result
 
 
+class SeveralHeads(nn.Module):
+    """Predicts further tokens: the embedding, the norm and the head are called again for each, unless each has a head of its own."""
+
+    def __init__(self, num_layers: int = 4, num_further: int = 2, num_heads: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(3, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+        self.further = nn.ModuleList(nn.Linear(8, 4) for _ in range(num_further))
+        self.norm = nn.LayerNorm(4)
+        self.heads = nn.ModuleList(nn.Linear(4, 7) for _ in range(num_heads))
+        for head in self.heads:
+            head.weight = self.heads[0].weight
+
+    def forward(self, tokens: Tensor) -> list[Tensor]:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh() + x
+        outputs = [self.heads[0](self.norm(x))]
+        for depth, mix in enumerate(self.further, 1):
+            x = mix(torch.cat([x[:, :-1], self.embed(tokens[:, depth:])], -1))
+            outputs.append(self.heads[depth % len(self.heads)](self.norm(x)))
+        return outputs
+
+
+def test_parts_that_are_called_again_lie_behind_all_whose_outputs_they_take() -> None:
+    split = zb.split(SeveralHeads(), example=torch.ones(2, 5, 3), cuts=["layers.2", "further.0", "further.1"])
+    assert held(split, 4) == [["embed", "layers.0", "layers.1"], ["layers.2", "layers.3"], ["further.0"], ["further.1", "norm", "heads.0"]]
+    assert "Proved" in split.describe(4)
+
+
+def test_megatrons_layout_with_layers_that_predict_further_tokens() -> None:
+    model = SeveralHeads(10, 3, 4)
+    split = zb.split(model, example=torch.ones(2, 5, 3), cuts="E|(t|)*10m|m|m|LL|LL")
+    layers, further = ([[f"{name}.{i}"] for i in range(count)] for name, count in (("layers", 10), ("further", 3)))
+    assert held(split, 16) == [["embed"], *layers, *further, ["norm", "heads.0", "heads.1"], ["heads.2", "heads.3"]]
+    assert "heads.0.weight of stage 14 and heads.2.weight of stage 15" in split.describe(16)
+    one_head, one_further = (zb.split(SeveralHeads(2, *sizes), example=torch.ones(2, 5, 3), cuts=cuts) for sizes, cuts in ONE)
+    assert held(one_head, 3) == [["embed", "layers.0"], ["layers.1", "further.0"], ["further.1", "norm", "heads.0"]]
+    assert held(one_further, 2) == [["embed", "layers.0"], ["layers.1", "further.0", "norm", "heads.0"]]
+
+
+ONE = [((2, 1), "Et|tm|mLLL"), ((1, 1), "Et|tmL")]
+
+
+def test_more_stages_than_parts_that_the_model_goes_back_to_are_made_of_its_operations() -> None:
+    for source in (ComesBack(), lambda: ComesBack()):
+        split = zb.split(source, example=torch.ones(2, 4))
+        assert [name for name, _ in split(1, 2).named_parameters()] == ["first.weight", "first.bias"]
+        assert "first.weight of stage 0 and first.weight of stage 1" in split.describe(2)
+
+
 def held(split: Any, num_stages: int) -> list[list[str]]:
     """The units of each stage."""
     cut = split.cut(num_stages)
@@ -175,7 +293,9 @@ WRONG_CUTS: list[tuple[Any, str]] = [
     (["head", "layers.2"], "in the order of the model"),
     ([2, 2], "4 layers together, and the model has 6"),
     ([3, 0, 3], "stage 1 would hold no part"),
-    ("Et|tt|ttmtL", "layers m"),
+    ("Et|tt|ttmtL", "one E at most, and then t, m and L in this order"),
+    ("Et|ttt|tmL", r"5 layers t and 1 layers m, .* the model's lists are 'layers' of 6: write t"),
+    ("Et*6|L|L", r"2 losses L .* comes from 1 parts behind its last layer \('head'\): write every L in the last stage"),
     ("Et|x|L", "character 4"),
     (7, "cuts"),
 ]
@@ -224,7 +344,7 @@ def test_numbers_are_drawn_in_pieces_as_at_once() -> None:
             return model
 
         for size in sizes:
-            kept = make_model(lambda size=size: make(size), ["head.weight"])  # type: ignore[misc]
+            kept = ModelFactory(lambda size=size: make(size)).make(["head.weight"])  # type: ignore[misc]
             assert torch.equal(kept.head.weight, make(size).head.weight)
             assert kept.big.is_meta
 
@@ -260,9 +380,11 @@ class CallsForwardItself(Two):
         return self.second.forward(self.first.forward(x))
 
 
-def test_a_part_that_is_passed_by_is_told() -> None:
-    with pytest.raises(zb.InputError, match=r"'first' did not run .* call the part as a module"):
-        zb.split(CallsForwardItself(), example=torch.ones(2, 4))(0, 2)
+def test_parts_whose_forward_is_called_run_in_their_stages() -> None:
+    model, x = CallsForwardItself(), torch.randn(2, 4)
+    split = zb.split(model, example={"x": x})
+    first, second = split(0, 2), split(1, 2)
+    torch.testing.assert_close(second(**first(x=x)), model(x), rtol=0, atol=0)
 
 
 class SharesState(Two):
@@ -279,8 +401,8 @@ class SharesState(Two):
 
 
 class Counting(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width, width)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,12 +411,31 @@ class Counting(nn.Linear):
 
 
 class Using(nn.Linear):
-    def __init__(self, counting: Counting) -> None:
-        super().__init__(4, 4)
+    def __init__(self, counting: Counting, width: int = 4) -> None:
+        super().__init__(width, width)
         self.__dict__["counting"] = counting
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.__dict__["counting"].calls
+
+
+def test_a_new_tensor_is_not_taken_for_a_buffer_that_is_gone() -> None:
+    """Its memory, and with it its id in Python, may be those of the buffer in whose place a part has put another."""
+    for _ in range(5):
+        zb.split(MakesManyTensors(), example=torch.ones(2, 4))(0, 2)
+
+
+def test_memory_of_an_output_that_is_gone_is_another_tensors() -> None:
+    """What is written into a new tensor there is no change of that output."""
+    model = WritesIntoNewTensors()
+    flow = ObservedModel(model, find_units(model)).flow((torch.ones(2, 4),), {}, training=True)
+    assert [called.changed_later for called in flow.calls.values()] == [False] * 4
+
+
+def test_tensors_are_found_in_values_that_a_mapping_computes() -> None:
+    """Two of them may have one id, one after the other."""
+    found = {id(tensor) for tensor in _tensors_inside(ComputedValues(range(50), 2))}
+    assert found == set(map(id, ComputedValues.tensors))
 
 
 def test_the_proof_finds_what_passes_the_parts_by() -> None:
@@ -314,22 +455,85 @@ def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:
     split = zb.split(model, example=torch.ones(1, 3, dtype=torch.float64))
     stage = split(1, 2)
     seen: list[Tensor] = []
-    stage.layers[0].register_forward_hook(lambda _, __, output: seen.append(output))
+    forward = stage.layers[0].forward  # of what stands for the part, on which no hooks run
+
+    def watched(*args: Any) -> Any:
+        seen.append(forward(*args))
+        return seen[-1]
+
+    stage.layers[0].forward = watched
     stage(**split(0, 2)(torch.ones(1, 3, dtype=torch.float64)))
     assert seen[0].isnan().all()
 
 
-def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path) -> None:
-    """A Llama of 8 billion parameters, of which none is made."""
+def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama of 8 billion parameters, which is made once, without its numbers."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     text = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256} | sizes)
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
-    library("transformers")
+    kind = library("transformers").LlamaForCausalLM
+    make, widths = kind.__init__, []
+    monkeypatch.setattr(kind, "__init__", lambda self, config: widths.append(config.hidden_size) or make(self, config))
     told = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "Et*7|t*9|t*9|t*7L"])
     assert told.exit_code == 0
+    assert widths.count(4096) == 1
     assert "stage 1: model.layers.7 to model.layers.15: 1,963,008,000 parameters" in told.output
     rows = json.loads(CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "8", "--json"]).output)["stages"]
     assert sum(row["parameters"] for row in rows) == 8_030_261_248
     wrong = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "7,9,9"])
     assert wrong.exit_code == 2
     assert "cuts have 25 layers together, and the model has 32" in wrong.output
+
+
+class LargeShares(SharesState):
+    """Too large to be copied for a proof, with a configuration of which a tiny one is made."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.first = Counting(config.width)
+        self.second = Using(self.first, config.width)  # type: ignore[assignment]
+
+    @classmethod
+    def _from_config(cls, config: Any) -> LargeShares:
+        return cls(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, : self.config.width])
+
+
+class Config:
+    """As those of Transformers."""
+
+    model_type = "large"
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def to_dict(self) -> dict[str, int]:
+        return vars(self)
+
+
+def test_the_proof_of_a_large_model_is_that_of_a_tiny_one_and_names_the_first_stage_that_differs() -> None:
+    config = Config(4096)
+    for model in (LargeShares(config), lambda: LargeShares(config)):
+        with pytest.raises(zb.InputError, match=r"LargeShares that was cut gives other numbers than uncut.* first stage 1, in 'second'"):
+            zb.split(model, example=torch.ones(2, 4096))(0, 2)
+
+
+def test_the_proof_tells_what_was_compared() -> None:
+    transformers = library("transformers")
+    config = transformers.LlamaConfig(num_hidden_layers=4)
+    told = zb.split(lambda: transformers.AutoModelForCausalLM.from_config(config)).describe(4).splitlines()[-1]
+    assert told.startswith("Proved: cut and uncut, a tiny LlamaForCausalLM of ")
+    assert zb.split(Deep(), example=torch.ones(1, 3)).describe(2).splitlines()[-1].startswith("Proved: cut and uncut, the model ")
+    cannot_train = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.ReLU(inplace=True), nn.Linear(3, 3))
+    assert "modified by an inplace operation" in zb.split(cannot_train, example=torch.ones(1, 3)).describe(2).splitlines()[-1]
+    large = zb.split(lambda: nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(2))), example=torch.ones(1, 4096))
+    assert large.describe(2).splitlines()[-1].startswith("Not proved: its 33,562,624 parameters are too many")
+
+
+def test_a_loss_that_is_a_share_of_a_sum_is_refused() -> None:
+    """Its mean over microbatches, which a step takes, would be too small by their number."""
+    with pytest.raises(zb.InputError, match=r"num_items_in_batch .* loss_weight"):
+        zb.split(Deep(), example=torch.ones(2, 3))(0, 2)(x=torch.ones(2, 3), num_items_in_batch=7)

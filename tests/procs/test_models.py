@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from docs.models import cut_families
 from tests.families import next_token_loss, text, tiny_model
 from tests.procs.ranks import Ranks
 
 TOLERANCE, SMALL = 1e-12, 1e-4
 ROUNDING = {torch.float64: TOLERANCE, torch.float32: 1e-6}
 """Some models give their numbers in float32, whatever type they are of."""
-WANT_LONGER_TEXT = {"big_bird"}
-"""Families whose attention is in blocks, which the text here does not fill."""
 MICROBATCHES = 4
 
 
@@ -29,13 +26,20 @@ def relative(ours: Tensor, other: Tensor) -> float:
 
 
 def differences(
-    group: Any, model: nn.Module, schedule: Any, inputs: Mapping[str, Any], targets: Tensor, loss_fn: Callable[..., Tensor], **options: Any
+    group: Any,
+    model: nn.Module,
+    schedule: Any,
+    inputs: Mapping[str, Any],
+    targets: Tensor,
+    loss_fn: Callable[..., Tensor],
+    split: Callable[..., Any] = zb.split,
+    **options: Any,
 ) -> dict[str, float]:
     """Two steps with AdamW beside one device: by name, the relative error of the losses and of each parameter that this rank holds."""
     plain = copy.deepcopy(model)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-4)
     worst: dict[str, float] = {}
-    with zb.Pipeline(zb.split(model, **options), schedule, MICROBATCHES, loss_fn, group=group) as pipe:
+    with zb.Pipeline(split(model, **options), schedule, MICROBATCHES, loss_fn, group=group) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01, eps=1e-4)
         for step in range(2):
             loss = pipe.step(dict(inputs), targets)
@@ -127,16 +131,3 @@ def own_models(group: Any, kind: str, schedule: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["branches", "sequential"])
 def test_own_models_train_with_the_numbers_of_one_device(world: Ranks, kind: str, schedule: str) -> None:
     judge(world.run(own_models, kind, schedule, ranks=2), own_model(kind)[0])
-
-
-def cut_family(group: Any, family: str) -> list[dict[str, float]]:
-    inputs, ids = text()
-    return [differences(group, tiny_model(family), schedule, inputs, ids, next_token_loss) for schedule in ("1f1b", "zb-v")]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in cut_families() if family not in WANT_LONGER_TEXT])
-def test_a_family_trains_with_the_numbers_of_one_device(world: Ranks, family: str) -> None:
-    """Every family that docs/models.md says can be cut, with two stages and with four."""
-    for told in zip(*world.run(cut_family, family, ranks=2, seconds=250), strict=True):
-        judge(list(told), tiny_model(family))

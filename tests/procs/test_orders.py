@@ -30,14 +30,31 @@ def refuse(group: Any, schedule: Schedule) -> str:
     return str(caught.value)
 
 
-@REAL
-@given(schedules())
-def test_a_legal_order_trains(world: Ranks, schedule: Schedule) -> None:
+def check_training(world: Ranks, schedule: Schedule) -> None:
     for worst in world.run(train, schedule, ranks=schedule.num_ranks):
         assert max(worst.values()) <= 1e-12
 
 
-@settings(REAL, max_examples=40)
+@settings(REAL, max_examples=12)
+@given(schedules())
+def test_a_legal_order_trains(world: Ranks, schedule: Schedule) -> None:
+    check_training(world, schedule)
+
+
+def test_a_first_route_that_no_microbatch_takes_trains(world: Ranks) -> None:
+    """Its first rank, which opens the step, is given no inputs then."""
+    rows = [[zb.Op.parse(text) for text in row.split()] for row in ("1F0 1BW0", "0F0 0BW0")]
+    check_training(world, Schedule("one way", zb.Placement.custom((0, 1), (1, 0)), 1, tuple(map(tuple, rows)), (1,)))
+
+
+@pytest.mark.long
+@REAL
+@given(schedules())
+def test_many_legal_orders_train(world: Ranks, schedule: Schedule) -> None:
+    check_training(world, schedule)
+
+
+@settings(REAL, max_examples=25)
 @given(schedules(), st.integers(0, 1 << 32))
 def test_a_faulty_order_is_refused(world: Ranks, schedule: Schedule, seed: int) -> None:
     broken = disturbed(schedule, random.Random(seed))

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.procs.measured import assert_least_within
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.cli import main
@@ -63,23 +65,26 @@ def profile_heavy(group: Any, name: str) -> tuple[zb.Costs, list[tuple[int, int]
         return pipe.profile(x, x, steps=2, progress=lambda done, total: told.append((done, total))), told
 
 
-@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb-v", 8), ("chimera", 4)])
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), pytest.param("zb-v", 8, marks=pytest.mark.long), ("chimera", 4)])
 def test_a_stage_three_times_as_heavy_shows(world: Ranks, name: str, stages: int) -> None:
-    (costs, told), *others = world.run(profile_heavy, name, ranks=4)
-    assert all(other == (costs, told) for other in others), "every rank has the same costs"
-    assert told == [(1, 3), (2, 3), (3, 3)]
-    assert costs.num_stages == stages
-    assert costs.placement == zb.make(name, 4, 4).placement
+    placement = zb.make(name, 4, 4).placement
+
+    def measure() -> list[int]:
+        (costs, told), *others = world.run(profile_heavy, name, ranks=4)
+        assert all(other == (costs, told) for other in others), "every rank has the same costs"
+        assert told == [(1, 3), (2, 3), (3, 3)]
+        assert costs.num_stages == stages
+        assert costs.placement == placement
+        return [*costs.forward, *costs.backward, *costs.weight, *costs.comm]
+
     unit = UNIT_S * 1e9
-    for stage in range(stages):
-        factor = 3 if stage == stages - 2 else 1
-        assert factor * unit <= costs.forward[stage] < (factor + 1) * unit
-        assert 2 * factor * unit <= costs.backward[stage] < (2 * factor + 2) * unit
-        assert 0 < costs.weight[stage] < unit, "a Linear's, apart from B though 1f1b runs them in one"
-    route = zb.make(name, 4, 4).placement.routes[0]
-    for here, there, comm in zip(route, route[1:], costs.comm, strict=False):
-        assert (comm > 0) == (here != there)
-        assert comm < unit
+    factors = [3 if stage == stages - 2 else 1 for stage in range(stages)]
+    forward = [(factor * unit, (factor + 1) * unit) for factor in factors]
+    backward = [(2 * factor * unit, (2 * factor + 2) * unit) for factor in factors]
+    weight = [(1.0, unit)] * stages  # a Linear's, apart from B though 1f1b runs them in one
+    route = placement.routes[0]
+    comm = [(1.0, unit) if here != there else (0.0, 1.0) for here, there in pairwise(route)]
+    assert_least_within(measure, [*forward, *backward, *weight, *comm])
 
 
 class Restless(nn.Module):
@@ -170,7 +175,7 @@ def test_nobody_hears_of_losses_that_are_only_measured(world: Ranks) -> None:
 
 
 def profile_then_train(group: Any) -> tuple[zb.Costs, str, float]:
-    """The way of the README: profile, plan, a pipeline of the same modules; its gradients against one device."""
+    """The way of the first minutes: profile, plan, a pipeline of the same modules; its gradients against one device."""
     with zb.Pipeline(build, "1f1b", 6, loss_fn, group=group) as pipe:
         inputs, targets = batch(6)
         costs = pipe.profile(inputs, targets, steps=1)
@@ -205,30 +210,6 @@ def test_a_profile_plans_the_next_schedule(world: Ranks, tmp_path: Path) -> None
     assert compared.exit_code == 0, compared.output
 
 
-def run_readme(group: Any) -> tuple[float, float, str]:
-    """The README's lines after a step: the loss before and after them, and the order planned."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    program = re.search(r"```python\n(costs = pipe\.profile.*?)```", readme, re.DOTALL)
-    assert program is not None
-    x = torch.rand(16, 4, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(group.rank())
-    before = zb.Pipeline(lambda s, n: nn.Linear(4, 4), "zb-v", 8, nn.functional.mse_loss)
-    loss = before.step(x, torch.sin(x)).item()
-    names = {"pipe": before, "x": x, "zb": zb, "torch": torch, "nn": nn}
-    exec(program[1].replace("20_000", "50"), names)
-    with before, names["pipe"] as after:
-        return loss, after.step(x, torch.sin(x)).item(), after.schedule.to_text()
-
-
-def test_the_lines_of_the_readme_go_on_with_a_planned_schedule(world: Ranks) -> None:
-    results = world.run(run_readme, ranks=4)
-    assert len(set(results)) == 1
-    loss, again, text = results[0]
-    assert again == pytest.approx(loss, rel=1e-6), "the same modules"
-    assert zb.Schedule.from_text(text).placement == zb.Placement.vee(4)
-    assert text != zb.make("zb-v", 4, 8).to_text()
-
-
 def profile_paced(group: Any) -> zb.Costs:
     pace = zb.Costs.from_ms([6.0, 3.0], [8.0, 4.0], [4.0, 2.0])
     with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, pace=pace) as pipe:
@@ -236,10 +217,12 @@ def profile_paced(group: Any) -> zb.Costs:
 
 
 def test_a_rehearsal_is_profiled_at_its_pace(world: Ranks) -> None:
-    for costs in world.run(profile_paced, ranks=2):
-        measured = [time / 1e6 for times in (costs.forward, costs.backward, costs.weight) for time in times]
-        for time_ms, wanted in zip(measured, [6, 3, 8, 4, 4, 2], strict=True):
-            assert wanted <= time_ms < wanted + 2
+    def measure() -> list[float]:
+        costs, other = world.run(profile_paced, ranks=2)
+        assert costs == other
+        return [time / 1e6 for times in (costs.forward, costs.backward, costs.weight) for time in times]
+
+    assert_least_within(measure, [(wanted, wanted + 2) for wanted in (6, 3, 8, 4, 4, 2)])
 
 
 def profile_bytes(group: Any) -> tuple[int, ...]:
@@ -266,7 +249,7 @@ def fail_profile(group: Any, culprit: int, at: str) -> tuple[float, str, int | N
     def boom(done: int, total: int) -> None:
         raise ValueError("boom")
 
-    pipe = zb.Pipeline(heavy, "1f1b", 4, nn.functional.mse_loss, group=group, timeout=60.0)
+    pipe = zb.Pipeline(heavy, "1f1b", 4, nn.functional.mse_loss, group=group, timeout=100.0)
     x = torch.ones(8, 16 if at == "progress" else 3)
     begin = time.monotonic()
     with pytest.raises(zb.PipelineError) as caught:
@@ -283,7 +266,7 @@ def fail_profile(group: Any, culprit: int, at: str) -> tuple[float, str, int | N
 )
 def test_a_rank_that_fails_ends_all_with_its_cause(world: Ranks, culprit: int, at: str, reason: str) -> None:
     for took, text, rank in world.run(fail_profile, culprit, at, ranks=4):
-        assert took < 30
+        assert took < 50
         assert rank == culprit
         assert re.match(reason, text)
 

@@ -7,8 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from tests.procs.programs import programs_of, run_forked, torchrun
+from tests.procs.programs import ROOT, programs_of, run_forked, torchrun
+from zerobubble.cli import main
+from zerobubble.io import load_schedule
+from zerobubble.schedules import SCHEDULES
+
+FIND_LIBRARIES = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.libraries import library\nlibrary('transformers')\n"
 
 
 def by_torchrun(program: str, folder: Path, ranks: int) -> str:
@@ -24,13 +30,42 @@ def test_the_program_runs_as_pasted(run: Callable[[str, Path, int], str], tmp_pa
     assert losses[-1] < losses[0]
 
 
+def test_the_first_minutes_go_on_with_a_planned_schedule(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/quickstart.md")
+    assert "evaluations=20_000" in program
+    printed = run_forked(program.replace("20_000", "50"), tmp_path, 4)
+    (first, before), (second, after) = re.findall(r"(.+): loss ([\d.]+)", printed)
+    assert first == "1f1b" != second
+    assert float(after) < float(before)
+
+
 def test_the_page_on_hooks_keeps_replicas_equal(tmp_path: Path) -> None:
-    (program,) = programs_of("docs/hooks.md")
+    program, _ = programs_of("docs/hooks.md")
     loss, difference = re.findall(r"loss ([\d.]+), replicas differ by (\S+)", run_forked(program, tmp_path, 4))[0]
     assert float(loss) < 0.1
     assert float(difference) == 0
 
 
+def test_the_page_on_hooks_works_in_bubbles(tmp_path: Path) -> None:
+    _, program = programs_of("docs/hooks.md")
+    made, offered, used = re.findall(r"(\d+) batches made in (\S+) s of bubbles, of which (\S+) s", run_forked(program, tmp_path, 2))[0]
+    assert int(made) > 0
+    assert float(offered) > 0
+    assert float(used) > 0
+
+
+@pytest.mark.long
+def test_the_page_on_bringing_a_model_shows_what_it_prints(tmp_path: Path) -> None:
+    """Its programs go on from each other."""
+    printed = run_forked("\n".join([FIND_LIBRARIES, *programs_of("docs/any-model.md")]), tmp_path, 2)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    assert losses[-1] < losses[0]
+    (cut,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/any-model.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert cut in printed
+    assert "the likeliest next tokens" in printed
+
+
+@pytest.mark.long
 def test_the_page_on_auto_ends_with_a_plan(tmp_path: Path) -> None:
     (program,) = programs_of("docs/auto.md")
     printed = run_forked(program, tmp_path, 2)
@@ -43,6 +78,50 @@ def test_the_page_on_auto_ends_with_a_plan(tmp_path: Path) -> None:
 def test_the_page_on_kinds_recomputes(tmp_path: Path) -> None:
     (program,) = programs_of("docs/kinds.md")
     printed = run_forked(program, tmp_path, 2)
-    assert printed.startswith("C0 C1 R0 ")
+    assert printed.startswith("C0 C1 A0 ")
     assert "bytes held: 1100000 1000000" in printed
     assert re.search(r"loss [\d.]+", printed)
+
+
+def test_the_page_on_meshes_keeps_replicas_equal(tmp_path: Path) -> None:
+    program = programs_of("docs/mesh.md")[0]
+    loss, difference = re.findall(r"loss ([\d.]+), replicas differ by (\S+)", run_forked(program, tmp_path, 4))[0]
+    assert float(loss) < 0.1
+    assert float(difference) == 0
+
+
+def test_the_page_on_meshes_spreads_experts(tmp_path: Path) -> None:
+    program = programs_of("docs/mesh.md")[1]
+    first, last = (float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(program, tmp_path, 4)))
+    assert last < first
+
+
+def test_the_page_on_checkpoints_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    program = programs_of("docs/checkpoints.md")[0]
+    uninterrupted, resumed, alone = re.findall(r"(\d\.\d+)", run_forked(program, tmp_path, 2))
+    assert uninterrupted == resumed == alone
+    assert load_schedule((tmp_path / "checkpoint" / "schedule.json").read_text()).name == "zb-v"
+
+
+def test_the_page_on_checkpoints_gives_transformers_the_same_logits(tmp_path: Path) -> None:
+    program = programs_of("docs/checkpoints.md")[1]
+    assert run_forked(f"{FIND_LIBRARIES}{program}", tmp_path, 1) == "the same logits: True\n"
+
+
+def test_the_page_on_other_libraries_has_the_same_numbers_before_and_after(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/coming-from.md")
+    printed = run_forked(program, tmp_path, 2)
+    before, after = re.findall(r"(?:before|after): loss (\S+)", printed)
+    assert before == after
+    assert float(re.findall(r"gradients differ by (\S+)", printed)[0]) < 1e-6
+
+
+def test_the_page_on_other_libraries_names_what_there_is() -> None:
+    """Schedules, and options of the command line that it writes in backquotes."""
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    named = re.findall(r'`"([\w-]+)"`', page)
+    assert len(named) > 6
+    unknown = {name for name in named if not name.startswith("gradient_")} - set(SCHEDULES)
+    assert not unknown
+    for words in re.findall(r"`zerobubble (make [\w-]+ --ranks [^`]*)`", page):
+        assert CliRunner().invoke(main, words.split()).exit_code == 0, words

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zerobubble as zb
+from tests.procs.measured import assert_least_within
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.export.messages import messages
@@ -64,12 +65,16 @@ def explain(group: Any, name: str) -> tuple[zb.explain.Difference, zb.Timeline]:
 
 
 def test_a_slow_stage_of_a_real_run_is_found(world: Ranks) -> None:
-    (found, run), *_ = world.run(explain, "zb-h1", ranks=2)
-    (worst,) = [drift for drift in found.drifts if drift.passes == ((zb.Kind.B, 1),)]
-    assert worst.measured >= 6_000_000
-    assert worst.makespan == max(drift.makespan for drift in found.drifts)
-    assert all(account.total == run.makespan for account in found.accounts)
-    assert found.accounts[1].passes.busy >= 4 * 3_000_000
+    def measure() -> list[float]:
+        """By how much another pass seems to cost more than the slow one."""
+        (found, run), *_ = world.run(explain, "zb-h1", ranks=2)
+        (slow,) = [drift for drift in found.drifts if drift.passes == ((zb.Kind.B, 1),)]
+        assert slow.measured >= 6_000_000
+        assert all(account.total == run.makespan for account in found.accounts)
+        assert found.accounts[1].passes.busy >= 4 * 3_000_000
+        return [max(drift.makespan for drift in found.drifts) - slow.makespan]
+
+    assert_least_within(measure, [(0, 1)])
 
 
 LIVE = ((16, 4), (16, 4), (8, 4), (8, 2))

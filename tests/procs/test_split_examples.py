@@ -1,4 +1,4 @@
-"""The examples of cut models run as their first lines say, and learn."""
+"""The examples of cut models, of meshes and of going on after a kill run as their first lines say, and learn."""
 
 from __future__ import annotations
 
@@ -9,23 +9,34 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-CASES = {
-    "a language model": ["split_language_model.py", "--steps", "6"],
-    "low-rank adapters": ["split_language_model.py", "--steps", "6", "--lora"],
-    "a mixture of experts": ["split_language_model.py", "--steps", "6", "--family", "mixtral"],
-    "ResNet": ["split_resnet.py"],
-    "T5": ["split_t5.py"],
-}
+from tests.procs.programs import ROOT, run_forked
+
+EXAMPLES = [*sorted(path.name for path in (ROOT / "examples").glob("split_*.py")), "fsdp.py", "tp.py"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
-def test_an_example_runs_on_two_ranks_and_learns(case: str) -> None:
-    name, *options = CASES[case]
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = [*ranks, str(ROOT / "tests/run_example.py"), str(ROOT / "examples" / name), *options]
-    told = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert told.returncode == 0, told.stderr[-4000:]
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", told.stdout)]
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_learns(name: str, tmp_path: Path) -> None:
+    (count,) = re.findall(r"torchrun --nproc-per-node (\d)", (ROOT / "examples" / name).read_text(encoding="utf-8"))
+    words = ["", str(ROOT / "examples" / name)]
+    run = f"import runpy, sys\nsys.argv = {words}\nrunpy.run_path({str(ROOT / 'tests/run_example.py')!r}, run_name='__main__')\n"
+    told = run_forked(run, tmp_path, int(count))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", told)]
     assert losses[-1] < losses[0]
+    if name == "split_generate.py":
+        assert "written: one for the money, two for the sho" in told
+    assert name in (ROOT / "examples/README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_the_example_of_a_killed_run_goes_on_with_the_same_losses() -> None:
+    run = [sys.executable, str(ROOT / "examples/resume.py")]
+    told = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert told.returncode == 0, told.stderr[-4000:]
+    killed, resumed, alone, uninterrupted, difference = told.stdout.splitlines()
+    assert killed.startswith("4 ranks, zb-v, until rank 2 ended by SIGKILL: steps 0 to 7")
+    assert re.match(r"2 ranks, 1f1b: steps [36] to 12, ", resumed)
+    assert alone.startswith("one device: steps 12 to 15, ")
+    assert uninterrupted.startswith("one device, never stopped: steps 0 to 15, ")
+    assert float(difference.rsplit(" ", 1)[1]) < 1e-12
+    assert "resume.py" in (ROOT / "examples/README.md").read_text(encoding="utf-8")

@@ -6,6 +6,8 @@ run between the F, the B and the W of each.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,45 @@ def test_the_split_leaves_what_autograd_leaves(name: str) -> None:
     assert bool(mine.waited) == (kind.waits and (CAN_SEE_HOOKS or name not in ONLY_OWN_MATRICES))
 
 
+ONE_OF_EACH = {
+    *("gpt block", "conv2d and batch norm", "conv1d, grouped, strided and dilated", "embedding tied to its head", "embedding with padding"),
+    *("autocast, three linears of one input", "experts grouped", "experts gathered", "halves of a matrix", "matrix whole and in part"),
+    *("sparse embedding", "all frozen", "unused parts", "first and third tied"),
+}
+"""Kinds in which every way to leave weight gradients to W is met."""
+
+
+class ByParameter(Ours):
+    """The last two W's parameter by parameter; `told` has the gradients as they were when they were said to be complete."""
+
+    def __init__(self, module: nn.Module, inputs: list[tuple[Tensor, ...]]) -> None:
+        super().__init__(module, inputs)
+        self.told: dict[nn.Parameter, Tensor | None] = {}
+
+    def note(self, parameters: Collection[nn.Parameter]) -> None:
+        for parameter in parameters:
+            assert parameter not in self.told
+            self.told[parameter] = None if parameter.grad is None else parameter.grad.detach().clone()
+
+    def weight(self, j: int) -> None:
+        if j == 2:
+            self.stage.begin_tail((2, 3), self.note)
+        super().weight(j)
+        if j == 3:
+            assert set(self.told) == {parameter for parameter in self.stage.parameters if parameter.requires_grad}
+            for parameter, then in self.told.items():
+                assert (parameter.grad is None) == (then is None)
+                assert then is None or torch.equal(parameter.grad.to_dense(), then.to_dense())
+            assert not self.stage.splitter.held()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.long) for name in KINDS])
+def test_the_last_ws_leave_the_same_bits_parameter_by_parameter_and_say_when_they_are_complete(name: str) -> None:
+    kind = KINDS[name]
+    assert difference(train(kind.build, kind.takes, ByParameter), train(kind.build, kind.takes, Ours)) == 0
+
+
 class ChangesLater(nn.Module):
     """Remembers in a buffer, which a Linear reads and the next microbatch changes in place."""
 
@@ -112,3 +153,25 @@ def test_the_gradient_of_an_input_stays_when_a_parameter_reshaped_like_it_gets_m
     stage.forward(1, (torch.randn(SHAPE, requires_grad=True),))
     stage.backward(1, (torch.ones(SHAPE),))
     assert torch.equal(sent, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding_idx", [None, 1])
+@pytest.mark.parametrize("num_tokens", [2, 12, 20])
+def test_what_waits_of_an_embedding_is_added_with_all_its_bits(num_tokens: int, padding_idx: int | None, dtype: torch.dtype) -> None:
+    """Whether there are fewer tokens than rows, so that W looks at the rows of these alone, or not."""
+    torch.manual_seed(0)
+    layer = nn.Embedding(16, 4, padding_idx=padding_idx, dtype=dtype)
+    tokens, dy = torch.randint(0, 6, (3, 2, num_tokens // 2)), torch.randn(3, 2, num_tokens // 2, 4, dtype=dtype)
+    gradients = []
+    for way in ("whole", "deferred"):
+        layer.zero_grad()
+        stage = make_stage(way, layer, 0)
+        with stage.stepping():
+            for microbatch in range(3):
+                stage.forward(microbatch, (tokens[microbatch],))
+                stage.backward(microbatch, (dy[microbatch],))
+                stage.weight(microbatch)
+        assert layer.weight.grad is not None
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)

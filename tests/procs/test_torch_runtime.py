@@ -17,6 +17,7 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.versions import VERSION, needs_torchs_runtime
 from tests.pure.shapes import IN_TORCH_CSV, TRAINING
+from tests.thinned import every, every_of
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
@@ -57,7 +58,7 @@ def paired(module: nn.Module, oracle: nn.Module) -> list[tuple[nn.Parameter, nn.
     return list(zip(module.parameters(), oracle.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), every(3, CASES))
 def test_gradients_are_those_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     schedule = zb.make(name, ranks, microbatches)
     for form, csv in (("compute_only", to_torch_csv(schedule)), ("compute_comms", to_torch_comms_csv(schedule, torch.__version__))):
@@ -80,8 +81,7 @@ def play_sharded(group: Any, csv: str, shape: zb.Schedule) -> float:
     return max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in gradients)
 
 
-@pytest.mark.parametrize("unsharded", [1, MOST_UNSHARDED])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize(("name", "unsharded"), every_of(3, ["1f1b", "interleaved-zb", "zb-v", "dualpipe-v"], [1, MOST_UNSHARDED]))
 def test_sharded_weights_are_gathered_where_they_are_used(world: Ranks, name: str, unsharded: int) -> None:
     schedule = zb.make(name, 2, 4)
     assert max(world.run(play_sharded, to_torch_comms_csv(schedule, torch.__version__, unsharded), schedule, ranks=4)) <= 1e-12

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.fsdp import FSDPModule
 
+from tests.procs.exhaustive import EXHAUSTIVE
 from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -14,6 +16,9 @@ needs_checkpoints_in_graphs = pytest.mark.skipif(not CAN_SEE_HOOKS, reason="a gr
 needs_fsdp2_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="fully_shard of torch 2.6 calls Stream.record_event, which streams of the CPU lack there",
+)
+needs_own_reductions = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="the first versions of torch with FSDP2 cannot be told what reduces"
 )
 needs_torchs_runtime = pytest.mark.skipif(
     VERSION < (2, 13), reason="the schedule runtime of older versions of torch fails or hangs on schedules of its own, too"
@@ -24,3 +29,6 @@ needs_all_that_ended = pytest.mark.skipif(
     reason="torchrun of torch 2.6 looks only at processes that had ended when it looked, and the culprit may end a moment later",
 )
 needs_branches_in_graphs = pytest.mark.skipif(VERSION < (2, 7), reason="in torch 2.6, no mode sees torch.cond without a rule of its own")
+
+takes_an_hour = pytest.mark.skipif(not EXHAUSTIVE, reason="traces and compiles for many minutes: set ZEROBUBBLE_EXHAUSTIVE=1 to run it")
+"""For tests that would take longer than all others together."""

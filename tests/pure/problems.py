@@ -50,8 +50,20 @@ def slow_ends(schedule: Schedule, costs: Costs) -> dict[Op, int] | None:
 
 def step_time(step: tuple[Op, ...], costs: Costs) -> int:
     """How long a step takes: overlapped, its passes hide each other for a while, but not more than the shorter one."""
-    times = [costs.time(op.kind, op.stage) for op in step]
-    return sum(times) - (min(costs.hidden[step[0].stage], *times) if len(step) > 1 else 0)
+    times = [pass_time(op, costs) for op in step]
+    hidden = min(round(costs.hidden[step[0].stage] * share_of(op, costs)) for op in step)
+    return sum(times) - (min(hidden, *times) if len(step) > 1 else 0)
+
+
+def pass_time(op: Op, costs: Costs) -> int:
+    """How long a pass takes, each of its columns times the share of its microbatch."""
+    columns = {F: [costs.forward], B: [costs.backward], W: [costs.weight], BW: [costs.backward, costs.weight]}[op.kind]
+    return sum(round(column[op.stage] * share_of(op, costs)) for column in columns)
+
+
+def share_of(op: Op, costs: Costs) -> float:
+    """The factor on the times of a microbatch."""
+    return costs.shares[op.microbatch] if costs.shares else 1
 
 
 def delay(schedule: Schedule, costs: Costs, maker: Op, user: Op) -> int:
@@ -115,9 +127,11 @@ def fill(empty: Schedule, ops: set[Op], dice: random.Random, together: float = 0
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Schedule, Costs]:
-    """A legal schedule with uneven costs, zeros among them."""
+    """A legal schedule with uneven costs, zeros among them, and often microbatches of unequal cost."""
     schedule = draw(schedules())
-    return schedule, draw(costs(schedule.num_stages))
+    count = schedule.num_microbatches
+    shares = draw(st.just(()) | st.lists(st.sampled_from((0.5, 1, 1.7, 3)), min_size=count, max_size=count).map(tuple))
+    return schedule, replace(draw(costs(schedule.num_stages)), shares=shares)
 
 
 @st.composite

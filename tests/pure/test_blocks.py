@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations, product
 from random import Random
 
 import pytest
@@ -12,6 +13,8 @@ from zerobubble.blocks import (
     KNOWN,
     Block,
     Start,
+    collisions,
+    early_starts,
     four_steps,
     known_block,
     lifespans,
@@ -104,11 +107,55 @@ def test_a_block_that_lacks_a_pass_is_told() -> None:
         repeat(Block.from_text(TINY.replace(" 1W0@3", "")), 4)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_collisions_are_those_of_copies_played_slot_by_slot(seed: int) -> None:
+    chance = Random(seed)
+    ops = [Op(kind, stage, 0) for stage in range(2) for kind in (Kind.F, Kind.B, Kind.W)]
+    rows = tuple(tuple(Start(op, chance.randrange(12)) for op in ops if op.stage == rank) for rank in range(2))
+    times = (chance.randint(1, 3), chance.randint(1, 5), chance.randint(1, 2))
+    block = Block("random", Placement.linear(2), chance.randint(2, 9), rows, times)
+    found: dict[tuple[int, frozenset[Start]], tuple[int, set[int]]] = {}
+    for rank, row in enumerate(block.starts):
+        running: dict[int, list[tuple[Start, int]]] = {}
+        for copy, start in product(range(30), row):
+            for slot in range(block.length(start.op.kind)):
+                running.setdefault(start.slot + slot + copy * block.interval, []).append((start, copy))
+        for slot, passes in sorted(running.items()):
+            for (one, _), (other, _) in combinations(passes, 2):
+                key = rank, frozenset((one, other))
+                found.setdefault(key, (slot, set()))[1].add(slot % block.interval)
+    told = {(one.rank, frozenset((one.first, one.second))): (one.since, set(one.slots)) for one in collisions(block)}
+    assert told == found
+    assert len(told) == len(collisions(block))
+
+
+def test_a_pass_longer_than_the_interval_collides_with_its_own_next_copy() -> None:
+    block = Block("long", Placement.linear(1), 2, ((Start(Op(Kind.F, 0, 0), 1),),), (3, 1, 1))
+    (found,) = collisions(block)
+    assert (found.first, found.slots, found.since) == (found.second, (1,), 3)
+    with pytest.raises(InputError, match="0F0@1 takes 3 slots and copies come every 2, so it collides with its own copy"):
+        repeat(block, 4)
+
+
+def test_early_starts_name_what_they_wait_for() -> None:
+    block = Block.from_text(known_block("1f1b", 2).to_text().replace("0BW0@4", "0BW0@3"))
+    (early,) = early_starts(block)
+    assert (str(early.start), str(early.maker), early.end) == ("0BW0@3", "1BW0", 4)
+    assert early_starts(known_block("v-half", 4)) == ()
+
+
 def test_passes_longer_than_a_slot_collide_by_any_of_their_slots() -> None:
     fused = Block("fused", Placement.linear(1), 3, ((Start(Op(Kind.F, 0, 0), 0), Start(Op(Kind.BW, 0, 0), 2)),))
     with pytest.raises(InputError, match="0F0@0 and 0BW0@2 collide"):
         repeat(fused, 2)
     assert repeat(replace(fused, interval=4), 2).bubble == 2
+
+
+def test_a_pass_longer_than_the_interval_collides_with_its_own_copy() -> None:
+    lone = Block("lone", Placement.linear(1), 2, ((Start(Op(Kind.F, 0, 0), 0),),), (3, 1, 1))
+    with pytest.raises(InputError, match=r"on rank 0 0F0@0 takes 3 slots and copies come every 2.*: choose an interval of at least 3"):
+        repeat(lone, 2)
+    assert repeat(replace(lone, interval=3), 2).bubble == 0
 
 
 def test_w_needs_room() -> None:

@@ -13,7 +13,8 @@ from zerobubble import InputError, Schedule, make
 from zerobubble.blocks import KNOWN, known_block
 from zerobubble.blocks.steps import four_steps
 from zerobubble.cli import main
-from zerobubble.export.blocks import SHADES, block_html, block_svg
+from zerobubble.export.blocks import SHADES, block_svg
+from zerobubble.view.block_page import block_html
 
 SVG = "{http://www.w3.org/2000/svg}"
 

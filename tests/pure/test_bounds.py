@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from tests.pure.golden import TABLE_5, Profile
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid, stage_counts
-from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, make, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
 from zerobubble.bounds import lower_bounds, shortage
 from zerobubble.simulation import peak_memory
 
@@ -107,7 +107,13 @@ def outcomes(placement: Placement, microbatches: int, costs: Costs) -> list[tupl
 
 @pytest.mark.parametrize(
     ("placement", "microbatches"),
-    [(Placement.vee(1), 2), (Placement.linear(2), 2), (Placement.linear(3), 2), (Placement.linear(2), 3), (Placement.custom([0, 1, 0]), 2)],
+    [
+        (Placement.vee(1), 2),
+        (Placement.linear(2), 2),
+        (Placement.linear(3), 2),
+        (Placement.linear(2), 3),
+        pytest.param(Placement.custom([0, 1, 0]), 2, marks=pytest.mark.long),
+    ],
     ids=lambda value: f"{value.name}{value.num_ranks}" if isinstance(value, Placement) else str(value),
 )
 def test_no_order_at_all_beats_a_bound(placement: Placement, microbatches: int) -> None:
@@ -125,6 +131,60 @@ def test_no_order_at_all_beats_a_bound(placement: Placement, microbatches: int) 
             assert bounds.makespan.time <= best[1], bounds.makespan
             met += [bounds.span.time == best[0], bounds.makespan.time == best[1]]
     assert sum(met) > len(met) / 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "shares"),
+    [(Placement.linear(1), (1, 3, 2)), (Placement.linear(2), (2, 1)), (Placement.linear(2), (0.5, 4))],
+    ids=lambda value: f"{value.name}{value.num_ranks}" if isinstance(value, Placement) else str(value),
+)
+def test_no_order_of_microbatches_of_unequal_cost_beats_a_bound(placement: Placement, shares: tuple[float, ...]) -> None:
+    """Of all orders of tiny problems, microbatches in any order at every stage, at every limit that lets some of them through."""
+    dice, met = random.Random(placement.num_stages), []
+    costs = replace(uneven(placement.num_stages, dice), shares=shares)
+    found = [
+        (peak_memory(schedule, costs), timeline.span, timeline.makespan)
+        for schedule in every_schedule(placement, len(shares))
+        for timeline in _played(schedule, costs)
+    ]
+    for limit in {peaks for peaks, _, _ in found}:
+        best = [min(times) for times in zip(*(times for peaks, *times in found if all(map(int.__le__, peaks, limit))), strict=True)]
+        bounds = lower_bounds(placement, len(shares), costs, Limits(limit))
+        assert bounds.span.time <= best[0], bounds.span
+        assert bounds.makespan.time <= best[1], bounds.makespan
+        assert not shortage(placement, costs, Limits(limit))
+        met += [bounds.span.time == best[0], bounds.makespan.time == best[1]]
+    assert any(met)
+
+
+def every_schedule(placement: Placement, microbatches: int) -> Iterator[Schedule]:
+    """Every order of the passes F, B and W on every rank in which each microbatch has F before B and B before W of a stage."""
+    rows = []
+    for rank in range(placement.num_ranks):
+        chains = [
+            tuple(Op(kind, stage, j) for kind in (Kind.F, Kind.B, Kind.W))
+            for _, stage in placement.stages(rank)
+            for j in range(microbatches)
+        ]
+        rows.append(list(interleaved(chains)))
+    for chosen in product(*rows):
+        yield Schedule("any", placement, microbatches, chosen)
+
+
+def interleaved(chains: list[tuple[Op, ...]]) -> Iterator[tuple[Op, ...]]:
+    """Every way to run chains beside each other."""
+    if not any(chains):
+        yield ()
+    for place, chain in enumerate(chains):
+        if chain:
+            yield from ((chain[0], *rest) for rest in interleaved([*chains[:place], chain[1:], *chains[place + 1 :]]))
+
+
+def _played(schedule: Schedule, costs: Costs) -> list[Timeline]:
+    try:
+        return [simulate(schedule, costs)]
+    except ScheduleError:
+        return []
 
 
 ROWS = Path(__file__).with_name("reference_spans.txt").read_text().splitlines()[2:]

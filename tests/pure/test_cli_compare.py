@@ -19,7 +19,7 @@ from zerobubble.program import Send
 from zerobubble.schedules import SCHEDULES
 
 SHAPE = ["--ranks", "4", "--microbatches", "8"]
-CAUSES = ("dependency", "comm", "imbalance", "memory")
+CAUSES = ("dependency", "comm", "imbalance", "memory", "reduction")
 
 
 def compared(*args: str) -> list[dict[str, Any]]:
@@ -128,7 +128,6 @@ def test_compare_writes_pictures_and_pages(tmp_path: Path) -> None:
     assert run("compare", "1f1b", "zb-h1", *SHAPE, "--svg", str(svg), "--html", str(page)).exit_code == 0
     assert sum(group.get("class") == "pass" for group in ElementTree.parse(svg).iter()) == 4 * 8 * (2 + 3)
     html = page.read_text()
-    assert html.count('<g class="pass">') == 4 * 8 * 5
     assert '<th scope="row">zb-h1</th><td>27 ms*</td>' in html
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")
 

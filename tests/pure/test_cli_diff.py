@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.packed import page_data, unpacked
 from zerobubble import Costs, Timeline, diff, make, plan, simulate
 from zerobubble.cli import main
-from zerobubble.explain import gaps
+from zerobubble.explain import WaitsFor, gaps
 from zerobubble.export import dumps
 from zerobubble.io import save_plan
 from zerobubble.timeline import Doing, Mark
@@ -64,11 +66,14 @@ def test_plan_and_run_on_one_axis(folder: Path) -> None:
     page = Path("diff.html").read_text()
     for waiting in ("for a pass of another rank", "for a message", "for the host"):
         assert waiting in page
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    data = page_data(page)
     planned, run = simulate(SCHEDULE, COSTS), simulate(SCHEDULE, SLOW)
     for drawn, timeline in zip(data["timelines"], (planned, run), strict=True):
         found = gaps(SCHEDULE, COSTS, timeline)
-        assert drawn["gaps"] == [[[gap.start, gap.end, gap.waits_for] for gap in row] for row in found]
+        assert drawn["gaps"]["first"] == list(accumulate(map(len, found), initial=0))
+        columns = {name: unpacked(drawn["gaps"][name]) for name in ("start", "time", "what")}
+        read = list(zip(*columns.values(), strict=True))
+        assert read == [(gap.start, gap.end - gap.start, list(WaitsFor).index(gap.waits_for)) for row in found for gap in row]
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     idle = [event for event in events if event.get("cat") == "idle"]
     assert len(idle) == sum(len(row) for timeline in (planned, run) for row in gaps(SCHEDULE, COSTS, timeline))

@@ -150,6 +150,20 @@ def test_wrong_times_name_their_rank(tmp_path: Path, data: Any, reason: str) -> 
     assert reason in refused("plan", "--per-rank", written(tmp_path, data), "--microbatches", "4")
 
 
+def test_sums_of_a_rank_leave_in_the_buckets_that_are_told(tmp_path: Path) -> None:
+    """By an option or in the file of ranks; stages of a rank share its buckets."""
+    asked = ("plan", "-m", "6", "--placement", "vee", "--budget", "0", "--objective", "makespan", "--json")
+    equal = ("-p", "3", "--times", "2,2,2", "--reduce", "4")
+    file = written(tmp_path, {name: [2, 2, 2] for name in COLUMNS} | {"reduce": [4, 4, 4], "buckets": [3, 3, 3]})
+    one, other, whole = (
+        json.loads(printed(*asked, *more))["makespan_ms"] for more in ((*equal, "--buckets", "3"), ("--per-rank", file), equal)
+    )
+    assert one == other < whole
+    assert zb.Workload.uniform(3, (2, 2, 2), reduce=4, buckets=3).costs(zb.Placement.vee(3)).buckets == (2,) * 6
+    shown = json.loads(printed("show", "zb-h1", "-p", "4", "-m", "8", "--times", "20,20,20", "--reduce", "20", "--buckets", "8", "--json"))
+    assert shown["makespan"] == zb.simulate(zb.make("zb-h1", 4, 8), zb.Costs.uniform(4, (20,) * 3, reduce=20, buckets=8)).makespan / 1e6
+
+
 def test_the_file_and_the_options_must_agree(tmp_path: Path) -> None:
     assert "--ranks 4 does not fit" in refused("plan", "--per-rank", written(tmp_path, COLUMNS), "--ranks", "4", "--microbatches", "4")
 
@@ -219,6 +233,13 @@ def test_memory_in_bytes_is_for_all_that_a_rank_holds(tmp_path: Path, room: tupl
     problem = zb.io.load_plan(saved).problem
     assert sum(problem.layers_per_stage) == 9
     assert [sum(problem.layers_per_stage[:stage]) for stage in (1, 2)] == told["cuts"]
+    printed("show", str(saved), "--html", str(tmp_path / "plan.html"))
+    [data] = re.findall(r'id="data">(.*?)</script>', (tmp_path / "plan.html").read_text())
+    [drawn] = json.loads(data)["timelines"]
+    [(kept, sizes)] = drawn["layers"].items()
+    assert (kept, sizes) == ("parameters, gradients and optimizer state", [parameters for parameters, _ in told["cut"]["rank_bytes"]])
+    limits = [limit + size for limit, size in zip(drawn["limits"], sizes, strict=False)]
+    assert limits in ([40 * GB] * 3, []), "limits of all memory, none where no order reaches them"
 
 
 def test_cuts_inside_blocks_are_offered_and_made(tmp_path: Path) -> None:
@@ -235,7 +256,8 @@ def test_memory_that_is_too_small_or_unknown_is_told(tmp_path: Path) -> None:
     assert "no cuts fit the memory limits" in refused("plan", "--layers", written(tmp_path, OF_BLOCKS), *shape, "--memory", "14GB")
     assert "a list of times tells no bytes" in refused("plan", "--layers", written(tmp_path, HEADED), *shape, "--memory", "40GB")
     assert "'40XB' is neither a number of microbatches nor bytes" in refused("plan", *SHAPE, "--memory", "40XB")
-    assert "give --memory, in microbatches" in refused("plan", *SHAPE, "--memory", "40GB")
+    assert "times tell no bytes: give --microbatch-bytes" in refused("plan", *SHAPE, "--memory", "40GB")
+    assert "40 GB cannot hold one microbatch of 50 GB" in refused("plan", *SHAPE, "--memory", "40GB", "--microbatch-bytes", "50GB")
     assert "--memory and --memory-bytes contradict" in refused("plan", *SHAPE, "--memory", "4", "--memory-bytes", "4")
     assert "--inside-blocks is for --layers" in refused("plan", *SHAPE, "--inside-blocks")
 
@@ -344,11 +366,6 @@ def test_a_front_has_a_point_for_each_limit(tmp_path: Path) -> None:
     heights = [float(circle.get("cy", "")) for circle in circles if "best" in circle.get("class", "")]
     assert heights == sorted(heights), "a smaller bubble is further down"
     page = html.read_text()
-    above = [
-        float(picture.find("{*}circle").get("cy")) - float(picture.get("viewBox").split()[1])  # type: ignore[union-attr]
-        for picture in map(ElementTree.fromstring, (svg.read_text(), page[page.index("<svg") : page.index("</svg>") + 6]))
-    ]
-    assert above == [52, 20], "the legend is below the title in the picture, and at the top where the page has the title"
     assert page.count("<tr>") == 9
     assert "nothing fits" in page
 
@@ -356,7 +373,7 @@ def test_a_front_has_a_point_for_each_limit(tmp_path: Path) -> None:
 def test_a_front_is_a_table_over_the_usual_limits() -> None:
     lines = printed("pareto", *FRONT).splitlines()
     assert [float(line.split()[0]) for line in lines[1:16]] == [1 + n / 2 for n in range(15)]
-    assert [line.split()[1:4] for line in (lines[7], lines[15])] == [["vee", "0.00", "%"], ["linear", "0.00", "%"]]
+    assert [line.split()[1:4] for line in (lines[7], lines[15])] == [["vee", "0.00", "%"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -374,6 +391,7 @@ def test_a_front_that_cannot_be_is_refused(options: tuple[str, ...], reason: str
     assert reason in refused("pareto", *options)
 
 
+@pytest.mark.long
 def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     asked = ("plan", *SHAPE, "--memory", "5", "--placement", "vee", "--evaluations", "3000")
@@ -432,7 +450,10 @@ def test_bytes_limit_a_plan_for_costs(tmp_path: Path) -> None:
         (("--microbatches", "6", "--placement", "vee", "--ranks", "4"), "has costs of 4 stages, but vee puts 2 on each of 4 ranks"),
         (("--microbatches", "6", "--placement", "veee"), "did you mean 'vee'"),
         (("--placement", "vee"), "plan needs --microbatches M"),
-        (("--microbatches", "6", "--placement", "vee", "--memory", "4"), "--memory is not for --costs: give --memory-bytes"),
+        (
+            ("--microbatches", "6", "--placement", "vee", "--microbatch-bytes", "4GB"),
+            "--costs and --microbatch-bytes contradict each other",
+        ),
         (("--times", "1,1,1"), "--costs and --times contradict each other"),
         (("--layers", "x"), "--costs and --layers contradict each other"),
         (("--per-rank", "x"), "--costs and --per-rank contradict each other"),
@@ -444,4 +465,78 @@ def test_costs_that_cannot_be_used_are_refused(tmp_path: Path, options: tuple[st
 
 
 def test_bytes_without_costs_are_refused() -> None:
-    assert "--memory-bytes is for --costs" in refused("plan", *SHAPE, "--memory-bytes", "5")
+    assert "times tell no bytes" in refused("plan", *SHAPE, "--memory-bytes", "5")
+
+
+def test_memory_in_bytes_beside_times_is_counted_in_microbatches() -> None:
+    in_bytes, counted = (
+        json.loads(printed("plan", *SHAPE, "--placement", "vee", "--budget", "0", "--json", *room))
+        for room in (("--memory", "20GB", "--microbatch-bytes", "4GB"), ("--memory", "5"))
+    )
+    assert in_bytes["csv"] == counted["csv"]
+    front = json.loads(printed("pareto", *FRONT, "--memory", "8GB:16GB:4GB", "--microbatch-bytes", "4GB", "--json"))
+    assert [point["memory"] for point in front] == [2, 3, 4]
+
+
+def test_memory_in_microbatches_beside_costs_is_room_for_those_of_each_rank(tmp_path: Path) -> None:
+    asked = (
+        "plan",
+        "--costs",
+        costs_file(tmp_path),
+        "--placement",
+        "vee",
+        "--microbatches",
+        "6",
+        "--evaluations",
+        "300",
+        "--memory",
+        "2.5",
+    )
+    file = str(tmp_path / "plan.json")
+    assert json.loads(printed(*asked, "--json", "-o", file))["peak_microbatches"] <= 2.5
+    assert zb.io.load_plan(file).problem.limits == zb.Limits((550, 875))
+
+
+def test_winner_runner_up_and_1f1b_stand_on_one_page(tmp_path: Path) -> None:
+    page, svg, file = tmp_path / "plan.html", tmp_path / "plan.svg", tmp_path / "plan.json"
+    printed("plan", *SHAPE, "--memory", "6", "--budget", "0", "--html", str(page), "--svg", str(svg), "-o", str(file))
+    text = page.read_text()
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>', text)
+    assert (rows[0].split(":")[0], rows[1].split(":")[0], rows[2]) == ("winner", "runner-up", "1f1b")
+    assert "1f1b does not fit: rank 0 would hold 8 microbatches" in text
+    assert f"zerobubble make {file} --format torch-csv" in text
+    assert "load_plan" in text
+    assert svg.read_text().count('class="pass"') == 0 or "runner-up" in svg.read_text()
+
+
+def test_a_plan_for_weights_in_shards_gathers_seldom() -> None:
+    asked = ("plan", "-p", "2", "-m", "4", "--placement", "vee", "--budget", "0", "--weights", "12GB", "--gathered", "6GB")
+    text = " ".join(printed(*asked, "--gather-rate", "6000GB").split())
+    assert "rank 0: 3 gathers of weights, no order of gathers has fewer; up to 6 GB" in text
+    assert "No schedule on vee has fewer than 6 gathers" in text
+    told = json.loads(printed(*asked, "--gather-rate", "6000GB", "--json"))
+    assert [rank["num_gathers"] for rank in told["weights"]] == [3, 3]
+    assert told["gathers"]["winner"]["num_gathers"] == told["gathers"]["least_gathers_of_any_order"] == 6
+    assert "give their sizes with --weights" in refused("plan", "-p", "2", "-m", "4", "--gathered", "6GB")
+    assert "--weights and --layers contradict each other" in refused(*asked, "--layers", "layers.json")
+    assert "plan without noise for weights in shards" in refused(*asked, "--noise", "5")
+    assert "and zerobubble show with --weights counts its gathers" in refused(*asked, "--baseline", "zb-v-greedy")
+
+
+def test_a_plan_file_keeps_weights_in_shards(tmp_path: Path) -> None:
+    file, again = str(tmp_path / "plan.json"), str(tmp_path / "again.json")
+    sizes = ("--weights", "12GB", "--gathered", "6GB", "--gather-rate", "6000GB", "--within", "5")
+    printed("plan", "-p", "2", "-m", "4", "--placement", "vee", "--budget", "0", *sizes, "-o", file)
+    sharded = zb.planning.Sharded(12 * 10**9, 6 * 10**9, 6e12, 0.05)
+    assert zb.io.load_plan(file).problem.sharded == sharded
+    shown = " ".join(printed("show", file).split())
+    assert "rank 0: 3 gathers of weights, no order of gathers has fewer; up to 6 GB" in shown
+    assert "with gathers of 1 ms, which passes wait for" in shown
+    assert "2 gathers of weights" in printed("show", file, "--weights", "12GB")
+    anew = ("plan", "--costs", file, "--placement", "vee", "--budget", "0")
+    assert "All without gathers of weights." in printed(*anew, "--what-if", "10", "-o", again)
+    assert zb.io.load_plan(again).problem == zb.io.load_plan(file).problem
+    assert "plan without noise for weights in shards" in refused(*anew, "--noise", "5")
+    solved = zb.planning.solve(zb.io.load_plan(file).problem, seconds=0)
+    assert solved.schedule is not None
+    assert solved.schedule.rows == zb.io.load_plan(file).schedule.rows  # type: ignore[union-attr]

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 
-from zerobubble import Costs, InputError, Limits
+from zerobubble import Costs, InputError, Kind, Limits
+from zerobubble.costs import Level
 from zerobubble.kinds import KINDS, Stuff
 
 
 def test_uniform_costs_share_a_rank_among_its_stages() -> None:
-    costs = Costs.uniform(4, (1.5, 2.0, 0.5), 0.25, stages_per_rank=2, held=0.5)
-    assert [costs.time(kind, 3) for kind in KINDS] == [750_000, 1_000_000, 250_000, 1_250_000]
+    costs = Costs.uniform(4, (1.5, 2.0, 0.5), 0.25, stages_per_rank=2, held=0.5).with_recompute(Level("half", extra=0.4, kept=0.25))
+    assert [costs.time(kind, 3) for kind in KINDS] == [750_000, 1_000_000, 250_000, 1_250_000, 300_000]
     assert costs.comm == (250_000,) * 3
     assert (costs.held(Stuff.SAVED, 0), costs.held(Stuff.WORK, 0), costs.held(Stuff.GRADIENT, 0)) == (1_000_000, 500_000, 0)
-    assert [costs.memory_change(kind, 0) for kind in KINDS] == [1_000_000, -500_000, -500_000, -1_000_000]
+    assert [costs.memory_change(kind, 0) for kind in KINDS] == [1_000_000, -500_000, -500_000, -1_000_000, 750_000]
+    assert costs.memory_change(Kind.F, 0, again=Kind.R) == 250_000
 
 
 def test_costs_in_ms_stage_by_stage() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
@@ -28,6 +29,9 @@ NAMESPACES = [name for name in dir(zb) if isinstance(getattr(zb, name), ModuleTy
 
 TOLD_IN_FULL = (zb.planning.Plan, zb.planning.LayersPlan, zb.explain.Difference, zb.blocks.FoundBlock)
 """`print` of these is the table or the sentences that the command line shows; a `FoundBlock` is a block and its layout."""
+
+
+TRACES = [Path(__file__).parent / f"traces/zbv-rank{rank}.json.gz" for rank in (0, 1)]
 
 
 def samples(ranks: int, microbatches: int) -> list[Any]:
@@ -54,9 +58,22 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     values += [schedule.placement, Placement.custom(range(ranks)), Op.parse("0F3"), lower(schedule), illegal, nothing, run]
     values += [found.best, found.choices[0], layers.solved, layers.cut, steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
     values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]
-    values += [zb.kinds.traits_of(zb.Kind.F)]
+    values += [*zb.explain.windows(schedule, costs)[-1][:1]]
+    gathered = zb.lowering.plan_gathers(schedule, [10**6] * schedule.num_stages, memory=10**6)[0]
+    start = block.starts[0][0]
+    values += [zb.blocks.Collision(0, start, start, (0,), 0), zb.blocks.EarlyStart(start, start.op, 2)]
+    values += [zb.kinds.traits_of(zb.Kind.F), zb.kinds.traits_of(zb.Kind.R).forward, gathered, gathered.gathers[0]]
     values += [SCHEDULES["zb-v"], recognise(schedule), recognise(illegal), schedule_faults(illegal)[0], *report.memory, *report.throughput]
-    return [*values, layers_of(ranks)[0], zb.simulation.metrics(schedule, costs)]
+    few = plan(Workload.uniform(2, (10, 10, 8)), 4, placements="vee", seconds=0, sharded=zb.planning.Sharded(2, 1)).few_gathers
+    values += [few, few.chosen, few.sharded]
+    traced = zb.io.read_trace(TRACES)
+    estimate = zb.cost_model.transformer(
+        "megatron-175b", gpu="H100", tp=8, pp=ranks, v=2, precision="fp8", layers=[96, *[0] * (2 * ranks - 1)]
+    )
+    values += [estimate, estimate.step(schedule), estimate.setting.model, estimate.setting.gpu, estimate.efficiency]
+    divided = zb.cost_model.divide("megatron-22b", gpu="A100", gpus=8, batch=ranks, top=2)
+    values += [divided, divided.best]
+    return [*values, layers_of(ranks)[0], traced, traced.clocks[1], zb.simulation.metrics(schedule, costs)]
 
 
 def layers_of(ranks: int) -> list[Layer]:
@@ -101,7 +118,9 @@ def test_notebooks_draw_schedules_timelines_and_plans() -> None:
         svg = value._repr_svg_()
         passes = ElementTree.fromstring(svg).findall(".//{http://www.w3.org/2000/svg}g[@class='pass']")
         assert len(passes) == 48
-        assert value._repr_html_() is None
+        html = value._repr_html_()
+        assert "<iframe" in html
+        assert "data:image/svg+xml;base64," in html  # what is seen where frames are left out
 
 
 def test_a_notebook_lists_the_faults_of_a_schedule_that_cannot_run() -> None:

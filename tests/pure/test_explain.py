@@ -77,28 +77,28 @@ def test_a_published_schedule_at_equal_costs_waits_for_nothing_else(name: str) -
 )
 def test_what_unit_times_give(name: str, dependency: int, memory: int) -> None:
     """By hand for rank 0 of 1F1B: from 4 on it holds 4 microbatches and waits 6 for its first backward, then 3 in the cool-down."""
-    assert in_ms(attribute(make(name, 4, 8), Costs.uniform(4)).overall) == (dependency, 0, 0, memory)
+    assert in_ms(attribute(make(name, 4, 8), Costs.uniform(4)).overall) == (dependency, 0, 0, memory, 0)
 
 
 def test_rank_0_of_1f1b_by_hand() -> None:
-    assert in_ms(attribute(make("1f1b", 4, 8), Costs.uniform(4)).ranks[0]) == (3, 0, 0, 6)
+    assert in_ms(attribute(make("1f1b", 4, 8), Costs.uniform(4)).ranks[0]) == (3, 0, 0, 6, 0)
 
 
 def test_zb_h2_has_no_idle_time_in_its_spans() -> None:
-    assert attribute(make("zb-h2", 4, 8), Costs.uniform(4), "span").overall == (0, 0, 0, 0)
+    assert attribute(make("zb-h2", 4, 8), Costs.uniform(4), "span").overall == (0, 0, 0, 0, 0)
 
 
 def test_messages_are_what_goes_away_with_them() -> None:
     idle = attribute(make("gpipe", 4, 8), Costs.uniform(4, comm=0.5))
-    assert in_ms(idle.overall) == (36, 4 * 6 * 0.5, 0, 0)
+    assert in_ms(idle.overall) == (36, 4 * 6 * 0.5, 0, 0, 0)
 
 
 def test_imbalance_is_what_goes_away_when_stages_are_equal() -> None:
     """One microbatch on two ranks takes 3 + 9 either way: rank 0 waits 9 - 6 too long, rank 1 as much too little."""
     idle = attribute(make("gpipe", 2, 1), Costs.from_ms((1, 3), (1, 3), (1, 3)))
-    assert [in_ms(causes) for causes in idle.ranks] == [(6, 0, 3, 0), (6, 0, -3, 0)]
+    assert [in_ms(causes) for causes in idle.ranks] == [(6, 0, 3, 0, 0), (6, 0, -3, 0, 0)]
     slow = attribute(make("gpipe", 2, 10), Costs.from_ms((1, 3), (1, 3), (1, 3)))
-    assert in_ms(slow.overall) == (12, 0, 2 * (3 + 9 * 10) - 12 * 10 - 12, 0)
+    assert in_ms(slow.overall) == (12, 0, 2 * (3 + 9 * 10) - 12 * 10 - 12, 0, 0)
 
 
 def test_work_is_spread_over_ranks_and_not_over_stages() -> None:
@@ -107,7 +107,7 @@ def test_work_is_spread_over_ranks_and_not_over_stages() -> None:
         "zerobubble schedule 1\nplacement custom: 0 1 1\nmicrobatches 1\nrank 0: 0F0 0BW0\nrank 1: 1F0 2F0 2BW0 1BW0\n"
     )
     idle = attribute(schedule, Costs.from_ms((2, 1, 1), (2, 1, 1), (0, 0, 0)))
-    assert [in_ms(causes) for causes in idle.ranks] == [(4, 0, 0, 0)] * 2
+    assert [in_ms(causes) for causes in idle.ranks] == [(4, 0, 0, 0, 0)] * 2
 
 
 def test_another_metric_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.pure.shapes import shape
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
-from zerobubble.export.palette import ink, luminance, shade
+from zerobubble.export.palette import contrast, ink, shade
 from zerobubble.export.svg import LEFT, ROW, timeline_svg
 from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, make
@@ -127,10 +127,10 @@ def test_colour_blind_readers_can_tell_the_kinds_apart(name: str) -> None:
 
 def test_ink_is_readable_on_every_shade() -> None:
     for kind in KINDS:
-        for place in range(4):
-            paper = shade(kind, place, 4)
-            low, high = sorted((luminance(paper), luminance(ink(paper))))
-            assert (high + 0.05) / (low + 0.05) > 4, paper
+        for stages in range(1, 17):
+            for place in range(stages):
+                paper = shade(kind, place, stages)
+                assert contrast(paper, ink(paper)) >= 4.5, paper
 
 
 def test_numbers_read_well() -> None:
@@ -138,3 +138,9 @@ def test_numbers_read_well() -> None:
     assert [show_bytes(count) for count in (0, 999, 999_600, 1_250_000_000)] == ["0 B", "999 B", "1 MB", "1.25 GB"]
     assert ticks(27_000_000, 7) == tuple(range(0, 27_000_000, 5_000_000))
     assert ticks(0, 7) == (0,)
+
+
+def test_the_kinds_differ_in_grey() -> None:
+    """By a third in luminance at least, as contrast is counted."""
+    for one, other in combinations([traits.colour for traits in KINDS.values()], 2):
+        assert contrast(one, other) > 1.3, (one, other)

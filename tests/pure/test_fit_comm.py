@@ -8,7 +8,7 @@ import pytest
 
 import zerobubble as zb
 from tests.pure.test_fit import spans
-from zerobubble.fit import fit_comm
+from zerobubble.fit import fit_comm, late_messages
 from zerobubble.timeline import Span, Timeline
 
 
@@ -53,3 +53,25 @@ def test_a_link_nobody_waited_for_is_refused() -> None:
     there = spans(("0F1", 12), ("1F0", 8), ("1BW0", 11), ("1F2", 39), ("0BW1", 5))
     with pytest.raises(zb.InputError, match="no rank had to wait for a message between stages 0 and 1"):
         fit_comm(Timeline("t", (here, there), (), "measured"))
+
+
+def test_late_messages_tell_of_links_that_somebody_waited_for() -> None:
+    """With passes of 3 ms, 1F1B waits for every message of 2 ms in its steady state, and for none that takes no time."""
+    schedule = zb.make("1f1b", 4, 16)
+    slow = zb.Costs.from_ms([3.0] * 4, [3.0] * 4, [0.0] * 4, [0.0, 2.0, 0.0])
+    assert late_messages(zb.simulate(schedule, slow), 0.2) == (None, 2_000_000, None)
+
+
+def test_messages_nobody_waited_for_came_before_those_somebody_waited_for() -> None:
+    """Of ten activations three are late, by 8, 6 and 4 ms: all but one were there within 6 ms, all but two within 4."""
+    ms = 1_000_000
+    sent = [Span(zb.Op(zb.Kind.F, 0, j), 10 * j * ms, (10 * j + 10) * ms) for j in range(10)]
+    late = {2: 8, 5: 4, 8: 6}
+    begins = [(10 * j + 10 + late.get(j, 0)) * ms for j in range(10)]
+    taken = [Span(zb.Op(zb.Kind.F, 1, j), begin, begin + ms) for j, begin in enumerate(begins)]
+    back = [Span(zb.Op(zb.Kind.BW, 1, j), (200 + j) * ms, (201 + j) * ms) for j in range(10)]
+    last = [Span(zb.Op(zb.Kind.BW, 0, j), (300 + j) * ms, (301 + j) * ms) for j in range(10)]
+    timeline = Timeline("t", ((*sent, *last), (*taken, *back)), (), "measured")
+    assert late_messages(timeline, 0.1) == (6 * ms,)
+    assert late_messages(timeline, 0.2) == (4 * ms,)
+    assert late_messages(timeline, 0.3) == (None,)

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.pure.test_watch import TIMING, DictStore
+from tests.pure.test_watch import PATIENT, DictStore
 from zerobubble.errors import PipelineError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.transport.contact import LostContactError
-from zerobubble.runtime.transport.endpoint import Endpoint, Group, Line, Work
+from zerobubble.runtime.transport.endpoint import Endpoint, Group, Line
 from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.work import Work
 
 
 class Lonely(Endpoint):
     """The end of no lines, which counts how often it was closed, and then may do something else."""
 
     def __init__(self, then: Callable[[], None]) -> None:
-        self.group = Group(0, 1, DictStore(), timing=TIMING)
+        self.group = Group(0, 1, DictStore(), timing=PATIENT)
         self.closed = 0
         self.then = then
 

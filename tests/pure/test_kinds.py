@@ -17,7 +17,7 @@ from zerobubble.blocks import Block, Start
 from zerobubble.cli.drawing import draw, legend
 from zerobubble.errors import ParseError
 from zerobubble.explain import attribute, diff
-from zerobubble.export import Report, perfetto_json, report_html, timeline_svg, to_torch_csv
+from zerobubble.export import perfetto_json, timeline_svg, to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.kinds import KINDS, Stuff, add_kind, add_stuff, change_kind, traits_of
 from zerobubble.lowering import program_faults
@@ -25,6 +25,7 @@ from zerobubble.planning import Problem, sensitivity
 from zerobubble.planning.search import simulate_compiled
 from zerobubble.simulation import peak_memory
 from zerobubble.text_picture import picture
+from zerobubble.view import Report, report_html
 
 UNKNOWN = Schedule("odd", Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op("O", 0, 0)),))  # type: ignore[arg-type]
 
@@ -41,21 +42,21 @@ UNKNOWN = Schedule("odd", Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op("O", 0,
     ],
 )
 def test_a_kind_that_the_table_lacks_is_refused(read: Callable[[], object]) -> None:
-    with pytest.raises(InputError, match="'O' is not a kind of pass; known are F, B, W, BW"):
+    with pytest.raises(InputError, match="'O' is not a kind of pass; known are F, B, W, BW, R"):
         read()
 
 
 def test_a_schedule_of_an_unknown_kind_has_that_fault() -> None:
     (fault,) = schedule_faults(UNKNOWN)
     assert (fault.code, fault.rank, fault.position) == ("kind", 0, 1)
-    assert fault.message == "rank 0 runs 0O0 at position 1, but O is not a kind of pass; known are F, B, W, BW"
+    assert fault.message == "rank 0 runs 0O0 at position 1, but O is not a kind of pass; known are F, B, W, BW, R"
     for read in (lambda: simulate(UNKNOWN, Costs.uniform(1)), lambda: lower(UNKNOWN)):
         with pytest.raises(ScheduleError, match="O is not a kind of pass"):
             read()
 
 
 def test_text_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ParseError, match="'0O3' is not a pass; write <stage><kind><microbatch> with kind F, B, W or BW"):
+    with pytest.raises(ParseError, match="'0O3' is not a pass; write <stage><kind><microbatch> with kind F, B, W, BW or R"):
         Op.parse("0O3")
 
 
@@ -71,17 +72,17 @@ def test_there_is_one_object_for_each_kind() -> None:
     ("add", "message"),
     [
         (lambda: add_kind("r", traits_of(Kind.F)), "named by one to three capital letters, got 'r'"),
-        (lambda: add_kind("BW", traits_of(Kind.F)), "there is a kind BW already; known are F, B, W, BW"),
-        (lambda: add_kind("R", replace(traits_of(Kind.F), colour="red")), "the colour of R is written #rrggbb, got 'red'"),
+        (lambda: add_kind("BW", traits_of(Kind.F)), "there is a kind BW already; known are F, B, W, BW, R"),
+        (lambda: add_kind("A", replace(traits_of(Kind.F), colour="red")), "the colour of A is written #rrggbb, got 'red'"),
         (
-            lambda: add_kind("R", replace(traits_of(Kind.F), makes=(Stuff.ACTIVATION, Stuff.GRADIENT))),
-            "a pass sends at most one message, but R makes a and g",
+            lambda: add_kind("A", replace(traits_of(Kind.F), makes=(Stuff.ACTIVATION, Stuff.GRADIENT))),
+            "a pass sends at most one message, but A makes a and g",
         ),
         (
             lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((Stuff.WORK, 1),))),
             "W uses w of another stage, but only a and g",
         ),
-        (lambda: add_stuff("s", "held"), "'s' is taken; taken are a, g, s, w"),
+        (lambda: add_stuff("s", "held"), "'s' is taken; taken are a, g, s, w, i"),
         (lambda: Stuff("x"), "'x' is nothing that passes leave for each other"),
     ],
 )
@@ -90,14 +91,14 @@ def test_what_no_table_can_hold_is_refused(add: Callable[[], object], message: s
         add()
 
 
-# An added kind: C keeps a stage's input alone, and R computes the stage again before its B.
+# An added kind: C keeps a stage's input alone, and A computes the stage again before its B.
 
 
 def recomputed(name: str = "zb-h1", ranks: int = 3, microbatches: int = 4) -> tuple[Schedule, Costs]:
     schedule = with_recomputation(make(name, ranks, microbatches))
     stages = schedule.num_stages
     costs = Costs.from_ms([2] * stages, [3] * stages, [1] * stages, 0.5, [1000] * stages, [600] * stages)
-    return schedule, costs.with_columns(recompute=[1_500_000] * stages, held_input=[100] * stages)
+    return schedule, costs.with_columns(again=[1_500_000] * stages, held_kept=[100] * stages)
 
 
 def test_an_added_kind_is_read_and_written() -> None:
@@ -117,7 +118,7 @@ def test_an_added_kind_is_checked() -> None:
         assert schedule_faults(schedule) == ()
         without = replace(schedule, rows=tuple(tuple(op for op in row if op != Op(again, 0, 2)) for row in schedule.rows))
         assert [fault.message for fault in schedule_faults(without)] == [
-            "stage 0, microbatch 2 on rank 0 lacks 0R2, so B finds nothing saved: add it to the row"
+            "stage 0, microbatch 2 on rank 0 lacks 0A2, so B finds nothing saved: add it to the row"
         ]
         row = schedule.rows[0]
         place = row.index(Op(again, 0, 0))
@@ -125,7 +126,7 @@ def test_an_added_kind_is_checked() -> None:
         assert [fault.code for fault in schedule_faults(late)] == ["order"]
         doubled = replace(schedule, rows=((Op(Kind.F, 0, 0), *row), *schedule.rows[1:]))
         (fault,) = schedule_faults(doubled)
-        assert "0F0 and 0B0 and 0W0 and 0C0 and 0R0, which do not go together: keep those of B W C R or" in fault.message
+        assert "0F0 and 0B0 and 0W0 and 0C0 and 0A0, which do not go together: keep those of B W C A or" in fault.message
 
 
 def test_an_added_kind_takes_its_own_time_and_memory() -> None:
@@ -133,11 +134,11 @@ def test_an_added_kind_takes_its_own_time_and_memory() -> None:
         schedule, costs = recomputed("1f1b", 2, 2)
         timeline = simulate(schedule, costs)
         assert {span.duration for _, span in timeline.spans() if span.op.kind is again} == {1_500_000}
-        # In ms, rank 1: F0 from 2.5, BW0 until 8.5, F1, BW1 until 14.5. Rank 0 runs R1 before that gradient is there, and BW1 from 15.
+        # In ms, rank 1: F0 from 2.5, BW0 until 8.5, F1, BW1 until 14.5. Rank 0 runs A1 before that gradient is there, and BW1 from 15.
         assert timeline.makespan == 19_000_000
         assert peak_memory(schedule, costs) == (1100, 1000)
         assert [max(held for _, held in steps) for steps in timeline.memory] == [1100, 1000]
-        with pytest.raises(InputError, match="these costs lack the column 'recompute', which R needs: see"):
+        with pytest.raises(InputError, match="these costs lack the column 'again', which A needs: see"):
             simulate(schedule, Costs.uniform(2))
         plain = make("1f1b", 2, 2)
         assert simulate(plain, Costs.uniform(2)).makespan == 9_000_000
@@ -148,13 +149,13 @@ def test_an_added_kind_is_fitted_and_explained() -> None:
         schedule, costs = recomputed()
         timeline = simulate(schedule, costs)
         fitted = fit_costs(replace(timeline, memory=()))
-        assert fitted.column("recompute") == (1_500_000, 1_500_000, 0)
+        assert fitted.column("again") == (1_500_000, 1_500_000, 0)
         idle = attribute(schedule, costs)
         assert [causes.total for causes in idle.ranks] == [timeline.makespan - figures.work for figures in timeline.ranks]
-        slower = simulate(schedule, costs.with_columns(recompute=[2_000_000] * 3))
+        slower = simulate(schedule, costs.with_columns(again=[2_000_000] * 3))
         found = diff(schedule, costs, replace(slower, source="measured"))
         assert sum(drift.makespan for drift in found.drifts) == slower.makespan - timeline.makespan > 0
-        assert {effect.what for effect in sensitivity(schedule, costs, samples=1).effects} >= {"every R", "R of stage 1"}
+        assert {effect.what for effect in sensitivity(schedule, costs, samples=1).effects} >= {"every A", "A of stage 1"}
 
 
 def test_what_an_added_kind_holds_is_fitted() -> None:
@@ -166,7 +167,7 @@ def test_what_an_added_kind_holds_is_fitted() -> None:
             held = accumulate(costs.memory_change(span.op.kind, span.op.stage) for span in row)
             memory.append(tuple((span.end, now) for span, now in zip(row, held, strict=True)))
         fitted = fit_costs(replace(timeline, memory=tuple(memory), source="measured"))
-        assert fitted.column("held_input") == (100, 100, 0)
+        assert fitted.column("held_kept") == (100, 100, 0)
         assert (fitted.held_after_f, fitted.held_after_b) == (costs.held_after_f, costs.held_after_b)
 
 
@@ -185,25 +186,25 @@ def test_an_added_kind_is_drawn() -> None:
     with recomputing():
         schedule, costs = recomputed()
         timeline = simulate(schedule, costs)
-        assert picture(schedule).splitlines()[0].split()[:6] == ["C0", "C1", "C2", "R0", ".", "B0"]
+        assert picture(schedule).splitlines()[0].split()[:6] == ["C0", "C1", "C2", "A0", ".", "B0"]
         svg, page = timeline_svg(timeline), report_html(Report("recomputing", timelines=(timeline,)))
         for drawing in (svg, page):
             assert "forward computed again" in drawing
-            assert "#6b4ba1" in drawing
+            assert "#4009ae" in drawing
         assert "forward computed again of stage 1, microbatch 0" in svg
-        assert "R forward computed again" in legend(timeline, coloured=True).plain
-        assert "R" in draw(timeline, 120, coloured=False).plain
+        assert "A forward computed again" in legend(timeline, coloured=True).plain
+        assert "A" in draw(timeline, 120, coloured=False).plain
         events = json.loads(perfetto_json(timeline))["traceEvents"]
-        assert {"R", "C"} < {event.get("cat") for event in events}
+        assert {"A", "C"} < {event.get("cat") for event in events}
 
 
 def test_what_cannot_hold_an_added_kind_refuses_it() -> None:
     with recomputing():
         schedule, costs = recomputed()
         problem = Problem(schedule.placement, schedule.num_microbatches, costs, Limits((10**6,) * 3))
-        with pytest.raises(InputError, match="plans are made of F, B, W, BW, but the schedule 'zb-h1, recomputing' has C, R passes"):
+        with pytest.raises(InputError, match="plans are made of F, B, W, BW, R, but the schedule 'zb-h1, recomputing' has A, C passes"):
             simulate_compiled(problem, schedule)
-        with pytest.raises(InputError, match=r"PyTorch's CSV has no cell for [CR] \(forward .*\), only for F, B, W, BW; use the text"):
+        with pytest.raises(InputError, match=r"PyTorch's CSV has no cell for [AC] \(forward .*\), only for F, B, W, BW; use the text"):
             to_torch_csv(schedule)
         with pytest.raises(InputError, match="block 'lean' has 0C0, but blocks are made of F, B, W, BW alone"):
             Block("lean", Placement.linear(1), 4, ((Start(Op(Kind("C"), 0, 0), 0),),))

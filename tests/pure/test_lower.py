@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
 from tests.pure.shapes import EVERY, SMALL, grid
+from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Placement, Program, Schedule, ScheduleError, lower, make, simulate
 from zerobubble.errors import Fault, ParseError, ProgramError
 from zerobubble.lowering import prefetch_depth, program_faults
@@ -69,9 +70,10 @@ def test_programs_of_random_schedules_are_sound(schedule: Schedule, prefetch: in
         assert Program.from_text(program.to_text()) == program
 
 
+@every_and_all(5)
 @pytest.mark.parametrize(("name", "stages_per_rank"), EVERY)
-def test_programs_of_published_schedules_are_sound(name: str, stages_per_rank: int) -> None:
-    for ranks, microbatches in grid(name, stages_per_rank, SMALL):
+def test_programs_of_published_schedules_are_sound(name: str, stages_per_rank: int, nth: int) -> None:
+    for ranks, microbatches in grid(name, stages_per_rank, SMALL)[::nth]:
         for prefetch in (0, 1, 3):
             assert program_faults(lower(make(name, ranks, microbatches, stages_per_rank), prefetch)) == ()
 

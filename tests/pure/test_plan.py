@@ -16,7 +16,7 @@ import zerobubble as zb
 from tests.pure.golden import TABLE_5
 from zerobubble import Costs, InputError, Kind, Limits, Placement, ScheduleError, Workload
 from zerobubble.errors import ParseError
-from zerobubble.planning import Problem, Solved, Status, attempt, competition, solve
+from zerobubble.planning import Problem, Solved, Status, attempt, competition, rounds, solve
 from zerobubble.planning import search as engine
 from zerobubble.planning.attempt import Budget
 from zerobubble.planning.pareto import pareto
@@ -187,7 +187,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        for module in (attempt, competition):
+        for module in (attempt, competition, rounds):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
 
 
@@ -307,7 +307,7 @@ def test_a_placement_that_cannot_win_is_not_searched(monkeypatch: pytest.MonkeyP
     assert set(searched) == {"looped"}
     best, second, third = made.choices
     assert [best.name, second.name, third.name] == ["looped-4", "looped-2", "linear"]
-    assert second.note.startswith("cannot have a bubble below 7.12 %, the winner has ")
+    assert second.note.startswith("cannot have a span bubble below 7.12 %, the winner has ")
     assert 0.0712 < second.solved.least_bubble < (second.solved.bubble or 0)
     assert (best.solved.bubble or 1) < 0.0712
     assert third.solved.status is Status.OPTIMAL

@@ -12,6 +12,7 @@ import pytest
 
 from tests.pure.golden import TABLE_5, TABLE_8, Profile
 from tests.pure.problems import needs
+from tests.thinned import every
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
@@ -64,7 +65,7 @@ def label(profile: object) -> str:
 # The heuristics meet the published numbers.
 
 
-@pytest.mark.parametrize(("profile", "one_p", "two_p"), [*zip(TABLE_5, ONE_P, TWO_P, strict=True)], ids=label)
+@pytest.mark.parametrize(("profile", "one_p", "two_p"), every(3, zip(TABLE_5, ONE_P, TWO_P, strict=True)), ids=label)
 def test_the_heuristic_gives_zb_1p_and_zb_2p_of_table_5(profile: Profile, one_p: float, two_p: float) -> None:
     rates = []
     for times_p in (1, 2):
@@ -75,7 +76,7 @@ def test_the_heuristic_gives_zb_1p_and_zb_2p_of_table_5(profile: Profile, one_p:
     assert rates == [one_p, two_p]
 
 
-@pytest.mark.parametrize(("profile", "rate"), [*zip(TABLE_8, ZB_V, strict=True)], ids=label)
+@pytest.mark.parametrize(("profile", "rate"), every(3, zip(TABLE_8, ZB_V, strict=True)), ids=label)
 def test_the_greedy_gives_zb_v_of_table_8(profile: Profile, rate: float) -> None:
     problem = profiled(profile, Placement.vee(profile.ranks), profile.ranks)
     schedule = zb_v_greedy(problem)
@@ -112,13 +113,14 @@ def test_the_heuristic_keeps_the_cost_that_is_asked_for() -> None:
 # Building blocks.
 
 
-@pytest.mark.parametrize(("slots", "bubble"), [(4, 11), (6, 5), (8, 0)])
+@pytest.mark.parametrize(("slots", "bubble"), [(4, 11), (6, 5), pytest.param(8, 0, marks=pytest.mark.long)])
 def test_adaptive_meets_the_law_of_building_blocks(slots: int, bubble: int) -> None:
     """The least bubble on four ranks in a V (controllable memory, figure 13): proved, too, by the exact solver below."""
     problem = unit_problem(Placement.vee(4), 8, slots)
     assert checked_time(problem, adaptive(problem)) == (48 + bubble) * NS_PER_MS
 
 
+@pytest.mark.long
 def test_adaptive_is_no_longer_than_the_authors_search_at_the_memory_of_v_half() -> None:
     """What their code finds for 1.5B, at 5/8 of the memory of 1F1B: it takes legs of two gaps."""
     problem = profiled(TABLE_5[0], Placement.vee(8), 5)
@@ -200,12 +202,12 @@ OPTIMA = (
 
 
 @with_solver
-@pytest.mark.parametrize("optimum", OPTIMA, ids=lambda o: f"{o.placement.name}-{o.placement.num_ranks}-{o.slots}-{o.span}")
+@pytest.mark.parametrize("optimum", every(3, OPTIMA), ids=lambda o: f"{o.placement.name}-{o.placement.num_ranks}-{o.slots}-{o.span}")
 def test_the_exact_solver_proves_known_optima(optimum: Optimum) -> None:
     for objective, time in zip(Objective, (optimum.span, optimum.makespan), strict=True):
         if time is not None:
             problem = optimum.problem(objective)
-            schedule, bound, status = exact(problem, seconds=30)
+            schedule, bound, status = exact(problem, seconds=200)
             assert checked_time(problem, schedule) == bound.time == time * NS_PER_MS
             assert status is Status.OPTIMAL
 
@@ -244,9 +246,9 @@ def test_the_exact_solver_agrees_with_trying_everything(number: int) -> None:
     least = brute_force(problem)
     if least is None:
         with pytest.raises(InputError, match="rank"):
-            exact(problem, seconds=20)
+            exact(problem, seconds=200)
     else:
-        schedule, bound, status = exact(problem, seconds=20)
+        schedule, bound, status = exact(problem, seconds=200)
         assert (checked_time(problem, schedule), bound.time, status) == (least, least, Status.OPTIMAL)
 
 

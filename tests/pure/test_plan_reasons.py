@@ -1,8 +1,11 @@
-"""What a plan says of a placement on which nothing can be searched."""
+"""What a plan says of its winner and of the others, and of a placement on which nothing can be searched."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import zerobubble as zb
+from zerobubble.planning.pareto import pareto
 
 WORK = zb.Workload.uniform(3, (1, 1, 1), held=2.0)
 """B leaves W twice of what F saved."""
@@ -23,3 +26,77 @@ def test_where_w_apart_from_b_does_not_fit_nothing_was_searched() -> None:
 def test_with_room_for_it_or_without_a_budget_the_note_is_another() -> None:
     assert note(2, evaluations=100).startswith("the search ended ")
     assert note(1.5, evaluations=0).startswith("without a search it has a span 28.57 % over its bound: ")
+
+
+# What is told of the winner and the others.
+
+EQUAL = zb.Workload.uniform(4, (1, 1, 1))
+
+
+def test_of_equally_short_plans_the_one_with_the_smaller_makespan_wins() -> None:
+    made = zb.plan(EQUAL, 8, seconds=0)
+    spans, makespans = zip(*((c.solved.timeline.bubble_span, c.solved.timeline.bubble_makespan) for c in made.choices), strict=True)  # type: ignore[union-attr]
+    assert made.choices[0].name == "vee"
+    assert makespans[0] == min(makespan for span, makespan in zip(spans, makespans, strict=True) if span == spans[0]) < max(makespans)
+
+
+def test_the_table_names_its_metric_and_sets_apart_what_was_not_searched() -> None:
+    lines = str(zb.plan(EQUAL, 8, seconds=0)).splitlines()
+    assert "span bound  span over bound" in lines[0]
+    apart = lines.index("not searched, a first schedule that fits:")
+    assert [line.split()[0] for line in lines[1 : apart - 1]] == ["vee", "linear"]
+    assert {line.split()[0] for line in lines[apart + 1 : apart + 6]} == {"looped-2", "looped-3", "looped-4", "wave-3", "wave-4"}
+    assert "makespan bound  makespan over bound" in str(zb.plan(EQUAL, 8, placements="linear", objective="makespan", seconds=0))
+    assert "Nothing was searched" in " ".join(str(zb.plan(EQUAL, 8, 2, placements="wave-4", seconds=0)).split())
+
+
+def test_reasons_have_the_figures_of_the_table_where_layers_are_cut_anew() -> None:
+    layers = [zb.partition.Layer(f * 10**6, f * 10**6, 10**6, 100, 50) for f in (3, 3, 3, 3, 3, 3, 3, 9)]
+    placements = {"vee": zb.Placement.vee(2), "looped-2": zb.Placement.looped(2, 2)}
+    found = zb.planning.plan_layers(layers, placements, 6, zb.Limits((600, 600)), evaluations=2000)
+    assert found.cuts != found.balanced_cuts
+    winner, other = found.plan.choices
+    assert f"the winner has {100 * (winner.solved.bubble or 0):.2f} %" in other.note
+    assert winner.searched
+
+
+def test_a_published_schedule_that_is_as_short_is_the_simple_choice() -> None:
+    made = zb.plan(EQUAL, 8, placements="vee", seconds=0)
+    assert (made.best.how, made.simple and made.simple.how) == ("zb-v-greedy", "zb-v")
+    told = " ".join(str(made).split())
+    assert "Simple choice: zb-v, a published schedule, is as short as the winner" in told
+    assert told.endswith("zerobubble show zb-v --ranks 4 --microbatches 8")
+    assert zb.plan(EQUAL, 8, placements="looped-2", seconds=0).simple is None, "the winner is published itself"
+
+
+def test_a_published_schedule_that_is_nearly_as_short_is_named_with_its_stages() -> None:
+    made = zb.plan(zb.Workload.uniform(8, (12, 11, 7)), 64, 5, placements="looped-4", evaluations=2000)
+    assert made.simple is not None
+    assert made.simple.how == "gis-h"
+    assert (made.best.time or 0) < (made.simple.time or 0) < 1.005 * (made.best.time or 0)
+    assert "--stages-per-rank 4" in str(made)
+
+
+def test_a_plan_that_ctrl_c_cuts_short_says_so() -> None:
+    made = zb.plan(EQUAL, 12, 3, placements=["looped-4", "wave-4"], evaluations=2000, progress=_interrupts(after=0))
+    assert made.interrupted
+    assert str(made).endswith("Ctrl-C cut the search short: this is the best until then.")
+    assert zb.schedule_faults(made.schedule) == ()
+
+
+def test_a_front_that_ctrl_c_cuts_short_keeps_its_points() -> None:
+    front = pareto(EQUAL, 12, [1, 1.5, 2, 2.5, 3], placements="wave-4", evaluations=2000, progress=_interrupts(after=1))
+    assert front.interrupted
+    assert 1 <= len(front.points) < 5
+    assert str(front).splitlines()[-1].startswith("Ctrl-C cut the front short")
+
+
+def _interrupts(after: int) -> Callable[[object], None]:
+    heard: list[object] = []
+
+    def interrupt(news: object) -> None:
+        heard.append(news)
+        if len(heard) > after:
+            raise KeyboardInterrupt
+
+    return interrupt

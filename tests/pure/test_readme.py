@@ -1,10 +1,11 @@
-"""What the README says of schedules: its programs print what it shows, its commands run, its table names every schedule."""
+"""What the README and the first pages say of schedules: programs print what is shown, commands run, the table names every schedule."""
 
 from __future__ import annotations
 
 import io
 import re
 import shlex
+import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -16,9 +17,37 @@ from zerobubble.cli import main
 from zerobubble.io import load_plan
 from zerobubble.schedules import registry
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-OWN = README.partition("## Your own schedule")[2]
+ROOT = Path(__file__).parents[2]
+README, PLANNER, SCHEDULES, OWN = (
+    (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/planner.md", "docs/schedules.md", "docs/own-schedule.md")
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMAND = r"^\$ (?:\.venv/bin/)?zerobubble (.*)\n((?:(?!\$ |```).*\n)*)"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.encode()) < 6000
+
+
+def test_links_are_absolute_when_the_project_has_an_address() -> None:
+    """An index of packages shows the README alone: with an address its links begin there, without one they lead to files beside it."""
+    links = re.findall(r"\]\(([^)#]+)", README)
+    if "urls" in PROJECT:
+        assert [link for link in links if not link.startswith("https://")] == []
+    else:
+        assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_extras_are_installed_in_one_spelling() -> None:
+    """In quotes, since a shell may take brackets for a pattern, and by names that there are."""
+    folders = (ROOT / folder for folder in ("src", "docs", "examples", "benchmarks"))
+    files = [*ROOT.glob("*.md"), *(file for folder in folders for file in folder.rglob("*") if file.suffix in (".md", ".py"))]
+    told = [line for file in files for line in re.findall(r"pip install\b.*\[.*", file.read_text(encoding="utf-8"))]
+    assert len(told) > 8
+    for line in told:
+        spelled = re.match(r"pip install '(?:zerobubble|\.)\[([a-z,]+)\]'", line)
+        assert spelled is not None, line
+        assert set(spelled[1].split(",")) <= set(PROJECT["optional-dependencies"]), line
 
 
 def test_programs_print_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +63,7 @@ def test_programs_print_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_plan_in_python_is_saved_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    program = re.search(r"```python\n(.*?)```", README.partition("## Plan")[2], re.DOTALL)
+    program = re.search(r"```python\n(.*?)```", PLANNER, re.DOTALL)
     assert program is not None
     names: dict[str, object] = {}
     with redirect_stdout(io.StringIO()) as printed:
@@ -45,12 +74,13 @@ def test_the_plan_in_python_is_saved_as_shown(tmp_path: Path, monkeypatch: pytes
 
 def test_commands_run_and_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    mine, layers = (re.search(shown, README, re.DOTALL) for shown in (r"```text\n(zerobubble schedule 1\n.*?)```", r"```json\n(.*?)```"))
+    mine = re.search(r"```text\n(zerobubble schedule 1\n.*?)```", OWN, re.DOTALL)
+    layers = re.search(r"```json\n(.*?)```", PLANNER, re.DOTALL)
     assert mine is not None
     assert layers is not None
     Path("mine.txt").write_text(mine[1])
     Path("layers.json").write_text(layers[1])
-    commands = re.findall(COMMAND, README + gallery()["README.md"], re.MULTILINE)
+    commands = re.findall(COMMAND, README + PLANNER + SCHEDULES + OWN + gallery()["README.md"], re.MULTILINE)
     assert len(commands) > 8
     for command, shown in commands:
         result = CliRunner().invoke(main, shlex.split(command))
@@ -60,6 +90,6 @@ def test_commands_run_and_print_what_is_shown(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_table_names_every_schedule_in_its_family() -> None:
-    rows = re.findall(r"^\| ([a-z ]+) \| (`.*`) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z ]+) \| (`.*`) \|$", SCHEDULES, re.MULTILINE)
     told = [(family, names.strip("`").split("` `")) for family, names in rows]
     assert told == [(family.lower(), [piece.name for piece in pieces]) for family, pieces in families().items()]

@@ -9,6 +9,7 @@ from time import process_time
 import pytest
 
 from tests.pure.shapes import EVERY
+from tests.thinned import every_and_all
 from zerobubble import InputError, Op, Placement, Schedule, make
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.recognition import recognise
@@ -39,9 +40,10 @@ def swapped(schedule: Schedule, rank: int, position: int) -> Schedule:
     return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))
 
 
+@every_and_all(2)
 @pytest.mark.parametrize(("name", "v"), EVERY)
-def test_every_published_schedule_is_recognised(name: str, v: int) -> None:
-    for p, m in SHAPES:
+def test_every_published_schedule_is_recognised(name: str, v: int, nth: int) -> None:
+    for p, m in SHAPES[::nth]:
         if SCHEDULES[name].allows(p, m, v):
             found = recognise(make(name, p, m, v))
             assert (found.name, found.exact, found.share, found.relabelled) == (name, True, 1.0, False), (p, m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +21,12 @@ from zerobubble.runtime.transport.endpoint import Group, StoreTiming
 
 SIZE = 3
 TIMING = StoreTiming(answer_s=0.3, silence_s=0.4, stay_s=0.2, listen_s=0.02)
-LONGEST_S = 10.0
-"""By which all must have ended, on a busy machine too; each of the four waits above may come once or twice."""
+SLOW = StoreTiming(*(10 * seconds for seconds in TIMING))
+"""Of ranks that got no time to answer in when they were judged beside many others."""
+PATIENT = TIMING._replace(answer_s=10.0)
+"""Of ranks that all answer: on a busy machine one may come late to it, and may seem to have stood still."""
+LONGEST_S = 60.0
+"""After which a rank hangs; each of the four waits above may come once or twice."""
 
 
 class DictStore:
@@ -48,49 +53,57 @@ class DictStore:
             return self.kept[key]
 
 
+Fault = Callable[[StoreTiming], Any]
+"""What a call of a store comes to, where ranks wait as long as the timing says."""
+
+
 class FaultyStore:
     """A store whose call number `faulty` of those that touch a key which begins with `prefix` ends in `fault`, and so do all after it."""
 
-    def __init__(self, store: DictStore, prefix: str, faulty: int, fault: Callable[[], Any]) -> None:
+    def __init__(self, store: DictStore, prefix: str, faulty: int, fault: Fault, timing: StoreTiming = TIMING) -> None:
         self.store = store
         self.prefix = prefix
         self.left = faulty
         self.fault = fault
+        self.timing = timing
 
     def __getattr__(self, name: str) -> Any:
         def call(keys: Any, *args: Any) -> Any:
             first = keys if isinstance(keys, str) else keys[0]
             self.left -= first.startswith(self.prefix)
-            return self.fault() if self.left < 0 else getattr(self.store, name)(keys, *args)
+            return self.fault(self.timing) if self.left < 0 else getattr(self.store, name)(keys, *args)
 
         return call
 
 
-def gone() -> Any:
+def gone(timing: StoreTiming) -> Any:
     raise ConnectionError("Broken pipe")
 
 
-def silent() -> Any:
-    time.sleep(4 * TIMING.silence_s)
+def silent(timing: StoreTiming) -> Any:
+    time.sleep(4 * timing.silence_s)
     raise RuntimeError("the store was silent")
 
 
-def garbled() -> Any:
+def garbled(timing: StoreTiming) -> Any:
     return b"no JSON"
 
 
 class Rank:
     """One rank's watch, and what it does meanwhile."""
 
-    def __init__(self, rank: int, store: Any, host: int | None = None) -> None:
+    def __init__(self, rank: int, store: Any, host: int | None = None, timing: StoreTiming = TIMING) -> None:
         self.now = RankStatus("at 'run 0F0'")
-        self.watch = FailureWatch(Group(rank, SIZE, store, host, timing=TIMING), self.status, self.hang_up)
+        self.watch = FailureWatch(Group(rank, SIZE, store, host, timing=timing), self.status, self.hang_up, self.abort)
         self.told: FailureReport | None = None
 
     def status(self) -> RankStatus:
         return self.now
 
     def hang_up(self, rank: int) -> None:
+        return
+
+    def abort(self) -> None:
         return
 
     def fail(self) -> None:
@@ -133,10 +146,11 @@ FAULTS, PREFIXES = (gone, silent, garbled), ("", "report", "status", "alarm", "l
 CASES = [(fault, prefix, faulty) for fault in FAULTS for prefix in PREFIXES for faulty in (0, 1)]
 
 
-def failing_witness(fault: Callable[[], Any], prefix: str, faulty: int) -> None:
+def failing_witness(fault: Fault, prefix: str, faulty: int, timing: StoreTiming) -> None:
     """Rank 1 fails, and the store of rank 2 at one of its calls; ranks 0 and 2 have lost contact with rank 1."""
     store = DictStore()
-    first, culprit, last = Rank(0, store), Rank(1, store), Rank(2, FaultyStore(store, prefix, faulty, fault))
+    failing = FaultyStore(store, prefix, faulty, fault, timing)
+    first, culprit, last = (Rank(rank, each, timing=timing) for rank, each in enumerate((store, store, failing)))
     together(lambda: first.lose(1), culprit.fail, lambda: last.lose(1))
     assert culprit.told is not None
     assert first.told == culprit.told
@@ -144,10 +158,11 @@ def failing_witness(fault: Callable[[], Any], prefix: str, faulty: int) -> None:
     assert last.told == culprit.told or last.told.message.startswith("rank 2 lost contact with rank 1 while waiting for a message")
 
 
-def failing_culprit(fault: Callable[[], Any], prefix: str, faulty: int) -> None:
+def failing_culprit(fault: Fault, prefix: str, faulty: int, timing: StoreTiming) -> None:
     """Rank 1 fails, and its store at one of its calls; rank 0 has lost contact with it, and rank 2 with rank 0."""
     store = DictStore()
-    first, culprit, last = Rank(0, store), Rank(1, FaultyStore(store, prefix, faulty, fault)), Rank(2, store)
+    failing = FaultyStore(store, prefix, faulty, fault, timing)
+    first, culprit, last = (Rank(rank, each, timing=timing) for rank, each in enumerate((store, failing, store)))
     culprit.now = RankStatus("at 'run 1B2'", op="run 1B2")
     together(lambda: first.lose(1), culprit.fail, lambda: last.lose(0))
     assert culprit.told is not None
@@ -160,14 +175,17 @@ def failing_culprit(fault: Callable[[], Any], prefix: str, faulty: int) -> None:
 @pytest.mark.parametrize("judge", [failing_witness, failing_culprit])
 def test_whatever_call_of_a_ranks_store_fails_it_tells_what_it_knows_and_the_others_agree(judge: Callable[..., None]) -> None:
     with ThreadPoolExecutor(len(CASES)) as pool:
-        judged = {case: pool.submit(judge, *case) for case in CASES}
-    failed = {f"{fault.__name__} {prefix} {faulty}": judged[fault, prefix, faulty].exception() for fault, prefix, faulty in CASES}
-    assert not any(failed.values()), failed
+        judged = {case: pool.submit(judge, *case, TIMING) for case in CASES}
+    for case in CASES:
+        if isinstance(judged[case].exception(), AssertionError):  # beside all others a rank may get no time to answer in
+            judge(*case, SLOW)
+        else:
+            judged[case].result()
 
 
 def test_a_failure_needs_no_new_thread() -> None:
     store = DictStore()
-    ranks = [Rank(rank, store) for rank in range(SIZE)]
+    ranks = [Rank(rank, store, timing=PATIENT) for rank in range(SIZE)]
     with ExitStack() as stack:
         threads = [threading.Thread(target=call) for call in (lambda: ranks[0].lose(1), ranks[1].fail, lambda: ranks[2].lose(0))]
         go = threading.Event()
@@ -196,9 +214,12 @@ def test_a_rank_hears_while_it_is_busy_and_needs_no_store_then() -> None:
     """Rank 0 hosts the store, and its process ends as soon as all have heard; rank 2 was in a long pass."""
     store = DictStore()
     late = FaultyStore(store, "", 1 << 30, gone)
-    host, culprit, busy = Rank(0, store, 0), Rank(1, store, 0), Rank(2, late, 0)
+    host, culprit, busy = Rank(0, store, 0, PATIENT), Rank(1, store, 0, PATIENT), Rank(2, late, 0, PATIENT)
     together(lambda: host.lose(1), culprit.fail)
-    time.sleep(4 * TIMING.listen_s)
+    end = time.monotonic() + LONGEST_S
+    while busy.watch.heard is None:
+        assert time.monotonic() < end, "it does not hear"
+        time.sleep(TIMING.listen_s)
     late.left = 0
     together(lambda: busy.lose(1))
     assert busy.told == culprit.told
@@ -215,17 +236,17 @@ def test_a_rank_that_stood_still_does_not_blame_the_host_of_a_store_that_is_gone
     store = DictStore()
     late = FaultyStore(store, "", 1 << 30, gone)
     frozen = Rank(2, late, 0)
-    time.sleep(2 * TIMING.listen_s)
+    time.sleep(10 * TIMING.listen_s)
     late.left = 0
     hold_python(3 * TIMING.answer_s)
     together(lambda: frozen.lose(0))
     assert frozen.told is not None
     assert frozen.told.rank == 2
-    assert frozen.told.message.startswith("rank 2 stood still for 1 s: its process was stopped or starved")
+    assert re.match(r"rank 2 stood still for \d+ s: its process was stopped or starved", frozen.told.message)
 
 
 def test_a_store_that_is_gone_is_its_hosts_fault_where_this_rank_ran_on() -> None:
-    rank = Rank(2, FaultyStore(DictStore(), "", 3, gone), 0)
+    rank = Rank(2, FaultyStore(DictStore(), "", 3, gone), 0, PATIENT)
     together(lambda: rank.lose(1))
     assert rank.told is not None
     assert rank.told.rank == 0
@@ -240,7 +261,7 @@ def test_memory_is_suspected_only_where_the_system_has_ended_a_process_for_want_
     counters = tmp_path / "vmstat"
     monkeypatch.setattr(memory_kills, "_COUNTERS", counters)
     counters.write_text("nr_free_pages 7\noom_kill 3\n")
-    rank = Rank(2, DictStore(), host)
+    rank = Rank(2, DictStore(), host, PATIENT)
     counters.write_text(f"nr_free_pages 7\noom_kill {3 + kills}\n")
     assert rank.watch.tell_of_end(ended, RankStatus("at 'run 2F0'"))
     told = rank.watch.heard or rank.watch.publish(FailureReport(2, "", "something else"))
@@ -253,11 +274,11 @@ def test_memory_is_suspected_only_where_the_system_has_ended_a_process_for_want_
 
 def test_the_host_of_the_store_is_not_blamed_for_its_end_by_a_rank_that_stood_still() -> None:
     frozen = Rank(2, DictStore(), 0)
-    time.sleep(2 * TIMING.listen_s)
+    time.sleep(10 * TIMING.listen_s)
     hold_python(3 * TIMING.answer_s)
     assert frozen.watch.tell_of_end(0, frozen.status())
     told = frozen.watch.heard
     frozen.watch.close(told)
     assert told is not None
-    assert told.message.startswith("rank 2 stood still for 1 s: its process was stopped or starved")
+    assert re.match(r"rank 2 stood still for \d+ s: its process was stopped or starved", told.message)
     assert told.message.endswith("then the process of rank 0, which held the store of torch.distributed, had ended")

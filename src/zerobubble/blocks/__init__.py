@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zerobubble.blocks.block import Block, Start, path_slots, with_weights
 from zerobubble.blocks.block_search import FoundBlock, search
+from zerobubble.blocks.conflicts import Collision, EarlyStart, collisions, early_starts
 from zerobubble.blocks.known import KNOWN, known_block
 from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.blocks.memory import Lifespan, lifespans, memory_law, steady_peaks
@@ -17,11 +18,15 @@ from zerobubble.blocks.steps import Steps, four_steps
 __all__ = [
     "KNOWN",
     "Block",
+    "Collision",
+    "EarlyStart",
     "FoundBlock",
     "Layout",
     "Lifespan",
     "Start",
     "Steps",
+    "collisions",
+    "early_starts",
     "four_steps",
     "known_block",
     "lifespans",

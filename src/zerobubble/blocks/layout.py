@@ -9,13 +9,13 @@ from itertools import pairwise
 
 from zerobubble.arguments import WHOLE, takes
 from zerobubble.blocks.block import UNIT, Block, Start, Times, lengths
+from zerobubble.blocks.conflicts import collision_sentence, early_sentence, find_collisions, find_early_starts
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import play, resolve, walk
 from zerobubble.ir import Op, Placement, Schedule
-from zerobubble.rules import makers, uses
 from zerobubble.simulation import memory_steps, peak_memory
 from zerobubble.timeline import Span, Timeline
 from zerobubble.units import counted
@@ -106,39 +106,15 @@ def repeat(block: Block, num_microbatches: int) -> Layout:
 
 def check_repeatable(block: Block) -> None:
     """Raise `InputError` or `ScheduleError` where `block` cannot be repeated, as `repeat` says."""
-    for rank, row in enumerate(block.starts):
-        _refuse_collision(block, rank, row)
+    for collision in find_collisions(block):
+        raise InputError(f"block {block.name!r}: {collision_sentence(block, collision)}")
     alone = Schedule(block.name, block.placement, block.num_microbatches, tuple(tuple(start.op for start in row) for row in block.starts))
     try:
         checked(alone)
     except ScheduleError as error:
         raise ScheduleError(error.faults, f"{block.name} (one block)") from None
-    _refuse_early(block)
-
-
-def _refuse_collision(block: Block, rank: int, row: tuple[Start, ...]) -> None:
-    taken: dict[int, Start] = {}
-    for start in row:
-        for slot in range(start.slot, start.slot + block.length(start.op.kind)):
-            other = taken.setdefault(slot % block.interval, start)
-            if other is not start:
-                raise InputError(
-                    f"block {block.name!r}: on rank {rank} {other} and {start} collide: copies come every {block.interval} slots, "
-                    f"and both take slot {slot % block.interval} of them; move one or choose another interval"
-                )
-
-
-def _refuse_early(block: Block) -> None:
-    end = {start.op: start.slot + block.length(start.op.kind) for row in block.starts for start in row}
-    for row in block.starts:
-        for op, slot in row:
-            for value in uses(op, block.placement.num_stages):
-                for maker in makers(value):
-                    if end.get(maker, 0) > slot:
-                        raise InputError(
-                            f"block {block.name!r}: {op} starts in slot {slot}, but {maker}, whose result it uses, "
-                            f"ends in slot {end[maker]}: start it there or later"
-                        )
+    for early in find_early_starts(block):
+        raise InputError(f"block {block.name!r}: {early_sentence(early)}")
 
 
 @garbage_collection_paused()

@@ -4,10 +4,14 @@ Microbatches are alike, so they may be taken to go through every stage in order.
 passes before it, and memory limits what its rank can do meanwhile (`load`). The last one must return from a pass through the chain
 after it, and memory limits what can still be waiting then. All other work of the rank lies in between.
 
+Microbatches of unequal cost (`Costs.shares`) are not alike. A schedule of them holds schedules of some of them alone, and none of these is
+shorter than one of as many of the smallest share among them; and every rank has all its work to do.
+
 A pass that computes B and W in one is a B with its W at once. It never holds more than F saved, so no bound counts pending work as
 more than that. Overlapped passes, which save time, are not covered.
 """
 
 from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds, shortage
+from zerobubble.bounds.recompute import bounds_again, shortage_again
 
-__all__ = ["Bound", "Bounds", "lower_bounds", "shortage"]
+__all__ = ["Bound", "Bounds", "bounds_again", "lower_bounds", "shortage", "shortage_again"]

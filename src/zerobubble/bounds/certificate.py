@@ -12,14 +12,17 @@ from functools import partial
 from typing import NamedTuple
 
 from zerobubble.arguments import WHOLE, optional, takes
-from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, passes_by_rank, spans_of
+from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, first_starts, passes_by_rank, spans_of
 from zerobubble.bounds.memory import memory_energy, memory_wait
-from zerobubble.bounds.reasons import energy_reason, head_and_tail_reason, head_reason, memory_wait_reason
+from zerobubble.bounds.reasons import energy_reason, head_and_tail_reason, head_reason, memory_wait_reason, work_reason
 from zerobubble.costs import Costs, Limits
 from zerobubble.display import clipped
 from zerobubble.errors import InputError
-from zerobubble.ir import Placement
-from zerobubble.units import show_ms
+from zerobubble.ir import Kind, Placement
+from zerobubble.units import counted, show_ms
+
+MOST_THRESHOLDS = 8
+"""Shares for which a bound is worked out of the microbatches of that share and above."""
 
 
 class Bound(NamedTuple):
@@ -53,11 +56,21 @@ def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limi
     """Times that no schedule of passes one at a time can beat; `limits=None` stands for unlimited memory.
 
     Where `shortage` finds that nothing fits, the bounds are those of a limit that holds one microbatch.
-    Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
+    Microbatches with shares may come in any order. Raises `InputError` for parts that do not fit each other, and for a placement of
+    several routes.
     """
     _check(placement, costs, limits)
     if num_microbatches < 1:
         raise InputError(f"a bound needs at least 1 microbatch, got {num_microbatches}")
+    if not costs.shares:
+        return _of_alike(placement, num_microbatches, costs, limits)
+    if len(costs.shares) != num_microbatches:
+        raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
+    return _of_unequal(placement, costs, limits)
+
+
+def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
+    """The bounds for microbatches that are alike."""
     chain = earliest_starts(placement, costs)
     by_rank = passes_by_rank(placement, num_microbatches, costs, limits, chain)
     spans = [claim for here in by_rank for claim in _rank_alone(here, here.starts[0])]
@@ -69,12 +82,47 @@ def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limi
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
+def _of_unequal(placement: Placement, costs: Costs, limits: Limits | None) -> Bounds:
+    """The bounds for microbatches with shares, whatever their order is.
+
+    The work of each rank counts in full. And microbatches of some share and above take at least as long as if all of them had that share
+    and no others were there.
+    """
+    starts = first_starts(placement, costs.scaled(min(costs.shares)))
+    spans, makespans = (_works(placement, costs, begins) for begins in ([0] * placement.num_ranks, starts))
+    for share in _thresholds(costs.shares):
+        count = sum(other >= share for other in costs.shares)
+        which = f"{counted(count, 'microbatch')} of share {share:g} or more"
+        bounds = _of_alike(placement, count, costs.scaled(share), limits)
+        spans.append(Claim(bounds.span.time, partial("{}: {}".format, which, bounds.span.reason)))
+        makespans.append(Claim(bounds.makespan.time, partial("{}: {}".format, which, bounds.makespan.reason)))
+    return Bounds(_strongest(spans), _strongest(spans + makespans))
+
+
+def _works(placement: Placement, costs: Costs, begins: Sequence[int]) -> list[Claim]:
+    """For each rank, the time (ns) of all its passes, after the time at which it can begin."""
+    works = [0] * placement.num_ranks
+    for stage, rank in enumerate(placement.routes[0]):
+        works[rank] += sum(costs.time(kind, stage, j) for kind in (Kind.F, Kind.B, Kind.W) for j in range(len(costs.shares)))
+    times = enumerate(zip(works, begins, strict=True))
+    return [Claim(begin + work, partial(work_reason, rank, work, begin)) for rank, (work, begin) in times]
+
+
+def _thresholds(shares: Sequence[float]) -> list[float]:
+    """Some of the shares, the least and the largest among them."""
+    known = sorted(set(shares))
+    step = max(1, (len(known) - 1) / (MOST_THRESHOLDS - 1))
+    return [known[round(place * step)] for place in range(min(len(known), MOST_THRESHOLDS))]
+
+
 def shortage(placement: Placement, costs: Costs, limits: Limits | None) -> str:
     """Why no schedule fits the limits, naming every rank that cannot hold one microbatch; empty where one microbatch fits.
 
-    Before a rank can start its first backward of a microbatch it holds what all its stages saved for it.
+    Before a rank can start its first backward of a microbatch it holds what all its stages saved for it. Of microbatches of unequal cost
+    the largest counts.
     """
     _check(placement, costs, limits)
+    costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     needed = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         needed[rank] += costs.held_after_f[stage]

@@ -31,6 +31,14 @@ def earliest_starts(placement: Placement, costs: Costs) -> Chain:
     return starts
 
 
+def first_starts(placement: Placement, costs: Costs) -> list[int]:
+    """By rank, the earliest start in ns of its first pass."""
+    starts = [0] * placement.num_ranks
+    for op, start in reversed(earliest_starts(placement, costs).items()):
+        starts[placement.routes[0][op.stage]] = start
+    return starts
+
+
 def _lag(maker: Op, user: Op, home: Sequence[int], costs: Costs) -> int:
     """From the start of a pass to the arrival of what it makes."""
     message = costs.comm[min(maker.stage, user.stage)] if home[maker.stage] != home[user.stage] else 0

@@ -99,9 +99,13 @@ def memory_energy(load: RankLoad, starts: Sequence[int]) -> int:
     stays = [starts[2 * load.num_stages - 1 - s] + load.backward[s] - starts[s] for s in range(load.num_stages)]
     saved = sum(held * stay for held, stay in zip(load.saved, stays, strict=True))
     pending = sum(held * weight for held, weight in zip(load.pending, load.weight, strict=True))
+    return ceil((load.microbatches * (saved + pending) + unused_room(load)) / load.limit)
+
+
+def unused_room(load: RankLoad) -> Fraction:
+    """The byte ns of room that are not used while the first forwards fill the memory and while the last weight passes empty it."""
     (filling, unfilled), (emptying, emptied) = _filling(load, min(load.forward)), _emptying(load)
-    unused = unfilled + emptied if filling + emptying <= load.work else max(unfilled, emptied)
-    return ceil((load.microbatches * (saved + pending) + unused) / load.limit)
+    return unfilled + emptied if filling + emptying <= load.work else max(unfilled, emptied)
 
 
 def _filling(load: RankLoad, pace: int) -> tuple[Fraction, Fraction]:

@@ -6,6 +6,11 @@ from zerobubble.bounds.chain import RankPasses, Window
 from zerobubble.costs import NS_PER_MS
 
 
+def work_reason(rank: int, work: int, begin: int) -> str:
+    """The rank does all its work, after the time at which it can begin."""
+    return f"rank {rank} has {_ms(work)} of work" + (f" and cannot begin before {_ms(begin)}" if begin else "")
+
+
 def head_reason(here: RankPasses, visit: int, idle: int) -> str:
     """The rank idles before its first pass of a visit and then does the rest of its work."""
     if visit == 0:

@@ -12,32 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from zerobubble.cli.drawing import draw, legend
-from zerobubble.cli.evaluation import (
-    Cell,
-    Column,
-    Evaluation,
-    evaluate,
-    evaluation_to_dict,
-    idle_columns,
-    table_rows,
-    time_and_memory_columns,
-)
-from zerobubble.cli.files import write_text
+from zerobubble.cli.drawing import draw, legend, shows_density
+from zerobubble.cli.evaluation import Column, Evaluation, evaluate, evaluation_to_dict, table_rows
 from zerobubble.cli.inputs import Given, find_schedules, with_costs
 from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
-from zerobubble.export.comparison import comparison_html
-from zerobubble.export.svg import timeline_svg
+from zerobubble.cli.page import column_groups, marked, note_of, title_of, write_pictures
+from zerobubble.cli.terminal import is_coloured
 from zerobubble.timeline import Timeline
 
 WIDEST_TABLE = 160
-
-NOTE = (
-    "* best of its column. Makespan: from the first start to the last end over all ranks. Longest span: the longest time from the first "
-    "start to the last end of one rank. Bubble: the idle share of that time. Peak memory: {unit} held by a rank, from the rank that "
-    "holds least to the one that holds most. Dependency, comm, imbalance and memory are why ranks are idle; they add up to the "
-    "makespan's bubble."
-)
 
 
 @click.command("compare", short_help="Compare schedules in figures and pictures.")
@@ -61,7 +44,7 @@ def compare(
 
     Each is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A file gives
     the shape for the others when --ranks or --microbatches are left out. A plan brings the costs that it was made for, and the others
-    are timed with them too, unless --times, --comm, --held, --overlap or --costs is given.
+    are timed with them too, unless --times, --comm, --held, --overlap, --reduce, --buckets or --costs is given.
 
     \b
     Examples:
@@ -71,21 +54,13 @@ def compare(
       zerobubble compare gpipe 1f1b --ranks 4 --microbatches 8 --costs costs.json --message-bytes 4194304
     """
     evaluations = [evaluate(costed) for costed in with_costs([_named(each) for each in find_schedules(names, shape)], given)]
-    first = evaluations[0]
-    note = NOTE.format(unit="bytes" if first.costed.in_bytes else "microbatches")
-    groups = time_and_memory_columns(first.costed.in_bytes, message_bytes), idle_columns()
-    title = f"{first.schedule.num_ranks} ranks, {first.schedule.num_microbatches} microbatches, {first.costed.source}"
-    timelines = [evaluation.timeline for evaluation in evaluations]
-    if pictures.svg is not None:
-        write_text(pictures.svg, timeline_svg(*timelines, title=title))
-    if pictures.html is not None:
-        write_text(pictures.html, comparison_html(title, *_page_table(evaluations, [*groups[0], *groups[1]]), timelines, note))
+    write_pictures(pictures, evaluations, message_bytes)
     if as_json:
         click.echo(json.dumps([evaluation_to_dict(evaluation, message_bytes) for evaluation in evaluations], indent=2))
     else:
         console = Console(width=width)
-        _print_tables(title, evaluations, groups, note, console)
-        _print_timelines(timelines, console)
+        _print_tables(evaluations, column_groups(evaluations, message_bytes), console)
+        _print_timelines([evaluation.timeline for evaluation in evaluations], console)
 
 
 def _named(given: Given) -> Given:
@@ -95,22 +70,14 @@ def _named(given: Given) -> Given:
     return replace(given, schedule=replace(given.schedule, name=given.name))
 
 
-def _page_table(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-    return [column.title for column in columns], [[_marked(cell) for cell in row] for row in table_rows(evaluations, columns)]
-
-
-def _marked(cell: Cell) -> str:
-    return cell.text + ("*" if cell.best else "\N{NO-BREAK SPACE}")
-
-
-def _print_tables(title: str, evaluations: Sequence[Evaluation], groups: Iterable[Sequence[Column]], note: str, console: Console) -> None:
-    console.print(f"{title}\n", highlight=False)
+def _print_tables(evaluations: Sequence[Evaluation], groups: Iterable[Sequence[Column]], console: Console) -> None:
+    console.print(f"{title_of(evaluations)}\n", highlight=False)
     drawn, console.width = console.width, max(console.width, WIDEST_TABLE)
     for columns in groups:
         console.print(_table(evaluations, columns))
         console.print()
     console.width = drawn
-    console.print(note, style="dim", highlight=False)
+    console.print(note_of(evaluations), style="dim", highlight=False)
 
 
 def _table(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> Table:
@@ -119,16 +86,17 @@ def _table(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> Tabl
     for column in columns:
         table.add_column(f"{column.title} ", justify="right", no_wrap=True)
     for evaluation, row in zip(evaluations, table_rows(evaluations, columns), strict=True):
-        table.add_row(escape(evaluation.schedule.name), *(Text(_marked(cell), "bold" if cell.best else "") for cell in row))
+        table.add_row(escape(evaluation.schedule.name), *(Text(marked(cell), "bold" if cell.best else "") for cell in row))
     return table
 
 
 def _print_timelines(timelines: Sequence[Timeline], console: Console) -> None:
     """The timelines, all on the time axis of the longest."""
-    coloured = console.color_system in ("256", "truecolor")
+    coloured = is_coloured(console)
     longest = max(timeline.makespan for timeline in timelines)
+    dense = any(shows_density(timeline, console.width, longest) for timeline in timelines)
     for timeline in timelines:
         console.print(f"\n{timeline.name}", style="bold", markup=False, highlight=False)
         console.print(draw(timeline, console.width, coloured, longest), soft_wrap=True)
     console.print()
-    console.print(legend(*timelines, coloured=coloured))
+    console.print(legend(*timelines, coloured=coloured, dense=dense))

@@ -12,15 +12,25 @@ from rich.table import Table
 
 from zerobubble.cli.files import is_file, read_timeline, write_text
 from zerobubble.cli.inputs import Costed, find_schedule, with_costs
-from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, shape_options
+from zerobubble.cli.options import (
+    EQUAL_COSTS,
+    CostOptions,
+    PictureFiles,
+    Shape,
+    cost_options,
+    given_flags,
+    json_option,
+    picture_options,
+    shape_options,
+)
 from zerobubble.errors import InputError
 from zerobubble.explain import PARTS, Difference, diff, gaps
-from zerobubble.export.html import report_html
 from zerobubble.export.perfetto import perfetto_json
-from zerobubble.export.report import Report
+from zerobubble.export.svg import timeline_svg
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import ms
+from zerobubble.view import Report, report_html
 
 TABLE_WIDTH = 130
 
@@ -32,10 +42,10 @@ NOTE = "Times in ms. A row adds up to the makespan of the run: what the rank did
 @click.argument("run")
 @shape_options
 @cost_options
-@click.option("--html", metavar="FILE", help="Also write plan, run and causes to this file, as a page.")
+@picture_options
 @click.option("--trace", metavar="FILE", help="Also write plan and run to this file, for ui.perfetto.dev.")
 @json_option
-def diff_verb(plan: str, run: str, shape: Shape, given: CostOptions, html: str | None, trace: str | None, as_json: bool) -> None:
+def diff_verb(plan: str, run: str, shape: Shape, given: CostOptions, pictures: PictureFiles, trace: str | None, as_json: bool) -> None:
     """Explain where the measured timeline RUN took other times than the PLAN, rank by rank and cause by cause.
 
     PLAN is the schedule that ran: a plan, which brings its costs, or with --costs or --times a known schedule by name, a schedule file
@@ -53,15 +63,17 @@ def diff_verb(plan: str, run: str, shape: Shape, given: CostOptions, html: str |
     schedule, costs = costed.schedule, costed.costs
     difference, planned = diff(schedule, costs, measured), simulate(schedule, costs)
     idle = gaps(schedule, costs, planned), gaps(schedule, costs, measured)
-    if html is not None:
-        title = f"{schedule.name}: plan and run"
-        write_text(html, report_html(Report(title=title, timelines=(planned, measured), gaps=idle, difference=difference)))
+    title = f"{schedule.name}: plan and run"
+    if pictures.svg is not None:
+        write_text(pictures.svg, timeline_svg(planned, measured, title=title))
+    if pictures.html is not None:
+        write_text(pictures.html, report_html(Report(title=title, timelines=(planned, measured), gaps=idle, difference=difference)))
     if trace is not None:
         write_text(trace, perfetto_json(planned, measured, gaps=idle))
     if as_json:
         click.echo(json.dumps(difference.to_dict(), indent=2))
     else:
-        _print(difference, Console())
+        print_difference(difference, Console())
 
 
 def _shape_of(run: Timeline, shape: Shape) -> Shape:
@@ -79,7 +91,8 @@ def _planned(plan: str, shape: Shape, given: CostOptions) -> Costed:
     return costed
 
 
-def _print(difference: Difference, console: Console) -> None:
+def print_difference(difference: Difference, console: Console) -> None:
+    """The sentences of `difference`, and its table below them."""
     for line in difference.sentences():
         console.print(escape(line), highlight=False)
     console.width = max(console.width, TABLE_WIDTH)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from rich.text import Text
 
-from zerobubble.export.palette import ink, num_shades, shade, stage_order
+from zerobubble.cli.density import SHADES, dense_row, is_dense
+from zerobubble.export.palette import REDUCTION_COLOUR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, traits_of
-from zerobubble.timeline import Span, Timeline, steps_of
+from zerobubble.timeline import Reduction, Span, Timeline, steps_of
 from zerobubble.units import ms, ticks
 
 EDGE, DARK = "▏", "#1b1f24"
@@ -32,31 +33,70 @@ def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = 
     """`timeline` in `width` columns that stand for `duration` ns, its makespan if not given.
 
     In colour a box starts with a thin line and shows its microbatch; without colour it starts with the kind's letter, in lower case
-    on a rank's later stages. Two passes that ran overlapped share one place.
+    on a rank's later stages. Two passes that ran overlapped share one place. Where passes are narrower than a column it shows how busy the
+    ranks are instead (`shows_density`). Sums over replicas stand on a line below the rank. Without time there is only a sentence.
     """
-    label = len(f"rank {timeline.num_ranks - 1} ")
-    scale = _Scale(timeline.start, timeline.makespan if duration is None else duration, max(10, width - label))
+    if not timeline.makespan:
+        return Text("There is nothing to draw: every pass and message takes 0 ms. Give times above 0.\n")
+    label, scale = _label(timeline), _scale(timeline, width, duration)
+    shades = num_shades(timeline) if coloured else None
+    draw_row = _dense_row if is_dense(timeline, scale.columns, scale.duration) else _row
     picture = Text(no_wrap=True)
-    for rank in range(timeline.num_ranks):
+    for rank, (row, places) in enumerate(zip(timeline.rows, stage_order(timeline), strict=True)):
         picture.append(f"rank {rank}".ljust(label))
-        picture.append_text(_row(timeline, rank, scale, coloured))
+        picture.append_text(draw_row(row, places, scale, shades)[: scale.column(timeline.end)])
         picture.append("\n")
+        if timeline.reductions:
+            picture.append(" " * label)
+            picture.append_text(_sums(timeline.reductions[rank], scale, coloured))
+            picture.append("\n")
     picture.append(" " * label + _axis(scale), "dim")
     return picture
 
 
-def _row(timeline: Timeline, rank: int, scale: _Scale, coloured: bool) -> Text:
-    row = Text()
-    places, shades = stage_order(timeline)[rank], num_shades(timeline)
-    for spans, first, last in _boxes(timeline.rows[rank], scale, coloured):
-        width = last - max(first, len(row))
+def shows_density(timeline: Timeline, width: int, duration: int | None = None) -> bool:
+    """Whether `draw` shows how busy the ranks are, since there are more passes than columns to show them in."""
+    scale = _scale(timeline, width, duration)
+    return is_dense(timeline, scale.columns, scale.duration)
+
+
+def _label(timeline: Timeline) -> int:
+    """Columns of the names of ranks."""
+    return len(f"rank {timeline.num_ranks - 1} ")
+
+
+def _scale(timeline: Timeline, width: int, duration: int | None) -> _Scale:
+    return _Scale(timeline.start, timeline.makespan if duration is None else duration, max(10, width - _label(timeline)))
+
+
+def _dense_row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: int | None) -> Text:
+    return dense_row(row, places, scale.start, scale.duration, scale.columns, shades)
+
+
+def _row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: int | None) -> Text:
+    """Boxes in so many `shades` of each colour, without colour where that is None; dots to the end of the scale."""
+    line = Text()
+    for spans, first, last in _boxes(row, scale, shades is not None):
+        width = last - max(first, len(line))
         if width > 0:
-            row.append("·" * (first - len(row)), "dim")
+            line.append("·" * (first - len(line)), "dim")
             held = [places[span.op.stage] for span in spans]
-            row.append_text(_coloured_box(spans[0], width, held[0], shades) if coloured else _plain_box(spans, width, held))
-    end = scale.column(timeline.end) if timeline.makespan else scale.columns
-    row.append("·" * (end - len(row)), "dim")
-    return row
+            line.append_text(_plain_box(spans, width, held) if shades is None else _coloured_box(spans[0], width, held[0], shades))
+    line.append("·" * (scale.columns - len(line)), "dim")
+    return line
+
+
+def _sums(row: Sequence[Reduction], scale: _Scale, coloured: bool) -> Text:
+    """The sums over replicas of a rank, each with the number of its stage where it fits."""
+    line = Text()
+    for one in row:
+        first, last = scale.column(one.start), scale.column(one.end)
+        width = last - max(first, len(line))
+        if width > 0:
+            line.append(" " * (first - len(line)))
+            name = f"+{one.stage}" if width >= len(f"+{one.stage}") else "+"
+            line.append(name.ljust(width) if coloured else name.ljust(width, "─"), f"#ffffff on {REDUCTION_COLOUR}" if coloured else "")
+    return line
 
 
 def _boxes(row: Sequence[Span], scale: _Scale, coloured: bool) -> Iterator[tuple[tuple[Span, ...], int, int]]:
@@ -105,12 +145,12 @@ def _axis(scale: _Scale) -> str:
     return f"{line} ms" if len(line) + 3 <= scale.columns else line
 
 
-def legend(*timelines: Timeline, coloured: bool) -> Text:
-    """What the colours and letters of `draw` stand for, in one line."""
-    return Text("   ").join(_entries(timelines, coloured))
+def legend(*timelines: Timeline, coloured: bool, dense: bool = False) -> Text:
+    """What the colours and letters of `draw` stand for, in one line; `dense` where some picture shows how busy ranks are."""
+    return Text("   ").join(_entries(timelines, coloured, dense))
 
 
-def _entries(timelines: Sequence[Timeline], coloured: bool) -> Iterator[Text]:
+def _entries(timelines: Sequence[Timeline], coloured: bool, dense: bool) -> Iterator[Text]:
     present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
     shades = num_shades(*timelines)
     for kind in (kind for kind in KINDS if kind in present):
@@ -120,4 +160,9 @@ def _entries(timelines: Sequence[Timeline], coloured: bool) -> Iterator[Text]:
         yield entry.append(f"{' ' if coloured else ''}{kind} {traits_of(kind).phrase}")
     if shades > 1:
         yield Text("lighter: later stages of the rank" if coloured else "lower case: later stages of the rank")
+    if any(timeline.reductions for timeline in timelines):
+        yield Text("+ sum of a stage over replicas")
+    if dense:
+        several = "passes, colours mixed" if coloured else "passes of several kinds"
+        yield Text(f"{SHADES} {several}: the darker, the more of the time that a column stands for")
     yield Text("· idle")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zerobubble.cli.inputs import Costed
-from zerobubble.explain import Idle, attribute
-from zerobubble.graph import resolve
+from zerobubble.explain import Causes, Idle, attribute
 from zerobubble.ir import Schedule
 from zerobubble.lowering.messages import message_users
 from zerobubble.simulation import peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
+from zerobubble.verify import checked
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def evaluate(costed: Costed) -> Evaluation:
     """Everything that is said of a schedule under its costs; raises as `simulate` does."""
     schedule, costs = costed.schedule, costed.costs
     timeline = simulate(schedule, costs)
-    messages = sum(user >= 0 for user in message_users(resolve(schedule)))
+    messages = sum(user >= 0 for user in message_users(checked(schedule)[0]))
     return Evaluation(costed, timeline, attribute(schedule, costs), peak_memory(schedule, costs), messages)
 
 
@@ -75,12 +75,13 @@ def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[C
     return found
 
 
-CAUSES = ("dependency", "comm", "imbalance", "memory")
+CAUSES = Causes._fields
+"""Why ranks are idle; the last one is for schedules with sums over replicas."""
 
 
-def idle_columns() -> list[Column]:
-    """The share of the ranks' time that is idle by each cause; together they are the makespan's bubble."""
-    return [_idle_column(cause) for cause in CAUSES]
+def idle_columns(causes: Sequence[str]) -> list[Column]:
+    """The share of the ranks' time that is idle by each of `causes`; all of them together are the makespan's bubble."""
+    return [_idle_column(cause) for cause in causes]
 
 
 def _idle_column(cause: str) -> Column:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
+from zerobubble.cli.terminal import draw_in_ascii_where_needed
 from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
@@ -22,8 +23,12 @@ class OneSentenceGroup(click.Group):
 
     def _run(self, args: Sequence[str] | None, prog_name: str | None, extra: dict[str, Any]) -> int:
         """The exit code of the command line `args`."""
+        if sys.stdout is None:
+            return _refuse("cannot write the output: stdout is closed")
         try:
+            draw_in_ascii_where_needed()
             code = super().main(args, prog_name, **extra)
+            sys.stdout.flush()
         except click.ClickException as error:
             return _refuse(error.format_message())
         except (ScheduleError, ProgramError) as error:
@@ -32,8 +37,13 @@ class OneSentenceGroup(click.Group):
             return _refuse(str(error))
         except UnicodeEncodeError as error:
             return _refuse(f"the output has {error.object[error.start]!r}, such as from a file's name, which {error.encoding} cannot write")
+        except OSError as error:
+            if error.filename is not None:  # not stdout, and every file that is read or written has its own sentence
+                raise
+            _write_nowhere()
+            return _refuse(f"cannot write the output: {error.strerror}")
         except (click.Abort, KeyboardInterrupt):
-            return INTERRUPTED
+            return _refuse("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -41,7 +51,7 @@ class OneSentenceGroup(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _write_nowhere()
             ctx.exit(READER_GONE)
         return result
 
@@ -52,9 +62,14 @@ class OneSentenceGroup(click.Group):
         raise click.UsageError(f"there is no command {name!r}: {near(name, self.commands)}known are {', '.join(self.commands)}")
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = BAD_INPUT) -> int:
     click.echo(f"zerobubble: {' '.join(message.split())}", err=True)
-    return BAD_INPUT
+    return code
+
+
+def _write_nowhere() -> None:
+    """Let go what is still to be written to stdout, which would fail again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _first_fault(error: ScheduleError | ProgramError) -> str:
@@ -86,6 +101,7 @@ def group(ctx: click.Context) -> None:
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8 -o plan.json
       zerobubble show plan.json
       zerobubble diff plan.json run.json
+      zerobubble trace rank0.json rank1.json --html trace.html
 
     Bad input gives one sentence on stderr and exit code 2. Every command has --help with examples, and --json.
     """

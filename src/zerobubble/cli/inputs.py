@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from zerobubble.cli.files import is_file, parse_document, read_costs, read_text, require_size
 from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_beside
-from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
 from zerobubble.planning.problem import Problem, Solved, Workload, microbatch_bytes
 from zerobubble.schedules import known_schedules, make
+from zerobubble.units import counted, show_range
 
 INPUT_HELP = "a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin"
 
@@ -32,18 +34,25 @@ class Costed:
     """A schedule with the costs to time it with, and where those come from, in words.
 
     Bytes are real in costs that were measured; costs made from times alone count the memory of a stage and microbatch as `UNIT_BYTES`,
-    and memory is then shown in microbatches only.
+    and memory is then shown in microbatches only. `limits` are the bytes that each rank may hold, empty where the schedule is no plan.
     """
 
     schedule: Schedule
     costs: Costs
     source: str
     is_measured: bool = False
+    limits: tuple[int, ...] = ()
 
     @property
     def in_bytes(self) -> bool:
         """Whether the bytes in the costs are real, or stand for microbatches."""
         return self.is_measured and set(self.costs.held_after_f) != {UNIT_BYTES}
+
+    @property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """The bytes that each rank holds all the time, by what they are; empty where they are not known or memory is in microbatches."""
+        kept = self.costs.kept_bytes(self.schedule.placement) if self.in_bytes else ()
+        return {KEPT_WORDS: kept} if kept else {}
 
     @property
     def microbatch_bytes(self) -> tuple[int, ...]:
@@ -106,7 +115,7 @@ def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
     first = next((given.schedule for given in files.values()), None)
     ranks = first.num_ranks if shape.ranks is None and first else shape.ranks
     microbatches = first.num_microbatches if shape.microbatches is None and first else shape.microbatches
-    shapes = _shapes_of_names([name for name in names if name not in files], replace(shape, ranks=ranks, microbatches=microbatches))
+    shapes = shapes_of_names([name for name in names if name not in files], replace(shape, ranks=ranks, microbatches=microbatches))
     found = [files[name] if name in files else Given(name, make_schedule(name, shapes[name])) for name in names]
     for given in found:
         schedule = given.schedule
@@ -116,7 +125,7 @@ def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
     return found
 
 
-def _shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
+def shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
     """The shape for each known schedule: stages per rank for those that leave them open, options for those that have them."""
     known = known_schedules()
     is_open = {name: name in known and known[name].any_stages for name in names}
@@ -131,25 +140,47 @@ def _shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
 
 
 def equal_costs(
-    schedule: Schedule, times: tuple[float, float, float], comm: float, held: float = 1.0, overlap: float | None = None
+    schedule: Schedule,
+    times: tuple[float, float, float],
+    comm: float,
+    held: float = 1.0,
+    overlap: float | None = None,
+    reduce: float = 0.0,
+    buckets: int = 0,
 ) -> Costs:
     """Costs of equal stages in which a microbatch takes `times` ms of F, B and W on each rank, however many stages the schedule has.
 
-    `overlap` is what F and the whole backward take together on a rank, in ms. A bidirectional schedule's second copy of a stage is for
-    other microbatches, so it does not count.
+    `overlap` is what F and the whole backward take together on a rank, and `reduce` the sum of its gradients over replicas, in ms; these
+    leave in so many `buckets`. A bidirectional schedule's second copy of a stage is for other microbatches, so it does not count. R takes
+    as long as F, which keeps 6 % of its bytes until then.
     """
     stages_passed = schedule.num_stages / schedule.num_ranks
     forward, backward, weight = (time / stages_passed for time in times)
     together = None if overlap is None else overlap / stages_passed
-    return Costs.uniform(schedule.num_stages, (forward, backward, weight), comm, held=held, overlap=together)
+    summed, parts = reduce / stages_passed, ceil(buckets / stages_passed)
+    times_of_stage = (forward, backward, weight)
+    costs = Costs.uniform(schedule.num_stages, times_of_stage, comm, held=held, overlap=together, reduce=summed, buckets=parts)
+    return costs.recomputing(schedule)
 
 
 def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
     """The schedules with their costs: those of the options, or else of the first plan among them, or else 1 ms for each pass.
 
     All do the same work on each rank, whatever their number of stages. Raises `InputError` for costs or work that a schedule's stages
-    cannot take, and where two plans were made for different work.
+    cannot take, for shares of another number of microbatches, and where two plans were made for different work.
     """
+    costed = _with_costs_of_stages(inputs, given)
+    return [_with_shares(each, given.shares) for each in costed] if given.shares else costed
+
+
+def _with_shares(costed: Costed, shares: tuple[float, ...]) -> Costed:
+    """The schedule with microbatches of unequal cost."""
+    costs = replace(costed.costs, shares=shares)
+    costs.require_schedule(costed.schedule)
+    return replace(costed, costs=costs, source=f"{costed.source}, microbatch costs {show_range(shares, '{:g}'.format)}")
+
+
+def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
     refuse_beside("costs_file", *EQUAL_COSTS)
     if given.costs_file is not None:
         costs = read_costs(given.costs_file)
@@ -159,15 +190,17 @@ def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
         return _as_planned(inputs, plans)
     forward, backward, weight = given.times
     source = f"F {forward:g} ms, B {backward:g} ms, W {weight:g} ms, messages {given.comm:g} ms"
+    source += f", sums over replicas {given.reduce:g} ms" if given.reduce else ""
+    source += f" in {counted(given.buckets, 'bucket')}" if given.reduce and given.buckets else ""
     return [Costed(each.schedule, equal_costs(each.schedule, *_equal(given)), source) for each in inputs]
 
 
-def _equal(given: CostOptions) -> tuple[tuple[float, float, float], float, float, float | None]:
-    return given.times, given.comm, given.held, given.overlap
+def _equal(given: CostOptions) -> tuple[tuple[float, float, float], float, float, float | None, float, int]:
+    return given.times, given.comm, given.held, given.overlap, given.reduce, given.buckets
 
 
 def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
-    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
+    costs.require_schedule(schedule)
     return Costed(schedule, costs, f"costs of {file}", is_measured=True)
 
 
@@ -180,12 +213,29 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
             raise InputError(f"{first.name} and {other.name} were planned for different work: give --times or --costs to time both alike")
     source, work = f"costs of {first.name}", first.problem.workload
     if work is None:
-        return [_measured(each.schedule, first.problem.costs, first.name) for each in inputs]
-    return [Costed(each.schedule, _shared(work, each, first.name), source) for each in inputs]
+        costed = [_measured(each.schedule, (each.problem or first.problem).costs, first.name) for each in inputs]
+    else:
+        shares = first.problem.costs.shares
+        costed = [Costed(each.schedule, replace(_again(_shared(work, each, first.name), each), shares=shares), source) for each in inputs]
+    return [replace(one, limits=each.problem.limits.memory if each.problem else ()) for one, each in zip(costed, inputs, strict=True)]
+
+
+def _again(costs: Costs, given: Given) -> Costs:
+    """The costs with what R takes and forwards then keep: as the plan says, if it is one, and else in full where there are R's."""
+    levels = None if given.problem is None else given.problem.recomputation
+    return costs.recomputing(given.schedule) if levels is None else costs.with_recompute(levels.chosen)
 
 
 def _same_work(one: Problem, other: Problem) -> bool:
-    return one.costs == other.costs if one.workload is None else one.workload == other.workload
+    if one.workload is None:
+        return _with_nothing_again(one) == _with_nothing_again(other)
+    return (one.workload, one.costs.shares) == (other.workload, other.costs.shares)
+
+
+def _with_nothing_again(problem: Problem) -> Costs:
+    """The costs with nothing computed again, where levels were chosen."""
+    nothing = [NONE] * problem.costs.num_stages
+    return problem.costs if problem.recomputation is None else problem.costs.with_recompute(nothing)
 
 
 def _shared(work: Workload, given: Given, plan: str) -> Costs:
@@ -198,7 +248,8 @@ def _shared(work: Workload, given: Given, plan: str) -> Costs:
 
 
 def _of_rank(work: Workload, rank: int) -> tuple[int, ...]:
-    return work.forward[rank], work.backward[rank], work.weight[rank], work.held_after_f[rank], work.held_after_b[rank]
+    parts = (work.forward, work.backward, work.weight, work.held_after_f, work.held_after_b, work.reduce, work.buckets)
+    return tuple(part[rank] for part in parts)
 
 
 def equal_times(problem: Problem, name: str) -> tuple[tuple[float, float, float], float]:

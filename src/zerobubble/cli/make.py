@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import click
 
@@ -18,12 +19,14 @@ from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.export.torchtitan import as_flags, torchtitan_settings
 from zerobubble.ir import Schedule
 from zerobubble.lowering import lower
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 LAYOUT = "megatron-layout"
+TORCHTITAN = "torchtitan"
 ORDERS: dict[str, Callable[[Schedule], str]] = {
     "text": Schedule.to_text,
     "json": dumps,
@@ -35,7 +38,9 @@ WITH_MESSAGES = {"torch-csv-comms": 0, "torch-csv-fsdp": MOST_UNSHARDED}
 """Forms for PyTorch that tell the messages, too, with the number of stages whose weights are gathered at a time."""
 PICTURES: dict[str, Callable[[Timeline], str]] = {"svg": timeline_svg, "perfetto": perfetto_json}
 """Forms that tell when each pass runs, which takes costs."""
-FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]
+NO_SVG = (".png", ".jpg", ".jpeg", ".pdf", ".gif")
+"""Endings of pictures that are not written."""
+FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT, TORCHTITAN]
 
 
 @dataclass(frozen=True)
@@ -56,22 +61,26 @@ class FormOptions:
         """Raise where an option does not belong to the form."""
         if self.as_json and self.form not in (None, "json"):
             raise click.UsageError(f"--json and --format {self.form} contradict each other: give one")
-        if self.layers is not None and self.name != LAYOUT:
-            raise click.UsageError(f"--layers belongs to --format {LAYOUT}: leave it out")
+        if self.layers is not None and self.name not in (LAYOUT, TORCHTITAN):
+            raise click.UsageError(f"--layers belongs to --format {LAYOUT} and {TORCHTITAN}: leave it out")
         if self.torch is not None and self.name not in WITH_MESSAGES:
             raise click.UsageError(f"--torch belongs to --format {' and '.join(WITH_MESSAGES)}: leave it out")
-        if self.name not in PICTURES and (flags := given_flags("costs_file", *EQUAL_COSTS)):
+        if self.name not in PICTURES and (flags := given_flags("costs_file", *EQUAL_COSTS, "shares")):
             remedy = f"the form {self.name} holds no times: leave it out"
             raise click.UsageError(f"{flags[0]} belongs to --format {' and '.join(PICTURES)}, {remedy}")
+
+    def check_name(self, output: str | None) -> None:
+        """Raise where the file to write is named as another kind of picture."""
+        ending = Path(output or "").suffix.lower()
+        if ending in NO_SVG and self.name in PICTURES:
+            raise click.UsageError(f"--format {self.name} writes no {ending[1:]} file: name it {Path(output or '').with_suffix('.svg')}")
 
 
 form_options = option_group(
     FormOptions,
     "form",
-    click.option(
-        "--format", "form", type=click.Choice([*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT]), help="Form of the file; text if not given."
-    ),
-    click.option("--layers", type=int, metavar="N", help="Transformer layers of the model, for the layout."),
+    click.option("--format", "form", type=click.Choice(FORMATS), help="Form of the file; text if not given."),
+    click.option("--layers", type=int, metavar="N", help="Transformer layers of the model, for the layout and torchtitan."),
     click.option(
         "--torch", metavar="VERSION", help="The PyTorch that will read a CSV with messages, such as 2.13; the one installed here."
     ),
@@ -96,10 +105,11 @@ def make_file(name: str, shape: Shape, given: CostOptions, form: FormOptions, ou
       torch-csv-fsdp   the same with messages, and weights gathered for FSDP
       svg, perfetto    a picture; a trace for ui.perfetto.dev
       megatron-layout  where the layers go: --pipeline-model-parallel-layout
+      torchtitan       PyTorch's CSV in the file of -o, and on stdout the settings with which torchtitan plays it
 
     NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and
-    traces are timed with --times, --comm, --held, --overlap or --costs, or else with the costs of the plan, or else with 1 ms for each of
-    F, B and W of a rank.
+    traces are timed with --times, --comm, --held, --overlap, --reduce, --buckets or --costs, or else with the costs of the plan, or else
+    with 1 ms for each of F, B and W of a rank.
 
     \b
     Examples:
@@ -109,8 +119,13 @@ def make_file(name: str, shape: Shape, given: CostOptions, form: FormOptions, ou
       zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv-comms --torch 2.15
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 10 --set group=4
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
+      zerobubble make plan.json --format torchtitan --layers 32 -o plan.csv
     """
     form.check()
+    form.check_name(output)
+    if form.name == TORCHTITAN:
+        _for_torchtitan(find_schedule(name, shape), form.layers, output)
+        return
     text = _text(find_schedule(name, shape), form, given)
     if output is None:
         click.echo(text, nl=False)
@@ -128,6 +143,15 @@ def _text(found: Given, form: FormOptions, given: CostOptions) -> str:
         return _layout(found, form.layers)
     (costed,) = with_costs([found], given)
     return PICTURES[form.name](simulate(costed.schedule, costed.costs))
+
+
+def _for_torchtitan(found: Given, layers: int | None, output: str | None) -> None:
+    """The CSV in a file, and the settings that name it on stdout."""
+    if output is None:
+        raise InputError(f"--format {TORCHTITAN} needs -o FILE, where torchtitan will find the CSV")
+    settings = as_flags(torchtitan_settings(found.schedule, output, layers))
+    write_text(output, to_torch_csv(found.schedule))
+    click.echo(settings, nl=False)
 
 
 def _with_messages(found: Given, form: str, torch: str | None) -> str:

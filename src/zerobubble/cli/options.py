@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from zerobubble.units import MOST, MOST_MS
+from zerobubble.costs import LARGEST_SHARE
+from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, read_bytes
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Times = tuple[float, float, float]
@@ -57,6 +58,14 @@ def three_times(ctx: click.Context, param: click.Parameter, value: str) -> Times
     return forward, backward, weight
 
 
+def factors(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
+    """The value of an option that takes numbers above 0 with commas between; empty where it is not given."""
+    numbers = tuple(_number(ctx, param, part) for part in value.split(",")) if value else ()
+    if wrong := [number for number in numbers if not 0 < number <= LARGEST_SHARE]:
+        raise click.BadParameter(f"a factor must be above 0 and at most {LARGEST_SHARE:,}, got {wrong[0]:g}", ctx, param)
+    return numbers
+
+
 def _number(ctx: click.Context, param: click.Parameter, value: str) -> float:
     try:
         number = float(value)
@@ -74,26 +83,29 @@ class Bytes:
     count: int
 
 
-_UNITS = {prefix + "B": 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T"))}
-_UNITS |= {prefix + "iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)}
-
-
 def microbatches_or_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> float | Bytes | None:
     """The value of an option that takes memory: a number of microbatches, or bytes with their unit, such as 40GB or 80GiB."""
     if value is None:
         return None
-    number, unit = re.fullmatch(r"\s*(.*?)\s*([a-zA-Z]*B)?\s*", value, re.DOTALL).groups()  # type: ignore[union-attr]
+    size = read_bytes(value)
     try:
-        amount = float(number)
-        size = None if unit is None else round(amount * _UNITS[unit])
-    except (KeyError, OverflowError, ValueError):
-        units = f"with a unit of {', '.join(_UNITS)}"
+        amount = float(value) if size is None else 0.0
+    except ValueError:
+        units = f"with a unit of {BYTE_UNITS}"
         raise click.BadParameter(f"{value!r} is neither a number of microbatches nor bytes {units}, such as 40GB", ctx, param) from None
     if size is None:
         return amount
     if not 0 < size <= MOST:
         raise click.BadParameter(f"{value} is not in 1B to {MOST:.0e}B", ctx, param)
     return Bytes(size)
+
+
+def bytes_with_unit(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """The value of an option that takes an amount of memory with its unit, such as 40GB."""
+    size = None if value is None else read_bytes(value)
+    if value is not None and (size is None or not 0 < size <= MOST):
+        raise click.BadParameter(f"{value!r} is not an amount of memory with a unit of {BYTE_UNITS}, such as 40GB", ctx, param)
+    return size
 
 
 def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:
@@ -124,8 +136,23 @@ def refuse_beside(option: str, *others: str) -> None:
         raise click.UsageError(f"{flag[0]} and {beside[0]} contradict each other: give one")
 
 
-ranks_option = click.option("--ranks", type=int, metavar="P", help="Number of ranks in the pipeline.")
-microbatches_option = click.option("--microbatches", type=int, metavar="M", help="Number of microbatches in a batch.")
+def file_of(*suffixes: str) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
+    """A callback for an option that names a file to write, whose ending must be one of `suffixes` where it has one."""
+
+    def named(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        ending = Path(value or "").suffix
+        if ending and ending.lower() not in suffixes:
+            right = Path(value or "").with_suffix(suffixes[0])
+            raise click.BadParameter(f"what is written is no {ending[1:]} file: name it {right}", ctx, param)
+        return value
+
+    return named
+
+
+svg_file, html_file = file_of(".svg"), file_of(".html", ".htm")
+
+ranks_option = click.option("-p", "--ranks", type=int, metavar="P", help="Number of ranks in the pipeline.")
+microbatches_option = click.option("-m", "--microbatches", type=int, metavar="M", help="Number of microbatches in a batch.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; errors stay on stderr.")
 width_option = click.option("--width", type=click.IntRange(40, 1000), metavar="N", help="Columns to draw in; the terminal's if not given.")
 times_option = click.option(
@@ -134,6 +161,28 @@ times_option = click.option(
 comm_option = click.option("--comm", callback=milliseconds, default="0", metavar="C", help="Time of a message between ranks in ms.")
 held_option = click.option(
     "--held", type=click.FloatRange(0, 1000), default=1.0, metavar="X", help="Memory kept from B to W, as a share of what F saved."
+)
+
+
+reduce_option = click.option(
+    "--reduce", callback=milliseconds, default="0", metavar="R", help="Time to sum the gradients of a rank over replicas in ms."
+)
+buckets_option = click.option(
+    "--buckets",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Parts in which these leave while the last W's of their stages run; 0: each stage when its last W is over.",
+)
+
+
+microbatch_costs_option = click.option(
+    "--microbatch-costs",
+    "shares",
+    callback=factors,
+    default="",
+    metavar="X,X,...",
+    help="A factor for each microbatch on the times and bytes of its passes, such as 1,4,1,1; all alike if not given.",
 )
 
 
@@ -171,8 +220,8 @@ class PictureFiles:
 picture_options = option_group(
     PictureFiles,
     "pictures",
-    click.option("--svg", metavar="FILE", help="Also write the picture to this file."),
-    click.option("--html", metavar="FILE", help="Also write picture and figures to this file, as a page."),
+    click.option("--svg", callback=svg_file, metavar="FILE", help="Also write the picture to this file."),
+    click.option("--html", callback=html_file, metavar="FILE", help="Also write picture and figures to this file, as a page."),
 )
 """The options of a verb that draws; they make its argument `pictures`."""
 
@@ -185,7 +234,10 @@ class CostOptions:
     comm: float
     held: float
     overlap: float | None
+    reduce: float
+    buckets: int
     costs_file: str | None
+    shares: tuple[float, ...]
 
 
 cost_options = option_group(
@@ -200,11 +252,17 @@ cost_options = option_group(
         metavar="T",
         help="Time of an F overlapped with a whole backward in ms; F+B+W if not given.",
     ),
+    reduce_option,
+    buckets_option,
     click.option(
-        "--costs", "costs_file", metavar="FILE", help="Costs of each stage, from a costs file or a plan, instead of the four above."
+        "--costs", "costs_file", metavar="FILE", help="Costs of each stage, from a costs file or a plan, instead of the six above."
     ),
+    microbatch_costs_option,
 )
-"""The options of a verb that times schedules; they make its argument `given`. A plan brings its own costs where none of them is given."""
+"""The options of a verb that times schedules; they make its argument `given`.
 
-EQUAL_COSTS = ("times", "comm", "held", "overlap")
+A plan brings its own costs where none but the last of them is given.
+"""
+
+EQUAL_COSTS = ("times", "comm", "held", "overlap", "reduce", "buckets")
 """The parameters that describe equal stages."""

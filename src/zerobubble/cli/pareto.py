@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from math import floor
 
 import click
@@ -10,38 +11,59 @@ import click
 from zerobubble.cli.files import write_text
 from zerobubble.cli.options import PictureFiles, json_option, picture_options
 from zerobubble.cli.plan import progress_bar, solved_to_dict
-from zerobubble.cli.workload import SearchOptions, WorkOptions, read_question, search_options, work_options
+from zerobubble.cli.workload import SearchOptions, WorkOptions, in_microbatches, read_question, search_options, work_options
 from zerobubble.errors import InputError
-from zerobubble.export.front import front_html, front_svg
+from zerobubble.export.front import front_svg
 from zerobubble.planning import Objective
 from zerobubble.planning.pareto import Point, pareto
-from zerobubble.units import counted
+from zerobubble.units import counted, read_bytes
+from zerobubble.view.front_page import front_html
 
 MOST_POINTS = 100
 
 
-def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) -> list[float] | None:
-    """The value of an option that takes LO:HI:STEP: every memory limit from the lowest to the highest."""
+@dataclass(frozen=True)
+class Range:
+    """Every memory limit from the lowest to the highest, in microbatches or in bytes."""
+
+    limits: list[float]
+    in_bytes: bool
+
+    def in_microbatches(self, work: WorkOptions) -> list[float]:
+        """The limits in microbatches; raises where they are in bytes and nothing says what a microbatch takes."""
+        return [in_microbatches(round(limit), work) for limit in self.limits] if self.in_bytes else self.limits
+
+
+def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) -> Range | None:
+    """The value of an option that takes LO:HI:STEP, three numbers of microbatches or three amounts with units."""
     if value is None:
         return None
+    sizes = [read_bytes(part) for part in value.split(":")]
+    in_bytes = None not in sizes
     try:
-        low, high, step = map(float, value.split(":"))
+        low, high, step = [float(size or 0) for size in sizes] if in_bytes else map(float, value.split(":"))
     except ValueError:
-        raise click.BadParameter(f"{value!r} is not LO:HI:STEP, such as 4:16:2", ctx, param) from None
+        raise click.BadParameter(f"{value!r} is not LO:HI:STEP, such as 4:16:2 or 8GB:40GB:4GB", ctx, param) from None
     if not (0 < low <= high < float("inf") and 0 < step < float("inf")):
         raise click.BadParameter(f"{value!r} has no limit: give 0 < LO <= HI and a STEP above 0", ctx, param)
     if (high - low) / step >= MOST_POINTS:
         raise click.BadParameter(f"{value!r} has more than {MOST_POINTS} limits: give a larger STEP", ctx, param)
-    return [round(low + number * step, 6) for number in range(floor((high - low) / step + 1e-9) + 1)]
+    return Range([round(low + number * step, 6) for number in range(floor((high - low) / step + 1e-9) + 1)], in_bytes)
 
 
 @click.command("pareto", short_help="Find the smallest bubble for each memory.")
 @work_options
 @search_options
-@click.option("--memory", "memories", callback=memory_range, metavar="LO:HI:STEP", help="Limits in microbatches; P/4:2P:P/8 if not given.")
+@click.option(
+    "--memory",
+    "memories",
+    callback=memory_range,
+    metavar="LO:HI:STEP",
+    help="Limits in microbatches, or with units; P/4:2P:P/8 if not given.",
+)
 @picture_options
 @json_option
-def pareto_verb(work: WorkOptions, search: SearchOptions, memories: list[float] | None, pictures: PictureFiles, as_json: bool) -> None:
+def pareto_verb(work: WorkOptions, search: SearchOptions, memories: Range | None, pictures: PictureFiles, as_json: bool) -> None:
     """Find the smallest bubble for each amount of memory, over all placements of stages.
 
     The budget is for each limit. Each line is the best plan found for a limit, with the bound that no schedule on any of the
@@ -52,11 +74,12 @@ def pareto_verb(work: WorkOptions, search: SearchOptions, memories: list[float] 
     Examples:
       zerobubble pareto --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --held 0.941
       zerobubble pareto --ranks 8 --microbatches 24 --memory 4:12:1 --budget 20 --html front.html
+      zerobubble pareto --ranks 8 --microbatches 24 --memory 16GB:48GB:4GB --microbatch-bytes 4GB
       zerobubble pareto --costs plan.json --budget 1
     """
     question = read_question("pareto", work, search)
     p = question.num_ranks
-    limits = memories or [p * eighth / 8 for eighth in range(2, 17)]
+    limits = memories.in_microbatches(work) if memories else [p * eighth / 8 for eighth in range(2, 17)]
     with progress_bar(search, searches=len(limits)) as progress:
         arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
         front = pareto(question.work, question.microbatches, limits, placements=question.tried, **arguments)

@@ -6,34 +6,52 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
 from zerobubble.cli.files import write_text
+from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
-from zerobubble.cli.options import Bytes, json_option, microbatches_or_bytes, option_group, refuse_beside
+from zerobubble.cli.options import (
+    Bytes,
+    PictureFiles,
+    json_option,
+    microbatch_costs_option,
+    microbatches_or_bytes,
+    option_group,
+    picture_options,
+    refuse_beside,
+)
+from zerobubble.cli.plan_page import write_plan
 from zerobubble.cli.workload import (
+    Question,
     SearchOptions,
     WorkOptions,
+    in_microbatches,
     named_placements,
     read_question,
-    refuse_limits_of_the_other_unit,
     require_shape,
     search_options,
     work_options,
 )
-from zerobubble.costs import Limits
+from zerobubble.costs import NONE, Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.partition import join_blocks
-from zerobubble.planning import Objective, Plan, Solved, plan, plan_layers
+from zerobubble.planning import Objective, Plan, Sharded, Solved, Workload, plan, plan_layers
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
+from zerobubble.planning.microbatch_order import numbers_by_place, with_numbers
+from zerobubble.planning.pareto import room_for_microbatches
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.reasons import percent
-from zerobubble.planning.robust_order import robust_order_dict, robust_order_text, with_robust_winner
+from zerobubble.planning.recomputation import LEVELS, MODES, parse_levels, show_levels
+from zerobubble.planning.robust_order import refuse_sharded, robust_order_dict, robust_order_text, with_robust_winner
 from zerobubble.planning.sensitivity_text import what_if, what_if_text
+from zerobubble.rules import recomputed
 from zerobubble.units import ms
 
 
@@ -48,11 +66,22 @@ class PlanOptions:
     baseline: str | None
     error: float | None
     noise: float | None
+    within: float
+    shares: tuple[float, ...]
+    recompute: str | None
+    levels: str | None
 
     @property
     def room_bytes(self) -> int | None:
         """The room on each rank, where it is given in bytes."""
         return self.memory.count if isinstance(self.memory, Bytes) else self.memory_bytes
+
+    @property
+    def cluster_room(self) -> int | None:
+        """The room of a GPU, which only bytes can tell; raises for microbatches."""
+        if self.room_microbatches is not None:
+            raise click.UsageError(f"--memory {self.room_microbatches:g} beside --model is that of a GPU in bytes, such as --memory 70GB")
+        return self.room_bytes
 
     @property
     def room_microbatches(self) -> float | None:
@@ -83,6 +112,20 @@ plan_options = option_group(
         metavar="PERCENT",
         help="Search on, as long again, for an order that is as short and suffers least where each pass varies by so much.",
     ),
+    click.option(
+        "--within",
+        type=click.FloatRange(0, 100),
+        default=2.0,
+        metavar="PERCENT",
+        help="With --weights: how much longer than the quickest the winner may take to gather less (2 if not given).",
+    ),
+    microbatch_costs_option,
+    click.option("--recompute", type=click.Choice(MODES), help="Compute forwards again: all in full, or what pays."),
+    click.option(
+        "--levels",
+        metavar="NAME:TIME:BYTES,...",
+        help=f"With --recompute: R's time as a share of F's, the share of its bytes that F keeps ({show_levels(LEVELS)} if not given).",
+    ),
 )
 
 
@@ -103,14 +146,28 @@ class Answer:
 @work_options
 @search_options
 @plan_options
-@click.option("--format", "form", type=click.Choice(["torch-csv"]), help="Print the winner as PyTorch's schedule CSV and nothing else.")
+@gather_options
+@cluster_options
+@picture_options
+@click.option("--format", "form", type=click.Choice(["text", "torch-csv"]), help="Print the winner's schedule so and nothing else.")
 @click.option("-o", "--output", metavar="FILE", help="Also save the winner with all it was made from, for every verb and zb.io.load_plan.")
 @json_option
-def plan_verb(work: WorkOptions, search: SearchOptions, options: PlanOptions, form: str | None, output: str | None, as_json: bool) -> None:
+def plan_verb(
+    work: WorkOptions,
+    search: SearchOptions,
+    options: PlanOptions,
+    sharded: GatherOptions,
+    cluster: ClusterOptions,
+    pictures: PictureFiles,
+    form: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
     """Find the schedule with the smallest bubble for these times and this memory, over all placements of stages.
 
     Prints the winner and the other placements with their bubbles, memory and messages, the bound of each, which no schedule can
-    beat, and the reason. Ctrl-C ends the search with the best so far.
+    beat, and the reason. Ctrl-C ends the search with the best so far. --html writes winner, runner-up and 1F1B on one page, with the
+    reasons and the lines that run the winner. --memory in bytes needs --microbatch-bytes beside --times.
 
     With --layers, a list of [F, B, W] in ms per layer or layers in their JSON form, the cut into stages is chosen together with the
     schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory in bytes
@@ -119,30 +176,55 @@ def plan_verb(work: WorkOptions, search: SearchOptions, options: PlanOptions, fo
 
     With --costs and a costs file, as Pipeline.profile measures it, the order is planned for the stages of the placement that they were
     measured on, within --memory-bytes. With --costs and a plan it is planned anew for what the plan was made for: its times or costs,
-    microbatches, memory and objective, unless they are given.
+    microbatches, memory, objective and weights in shards, unless they are given.
+
+    With --weights the winner gathers least of the schedules that are hardly longer; a saved plan keeps the sizes and the room for them,
+    which Pipeline takes from it.
+
+    With --model, the model is divided over GPUs: how many share a layer, a sequence and the stages, how large a microbatch is, what is
+    computed again and in which order, all by estimates from data sheets, with everything that they assume. --memory is then the room of a
+    GPU, such as 70GB.
+
+    With --recompute auto, forwards are computed again where that makes room that is worth its time, at the --levels that there are: by
+    stage, and left out for microbatches that the memory has room for. What it buys is told beside the winner.
 
     \b
     Examples:
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
       zerobubble plan --ranks 8 --microbatches 24 --placement vee,wave-4 --memory 5 --budget 20 -o plan.json
+      zerobubble plan -p 16 -m 64 --times 12,11,7 --memory 40GB --microbatch-bytes 4GB --html plan.html
       zerobubble plan --costs plan.json --microbatches 48 --budget 60
       zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
       zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
+      zerobubble plan --model llama3-405b --gpu H100 --gpus 16384 --batch 2048
+      zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
+      zerobubble plan --ranks 8 --microbatches 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
     """
+    if cluster.model is not None:
+        plan_cluster(cluster, options.cluster_room, as_json)
+        return
+    require_model(cluster)
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
     refuse_beside("layers", "per_rank", "baseline")
     refuse_beside("costs_file", "layers")
     refuse_beside("memory", "memory_bytes")
+    refuse_beside("shares", "layers", "noise", "baseline", "weights")
+    refuse_beside("recompute", "shares", "layers", "noise", "baseline", "weights")
     _require_room_for_one(options.room_microbatches)
-    answer = _with_remarks(_answer(work, search, options), search, options)
+    if options.layers is not None:
+        refuse_sizes_for_layers(sharded)
+    answer = _with_gathers(_with_remarks(_answer(work, search, options, sharded), search, options))
     schedule = answer.plan.schedule
     if output is not None:
         write_text(output, plan_text(answer.plan))
+    write_plan(answer.plan, pictures, output)
     if as_json:
         click.echo(json.dumps(plan_to_dict(answer.plan) | answer.data, indent=2))
+    elif form == "text":
+        click.echo(schedule.to_text(), nl=False)
     elif form is not None:
         click.echo(to_torch_csv(schedule), nl=False)
     else:
@@ -154,20 +236,67 @@ def _require_room_for_one(memory: float | None) -> None:
         raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
 
 
-def _answer(work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
+def _answer(work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions) -> Answer:
     """The plan for layers, stages or ranks, whichever the options describe."""
     if options.layers is not None:
         return _plan_layers(options.layers, work, search, options)
     if options.inside_blocks:
         raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
     question = read_question("plan", work, search)
-    refuse_limits_of_the_other_unit(question.work, options.room_microbatches, options.room_bytes)
-    limits = question.limits if options.room_bytes is None else Limits((options.room_bytes,) * question.num_ranks)
-    memory = limits if options.room_microbatches is None else options.room_microbatches
+    divided = sharded.sharded(question.problem, options.within / 100)
+    _refuse_beside_gathers(divided, options)
+    memory = _room(question, work, options)
     with progress_bar(search) as progress:
         arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
-        found = plan(question.work, question.microbatches, memory, placements=question.tried, baseline=options.baseline, **arguments)
-    return Answer(found, {})
+        others: dict[str, Any] = {"baseline": options.baseline, "sharded": divided, "shares": options.shares or question.shares}
+        others |= _recomputation(options, question)
+        found = plan(question.work, question.microbatches, memory, placements=question.tried, **others, **arguments)
+    return Answer(found, {} if found.few_gathers is None else {"gathers": found.few_gathers.to_dict()})
+
+
+def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
+    """What to compute again: what the options say, or else what the plan that is made anew might."""
+    levels = None if options.levels is None else parse_levels(options.levels)
+    known = None if question.problem is None else question.problem.recomputation
+    if known is None or options.recompute is not None:
+        return {"recompute": options.recompute or "none", "levels": levels}
+    offered = tuple(level for level in known.offered if level != NONE)
+    return {"recompute": "auto" if known.may_leave_out else "full", "levels": levels or offered}
+
+
+def _refuse_beside_gathers(divided: Sharded | None, options: PlanOptions) -> None:
+    """Raise where weights lie in shards and something is asked for that knows nothing of gathers."""
+    if divided is None:
+        return
+    if options.noise is not None:
+        refuse_sharded(divided)
+    if options.baseline is not None:
+        raise InputError(
+            f"the planner {options.baseline!r} knows nothing of weights in shards: leave them out, save its plan with -o, "
+            "and zerobubble show with --weights counts its gathers"
+        )
+
+
+def _room(question: Question, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
+    """The room on each rank: what the options say, in either unit, or else what the plan that is made anew had."""
+    if options.room_bytes is not None and isinstance(question.work, Workload):
+        return in_microbatches(options.room_bytes, work)
+    if options.room_bytes is not None:
+        return Limits((options.room_bytes,) * question.num_ranks)
+    if options.room_microbatches is None:
+        return question.limits
+    if isinstance(question.work, Workload):
+        return options.room_microbatches
+    return room_for_microbatches(question.work, options.room_microbatches, next(iter(question.placements.values())))
+
+
+def _with_gathers(answer: Answer) -> Answer:
+    """The answer with the gathers of weights in shards that the winner needs, where sizes are given."""
+    gathers = planned(answer.plan.schedule, answer.plan.best.problem.sharded)
+    if not gathers:
+        return answer
+    lines = [f"rank {rank}: {told_in_short(plan)}" for rank, plan in enumerate(gathers)]
+    return answer.with_remark({"weights": as_dicts(gathers)}, "\n".join(["Weights in shards, in the winner:", *lines]))
 
 
 def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
@@ -194,7 +323,8 @@ def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -
         answer = answer.with_remark({"noise": robust_order_dict(problem, robust)}, robust_order_text(problem, robust, share))
     if options.error is not None:
         moved = what_if(answer.plan.best, options.error / 100, seed=search.seed)
-        answer = answer.with_remark({"what_if": moved.to_dict()}, what_if_text(moved))
+        without = "" if answer.plan.best.problem.sharded is None else "\nAll without gathers of weights."
+        answer = answer.with_remark({"what_if": moved.to_dict()}, what_if_text(moved) + without)
     return answer
 
 
@@ -221,26 +351,43 @@ def _shown(bar: Progress, seconds: float | None) -> ProgressCallback:
 
 
 def plan_to_dict(found: Plan) -> dict[str, object]:
-    """The winner's figures, with its CSV, and those of every placement; bounds are bubble rates too."""
+    """The winner's figures, with its CSV, and those of every placement; bounds are bubble rates too.
+
+    Where microbatches are of unequal cost, the CSV numbers them by their places, and `microbatch_order` says which one takes each place.
+    """
+    in_places, ordered = found.schedule, {}
+    if found.best.problem.costs.shares:
+        order = numbers_by_place(found.schedule)
+        in_places = with_numbers(found.schedule, {number: place for place, number in enumerate(order)})
+        ordered = {"microbatch_order": order}
     return {
-        **solved_to_dict(found.choices[0].name, found.best),
+        **solved_to_dict(found.choices[0].name if found.few_gathers is None else found.best.problem.placement.name, found.best),
         "seconds": found.seconds,
         "compile_seconds": found.compiling,
-        "csv": to_torch_csv(found.schedule),
-        "choices": [solved_to_dict(choice.name, choice.solved) | {"reason": choice.note} for choice in found.choices],
+        "csv": None if any(map(recomputed, in_places.rows)) else to_torch_csv(in_places),
+        **ordered,
+        **({} if found.bought is None else {"recomputation": found.bought.to_dict()}),
+        "choices": [
+            solved_to_dict(choice.name, choice.solved) | {"reason": choice.note, "searched": choice.searched} for choice in found.choices
+        ],
+        "simple": found.simple and solved_to_dict(found.simple.problem.placement.name, found.simple),
+        "interrupted": found.interrupted,
     }
 
 
 def solved_to_dict(name: str, solved: Solved) -> dict[str, object]:
-    """The figures of one answer: bubbles and bounds as rates, times in ms, None where there is no schedule."""
-    problem, timeline = solved.problem, solved.timeline
+    """The figures of one answer: bubbles and bounds as rates, times in ms, None where there is no schedule.
+
+    Where forwards may be computed again, `levels` has the level of each stage, and bubbles count the passes R as idle.
+    """
+    problem, timeline, again = solved.problem, solved.timeline, solved.problem.recomputation
     bounds = problem.bounds()
     return {
         "placement": name,
         "name": None if solved.schedule is None else solved.schedule.name,
         "how": solved.how,
-        "bubble_span": timeline and timeline.bubble_span,
-        "bubble_makespan": timeline and timeline.bubble_makespan,
+        "bubble_span": timeline and problem.bubble(timeline.span),
+        "bubble_makespan": timeline and problem.bubble(timeline.makespan),
         "lower_bound_span": problem.bubble(bounds.span.time),
         "lower_bound_makespan": problem.bubble(bounds.makespan.time),
         "span_ms": timeline and ms(timeline.span),
@@ -250,4 +397,5 @@ def solved_to_dict(name: str, solved: Solved) -> dict[str, object]:
         "peak_microbatches": solved.peak_microbatches,
         "messages": problem.messages,
         "seconds": solved.seconds,
+        **({} if again is None else {"levels": [level.name for level in again.chosen]}),
     }

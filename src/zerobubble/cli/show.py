@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerobubble.cli.drawing import draw, legend
-from zerobubble.cli.evaluation import describe_shape
+from zerobubble.cli.drawing import draw, legend, shows_density
+from zerobubble.cli.evaluation import describe_shape, evaluate
 from zerobubble.cli.files import write_text
+from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, picture, planned, told_in_time
 from zerobubble.cli.inputs import Costed, find_schedule, with_costs
-from zerobubble.cli.options import CostOptions, Shape, cost_options, json_option, shape_options, width_option
+from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
+from zerobubble.cli.page import write_page
+from zerobubble.cli.terminal import is_coloured
 from zerobubble.export.svg import timeline_svg
+from zerobubble.gathers import RankGathers
 from zerobubble.simulation import simulate
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
@@ -26,37 +31,50 @@ NOTE = (
     "rank's first start to its last end. Bubble: the rank's idle share of the makespan."
 )
 
+REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last sum of gradients over replicas."
+
 
 @click.command("show", short_help="Draw a schedule with bubble and memory.")
 @click.argument("name")
 @shape_options
 @cost_options
-@click.option("--svg", metavar="FILE", help="Also write the picture, with the memory of each rank, to this file.")
+@gather_options
+@picture_options
 @width_option
 @json_option
-def show(name: str, shape: Shape, given: CostOptions, svg: str | None, width: int | None, as_json: bool) -> None:
+def show(
+    name: str, shape: Shape, given: CostOptions, sharded: GatherOptions, pictures: PictureFiles, width: int | None, as_json: bool
+) -> None:
     """Draw the schedule NAME and print its bubble and memory.
 
     NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan is
-    drawn with the costs that it was made for, unless --times, --comm, --held, --overlap or --costs is given. Of V stages on a rank
-    each takes 1/V of --times.
+    drawn with the costs that it was made for, unless --times, --comm, --held, --overlap, --reduce, --buckets or --costs is given, and with
+    the gathers of weights in shards that it was made for, unless --weights is given. Of V stages on a rank each takes 1/V of --times.
 
     \b
     Examples:
       zerobubble show 1f1b --ranks 4 --microbatches 8
       zerobubble show zb-h1 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
+      zerobubble show zb-v --ranks 4 --microbatches 8 --reduce 6 --buckets 4
+      zerobubble show zb-v --ranks 4 --microbatches 8 --weights 12GB --gathered 6GB --gather-rate 50GB
       zerobubble show plan.json
-      zerobubble show mine.csv --costs costs.json --svg mine.svg
+      zerobubble show mine.csv --costs costs.json --svg mine.svg --html mine.html
     """
-    (costed,) = with_costs([find_schedule(name, shape)], given)
+    found = find_schedule(name, shape)
+    (costed,) = with_costs([found], given)
     timeline = simulate(costed.schedule, costed.costs)
-    if svg is not None:
+    divided = sharded.sharded(found.problem)
+    gathers = planned(costed.schedule, divided)
+    if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
-        write_text(svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit))
+        write_text(pictures.svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit))
+    if pictures.html is not None:
+        write_page(pictures.html, [evaluate(costed)])
     if as_json:
-        click.echo(json.dumps(_as_dict(costed, timeline), indent=2))
+        weights = {"weights": as_dicts(gathers)} if gathers else {}
+        click.echo(json.dumps(_as_dict(costed, timeline) | weights, indent=2))
     else:
-        _print(costed, timeline, Console(width=width))
+        _print(costed, timeline, gathers, told_in_time(costed, gathers, divided), Console(width=width))
 
 
 def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
@@ -79,7 +97,7 @@ def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
 
 
 def _rank_as_dict(costed: Costed, figures: RankFigures) -> dict[str, float]:
-    times = {name: ms(getattr(figures, name)) for name in ("work", "lead", "gaps", "tail", "span")}
+    times = {name: ms(getattr(figures, name)) for name in ("work", "lead", "gaps", "reduction", "tail", "span")}
     held = figures.peak_bytes or 0
     peak_bytes = {"peak_bytes": held} if costed.in_bytes else {}
     return {"rank": figures.rank, **times, "peak_microbatches": held / costed.microbatch_bytes[figures.rank], **peak_bytes}
@@ -89,28 +107,34 @@ def _peaks(costed: Costed, timeline: Timeline) -> list[float]:
     return costed.in_microbatches([figures.peak_bytes or 0 for figures in timeline.ranks])
 
 
-def _print(costed: Costed, timeline: Timeline, console: Console) -> None:
-    coloured = console.color_system in ("256", "truecolor")
+def _print(costed: Costed, timeline: Timeline, gathers: Sequence[RankGathers], in_time: str, console: Console) -> None:
+    coloured = is_coloured(console)
     console.print(f"{escape(costed.schedule.name)}: {describe_shape(costed.schedule)}, {escape(costed.source)}\n", highlight=False)
     console.print(draw(timeline, console.width, coloured), soft_wrap=True)
     console.print()
-    console.print(legend(timeline, coloured=coloured))
+    if gathers:
+        console.print(picture(costed.schedule, timeline, gathers, console.width), soft_wrap=True)
+        if in_time:
+            console.print(in_time, highlight=False)
+        console.print()
+    console.print(legend(timeline, coloured=coloured, dense=shows_density(timeline, console.width)))
     drawn, console.width = console.width, max(console.width, TABLE_WIDTH)
     console.print()
     console.print(_table(costed, timeline))
     console.print()
     console.print(_totals(costed, timeline), highlight=False)
     console.width = drawn
-    console.print(f"\n{NOTE}", style="dim", highlight=False)
+    console.print(f"\n{NOTE}{REDUCTION_NOTE if timeline.reductions else ''}", style="dim", highlight=False)
 
 
 def _table(costed: Costed, timeline: Timeline) -> Table:
     """A line per rank, times in ms; the bubble is the rank's idle share of the makespan."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("rank", "work", "lead", "gaps", "tail", "span", "bubble", "peak memory"):
+    columns = [name for name in ("work", "lead", "gaps", "reduction", "tail", "span") if name != "reduction" or timeline.reductions]
+    for title in ("rank", *columns, "bubble", "peak memory"):
         table.add_column(title, justify="right")
     for figures, microbatches in zip(timeline.ranks, _peaks(costed, timeline), strict=True):
-        times = (f"{ms(time):,.3f}" for time in (figures.work, figures.lead, figures.gaps, figures.tail, figures.span))
+        times = (f"{ms(getattr(figures, name)):,.3f}" for name in columns)
         bubble = 1 - figures.work / timeline.makespan if timeline.makespan else 0.0
         table.add_row(str(figures.rank), *times, show_percent(bubble), _memory(costed, microbatches, figures.peak_bytes or 0))
     return table

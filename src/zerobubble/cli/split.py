@@ -1,45 +1,126 @@
-"""`zerobubble split`: where a model of Transformers is cut, from its configuration alone."""
+"""`zerobubble split`: where a model of Transformers is cut, from its configuration alone, and what its layers cost."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerobubble.cli.options import json_option
+from zerobubble.cli.files import write_text
+from zerobubble.cli.inputs import INPUT_HELP, find_schedule
+from zerobubble.cli.options import Bytes, Shape, json_option, microbatches_or_bytes, option_group, refuse_beside, shape_options
 from zerobubble.errors import InputError
+from zerobubble.partition import LayerCut, layers_to_dict, parameter_bytes
+from zerobubble.units import ms
 
 if TYPE_CHECKING:
-    from zerobubble.models.by_hand import ByHand
+    from zerobubble.models.cutting.by_hand import ByHand
+    from zerobubble.models.model_split import ModelSplit
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How large a microbatch is, where the user cuts, and the room on each rank."""
+
+    batch: int
+    sequence: int | None
+    cuts: str | None
+    inside_blocks: bool
+    memory: float | Bytes | None
+
+    @property
+    def room(self) -> int | None:
+        """The bytes on each rank."""
+        if isinstance(self.memory, float):
+            raise InputError(f"--memory {self.memory:g} has no unit: give the bytes of each rank with theirs, such as 40GB")
+        return None if self.memory is None else self.memory.count
+
+
+model_options = option_group(
+    ModelOptions,
+    "options",
+    click.option("--batch", type=click.IntRange(1), default=1, metavar="N", help="Samples in a microbatch; 1 if not given."),
+    click.option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens in a sample; a few if not given."),
+    click.option(
+        "--cuts", help="Parts with which the stages behind the first begin, or numbers of layers, with commas; or a Megatron layout."
+    ),
+    click.option("--inside-blocks", is_flag=True, help="Also cut between the parts of a block, such as attention and MLP."),
+    click.option(
+        "--memory",
+        callback=microbatches_or_bytes,
+        metavar="X",
+        help="Room on each rank, such as 40GB, for parameters, gradients, the moments of Adam and activations.",
+    ),
+)
 
 
 @click.command("split", short_help="Show where a model is cut.")
 @click.argument("config", type=click.Path(exists=True))
-@click.option("--stages", type=click.IntRange(min=1), required=True, help="Into how many stages.")
-@click.option("--cuts", help="Parts with which the stages behind the first begin, or numbers of layers, with commas; or a Megatron layout.")
+@click.option("--stages", type=click.IntRange(min=1), metavar="S", help="Into how many stages, one on each rank.")
+@click.option("--schedule", metavar="NAME", help=f"For which schedule: {INPUT_HELP}.")
+@shape_options
+@model_options
+@click.option("-o", "--output", metavar="FILE", help="Also write what the layers cost to this file, for zerobubble plan --layers.")
 @json_option
-def split_verb(config: str, stages: int, cuts: str | None, as_json: bool) -> None:
+def split_verb(
+    config: str, stages: int | None, schedule: str | None, shape: Shape, options: ModelOptions, output: str | None, as_json: bool
+) -> None:
     """Show where a model is cut into stages, as zb.split does it.
 
     CONFIG is a configuration of Transformers: a config.json, or the folder with it. No weights are read or made.
 
+    The cut is the best there is for the schedule: its slowest rank has the least to do, within --memory. A plan that was made for the
+    model's layers brings its own cut. The bars show the time of each rank, and below them stands what no cut can do better, and what
+    the heaviest part alone allows. Times are estimated by operations; Pipeline.profile_layers measures them.
+
     \b
     Examples:
       zerobubble split llama/config.json --stages 8
-      zerobubble split llama/config.json --stages 4 --cuts 7,9,9,7
+      zerobubble split llama/config.json --schedule zb-v --ranks 8 --microbatches 24 --sequence 4096 --memory 80GB
       zerobubble split llama/config.json --stages 4 --cuts "Et*7|t*9|t*9|t*7L"
+      zerobubble split llama/config.json --sequence 4096 -o layers.json
+      zerobubble split llama/config.json --schedule plan.json
     """
+    refuse_beside("stages", "schedule", "ranks", "microbatches", "stages_per_rank", "options")
+    refuse_beside("cuts", "memory", "inside_blocks")
+    if stages is None and schedule is None and output is None and not as_json:
+        raise click.UsageError("give --stages S or --schedule NAME to see a cut, or -o FILE for what the layers cost")
+    given = None if schedule is None else find_schedule(schedule, shape)
+    split = _split(config, options)
+    if given is not None:
+        split = split.for_schedule(given.schedule, () if given.problem is None else given.problem.first_layers)
+    count = given.schedule.num_stages if given is not None else stages
+    layers = layers_to_dict(split.layers())
+    told = layers | ({} if count is None else _as_dict(split, count)) if as_json else {}
+    words = "" if as_json or count is None else split.describe(count)
+    if output is not None:
+        write_text(output, json.dumps(layers, indent=1) + "\n")
+    if told or words:
+        click.echo(json.dumps(told, indent=1) if as_json else words)
+
+
+def _split(config: str, options: ModelOptions) -> ModelSplit:
     try:
         from zerobubble.models.from_config import split_config
     except ModuleNotFoundError as error:
         raise InputError(f"zerobubble split needs {error.name}: pip install torch transformers") from error
-    found = split_config(config, _cuts(cuts))
-    if as_json:
-        summary: dict[str, Any] = {"stages": [stage._asdict() for stage in found.stages(stages)], "tied": found.tied(stages)}
-        click.echo(json.dumps(summary, indent=1))
-    else:
-        click.echo(found.describe(stages))
+    return split_config(config, _cuts(options.cuts), options.room, options.batch, options.sequence, options.inside_blocks)
+
+
+def _as_dict(split: ModelSplit, count: int) -> dict[str, Any]:
+    cut = split.layer_cut(count)
+    return {"stages": [stage._asdict() for stage in split.stages(count)], "tied": split.tied(count), **_figures(cut)}
+
+
+def _figures(cut: LayerCut) -> dict[str, Any]:
+    kept = parameter_bytes(cut.layers, cut.cuts, cut.placement)
+    ranks = [
+        {"ms": ms(time), "parameters_bytes": bytes_, "held_after_f": held}
+        for time, bytes_, held in zip(cut.rank_times, kept, cut.rank_held, strict=True)
+    ]
+    return {"ranks": ranks, "excess": cut.excess, "least_excess": cut.least_excess, "reason": cut.reason, "heaviest": cut.heaviest_text}
 
 
 def _cuts(text: str | None) -> ByHand | None:

@@ -10,8 +10,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from zerobubble.cli.inputs import Costed, Given, equal_costs, equal_times, find_schedules
+from zerobubble.cli.inputs import Costed, Given, equal_costs, equal_times, find_schedules, make_schedule, shapes_of_names
 from zerobubble.cli.options import Shape, Times, comm_option, given_flags, json_option, shape_options, times_option
+from zerobubble.cli.terminal import with_bar
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
 from zerobubble.formulas import FORMULAS, Form, setting
@@ -74,18 +75,23 @@ def table(names: tuple[str, ...], shape: Shape, times: Times, comm: float, as_js
       zerobubble table 1f1b zb-h1 zb-h2 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
       zerobubble table plan.json zb-v 1f1b
     """
-    inputs, refused = (find_schedules(names, shape), []) if names else _every_schedule(shape)
-    planned = next((each for each in inputs if each.problem is not None), None)
+    inputs = {given.name: given for given in find_schedules(names, shape)} if names else {}
+    planned = next((each for each in inputs.values() if each.problem is not None), None)
     if planned is not None and planned.problem is not None and not given_flags("times", "comm"):
         times, comm = equal_times(planned.problem, planned.name)
-    lines = [_line(each, times, comm) for each in inputs]
+    shapes, refused = ({}, []) if names else _every_schedule(shape)
+
+    def line_of(name: str) -> Line:
+        return _line(inputs.get(name) or Given(name, make_schedule(name, shapes[name])), times, comm)
+
+    lines = list(with_bar(names or list(shapes), line_of))
     if as_json:
         click.echo(json.dumps([_as_dict(line) for line in lines], indent=2))
     else:
         _print(lines, refused, Console())
 
 
-def _every_schedule(shape: Shape) -> tuple[list[Given], list[str]]:
+def _every_schedule(shape: Shape) -> tuple[dict[str, Shape], list[str]]:
     """Every known schedule with backward passes that has the shape, and why the others have not; raises `InputError` where none has."""
     ranks, microbatches = shape.ranks, shape.microbatches
     if ranks is None or microbatches is None:
@@ -95,7 +101,7 @@ def _every_schedule(shape: Shape) -> tuple[list[Given], list[str]]:
     able = [recipe.name for recipe in recipes if recipe.allows(ranks, microbatches)]
     if not able:
         raise InputError(f"no schedule has this shape: {refused[0]}")
-    return find_schedules(able, shape), refused
+    return shapes_of_names(able, shape), refused
 
 
 def _line(given: Given, times: Times, comm: float) -> Line:

@@ -11,11 +11,14 @@ import click
 from zerobubble.cli.files import read_document, read_json, require_size
 from zerobubble.cli.options import (
     Times,
+    buckets_option,
+    bytes_with_unit,
     comm_option,
     held_option,
     microbatches_option,
     option_group,
     ranks_option,
+    reduce_option,
     refuse_beside,
     times_option,
 )
@@ -26,6 +29,7 @@ from zerobubble.ir import Placement
 from zerobubble.planning import Objective, Problem, Solved, Workload
 from zerobubble.planning.competition import room_for_all
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
+from zerobubble.units import show_bytes
 
 _COLUMNS = ("forward", "backward", "weight")
 
@@ -39,8 +43,11 @@ class WorkOptions:
     times: Times
     comm: float
     held: float
+    reduce: float
+    buckets: int
     per_rank: str | None
     costs_file: str | None
+    microbatch_bytes: int | None
 
 
 work_options = option_group(
@@ -51,9 +58,17 @@ work_options = option_group(
     times_option,
     comm_option,
     held_option,
+    reduce_option,
+    buckets_option,
     click.option("--per-rank", metavar="FILE", help="JSON with the times of each rank in ms, instead of --times."),
     click.option(
         "--costs", "costs_file", metavar="FILE", help="A costs file, or a plan to make anew from what it was made for, instead of --times."
+    ),
+    click.option(
+        "--microbatch-bytes",
+        callback=bytes_with_unit,
+        metavar="BYTES",
+        help="Activations of a microbatch on a rank, such as 4GB, for --memory in bytes beside times.",
     ),
 )
 """The options of a planning verb that say what ranks do; they make its argument `work`."""
@@ -97,14 +112,24 @@ search_options = option_group(
 class Question:
     """What is to be planned: the work of ranks or the costs of stages, how many microbatches, and on which placements, by their names.
 
-    `limits` and `objective` are those of the plan file that asks, None without one.
+    `problem` is that of the plan file that asks, None without one; its limits are `limits`, unless they only left room for everything.
     """
 
     work: Workload | Costs
     microbatches: int
     placements: dict[str, Placement]
+    problem: Problem | None = None
     limits: Limits | None = None
-    objective: str | None = None
+
+    @property
+    def objective(self) -> str | None:
+        """What the plan file makes short, None without one."""
+        return None if self.problem is None else self.problem.objective.value
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The shares of the microbatches of the plan file, empty without one and where they are alike."""
+        return () if self.problem is None else self.problem.costs.shares
 
     @property
     def num_ranks(self) -> int:
@@ -118,9 +143,9 @@ class Question:
 
 def read_question(verb: str, work: WorkOptions, search: SearchOptions) -> Question:
     """What the options ask for; raises `InputError` for what is missing or contradicts a file."""
-    refuse_beside("costs_file", "times", "comm", "held", "per_rank")
+    refuse_beside("costs_file", "times", "comm", "held", "reduce", "buckets", "per_rank", "microbatch_bytes")
     if work.costs_file is None:
-        ranks = None if work.per_rank is None else read_workload(work.per_rank, work.comm, work.held)
+        ranks = None if work.per_rank is None else read_workload(work.per_rank, work)
         return _of_ranks(verb, work, search, ranks, work.per_rank)
     document = read_document(work.costs_file)
     if isinstance(document, Workload):
@@ -137,7 +162,7 @@ def _of_ranks(verb: str, work: WorkOptions, search: SearchOptions, ranks: Worklo
     count, microbatches = require_shape(verb, ranks.num_ranks if work.ranks is None and ranks else work.ranks, work.microbatches)
     if ranks is not None and ranks.num_ranks != count:
         raise InputError(f"--ranks {count} does not fit {file}, which has times for {ranks.num_ranks}: leave the option out")
-    known = ranks or Workload.uniform(count, work.times, work.comm, work.held)
+    known = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets)
     return Question(known, microbatches, named_placements(search.placement, count, microbatches))
 
 
@@ -187,15 +212,13 @@ def _of_plan(verb: str, work: WorkOptions, search: SearchOptions, problem: Probl
     everything = room_for_all(problem.placement, problem.costs, problem.num_microbatches)
     limits = None if problem.limits == everything else problem.limits
     if problem.workload is not None:
-        return Question(
-            problem.workload, microbatches, named_placements(search.placement, ranks, microbatches), limits, problem.objective.value
-        )
+        return Question(problem.workload, microbatches, named_placements(search.placement, ranks, microbatches), problem, limits)
     placement = problem.placement
     if search.placement != ANY and family(search.placement, ranks).routes != placement.routes:
         raise InputError(
             f"--placement {search.placement} does not fit {work.costs_file}, a plan for the stages of {placement.name}: leave it out"
         )
-    return Question(problem.costs, microbatches, {placement.name: placement}, limits, problem.objective.value)
+    return Question(problem.costs, microbatches, {placement.name: placement}, problem, limits)
 
 
 def require_shape(verb: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
@@ -218,42 +241,48 @@ def named_placements(placement: str, num_ranks: int, microbatches: int) -> dict[
     return named
 
 
-def refuse_limits_of_the_other_unit(work: Workload | Costs, memory: float | None, memory_bytes: int | None) -> None:
-    """Raise where memory is given in microbatches for costs of stages, or in bytes for the work of ranks."""
-    if isinstance(work, Costs) and memory is not None:
-        raise click.UsageError("--memory is not for --costs: give --memory-bytes, in bytes, or --memory with a unit, such as 40GB")
-    if isinstance(work, Workload) and memory_bytes is not None:
-        raise click.UsageError("--memory-bytes is for --costs and --layers: give --memory, in microbatches")
+def in_microbatches(room: int, work: WorkOptions) -> float:
+    """The bytes `room` in microbatches, where ranks are known by their times; raises where nothing says what a microbatch takes."""
+    if work.microbatch_bytes is None:
+        raise click.UsageError("times tell no bytes: give --microbatch-bytes, those of a microbatch on a rank, or --memory in microbatches")
+    if room < work.microbatch_bytes:
+        sizes = f"{show_bytes(room)} cannot hold one microbatch of {show_bytes(work.microbatch_bytes)}"
+        raise InputError(f"{sizes}: every rank lacks {show_bytes(work.microbatch_bytes - room)}")
+    return room / work.microbatch_bytes
 
 
-def read_workload(file: str, comm: float, held: float) -> Workload:
+def read_workload(file: str, given: WorkOptions) -> Workload:
     """The work of each rank in `file`: a workload in its JSON form, or times in ms.
 
-    Times are an object of lists `forward`, `backward` and `weight` with an entry per rank, and `comm` and `held` where they differ
-    from those given, or a list of [F, B, W] per rank. Raises `InputError` naming the file, and the rank of a time that is wrong.
+    Times are an object of lists `forward`, `backward` and `weight` with an entry per rank, and `comm`, `held`, and the lists `reduce` and
+    `buckets`, where they differ from those given, or a list of [F, B, W] per rank. Raises `InputError` naming the file, and the rank of a
+    wrong time.
     """
-    return read_json(file, "the times of ranks", lambda data: _workload(data, comm, held))
+    return read_json(file, "the times of ranks", lambda data: _workload(data, given))
 
 
-def _workload(data: Any, comm: float, held: float) -> Workload:
+def _workload(data: Any, given: WorkOptions) -> Workload:
     if isinstance(data, list):
-        return _workload(_columns(data), comm, held)
+        return _workload(_columns(data), given)
     if not isinstance(data, dict):
         raise ParseError(f"expected an object or a list, got {type(data).__name__}")
     if "format" in data:
         return Workload.from_dict(data)
-    unknown = [key for key in data if key not in (*_COLUMNS, "comm", "held")]
+    unknown = [key for key in data if key not in (*_COLUMNS, *_OTHERS)]
     lacking = [key for key in _COLUMNS if not isinstance(data.get(key), list)]
     if unknown or lacking:
         raise ParseError(f"{f'{unknown[0]!r} is unknown' if unknown else f'the list {lacking[0]!r} is missing'}; {_FORM}")
     ranks = max(len(data[key]) for key in _COLUMNS)
     forward, backward, weight = (_whole_column(data[key], ranks) for key in _COLUMNS)
-    links = data.get("comm", comm)
+    links = data.get("comm", given.comm)
     links = links if isinstance(links, list) else [links] * ranks
-    return Workload.from_ms(forward, backward, weight, links + [comm] * (len(links) == ranks - 1), data.get("held", held))
+    links = links + [given.comm] * (len(links) == ranks - 1)
+    sums, buckets = data.get("reduce", [given.reduce] * ranks), data.get("buckets", [given.buckets] * ranks)
+    return Workload.from_ms(forward, backward, weight, links, data.get("held", given.held), sums, buckets)
 
 
-_FORM = "give the lists forward, backward and weight in ms, an entry per rank, and comm and held if need be"
+_OTHERS = ("comm", "held", "reduce", "buckets")
+_FORM = "give the lists forward, backward and weight in ms, an entry per rank, and comm, held, reduce and buckets if need be"
 
 
 def _columns(rows: Sequence[Any]) -> dict[str, list[Any]]:

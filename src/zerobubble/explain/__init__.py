@@ -4,6 +4,7 @@ from zerobubble.explain.account import PARTS, Account, Difference, Drift, ExtraT
 from zerobubble.explain.difference import diff
 from zerobubble.explain.gaps import Gap, WaitsFor, gaps
 from zerobubble.explain.idle import Causes, Idle, Metric, attribute, critical_path
+from zerobubble.explain.windows import Window, windows
 
 __all__ = [
     "PARTS",
@@ -16,8 +17,10 @@ __all__ = [
     "Idle",
     "Metric",
     "WaitsFor",
+    "Window",
     "attribute",
     "critical_path",
     "diff",
     "gaps",
+    "windows",
 ]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
-from zerobubble.graph import Graph, resolve
-from zerobubble.ir import Placement, Schedule
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.graph import Graph, Played, play
+from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Stuff, kinds_making
-from zerobubble.simulation import simulate
-from zerobubble.timeline import Span, Timeline
+from zerobubble.simulation import metrics_of, pass_times
+from zerobubble.timeline import Reduction, Span, Timeline
 from zerobubble.units import counted, show_ms
+from zerobubble.verify import checked
 
 Metric = Literal["makespan", "span"]
 """What idle time is counted against: the whole step, or each rank's own time between its first and its last pass."""
@@ -29,6 +31,7 @@ class Causes(NamedTuple):
     comm: int
     imbalance: int
     memory: int
+    reduction: int
 
     @property
     def total(self) -> int:
@@ -43,7 +46,7 @@ class Idle(Displayed):
     ranks: tuple[Causes, ...]
 
     def _summary(self) -> str:
-        causes = ", ".join(f"{name} {show_ms(time)}" for name, time in self.overall._asdict().items())
+        causes = ", ".join(f"{name} {show_ms(time)}" for name, time in self.overall._asdict().items() if time or name != "reduction")
         return f"time against the {self.metric} of {counted(len(self.ranks), 'rank')}: {causes}"
 
     def _details(self) -> Iterator[str]:
@@ -57,10 +60,12 @@ class Idle(Displayed):
 
 
 @takes(schedule=Schedule, costs=Costs)
+@garbage_collection_paused()
 def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> Idle:
     """Every ns in which a rank of the simulated `schedule` is idle, by cause; the causes add up exactly.
 
-    - comm: what goes away when messages take no time.
+    - reduction: what goes away when sums over replicas take no time; it is what no pass hides of them.
+    - comm: what then goes away when messages take no time.
     - imbalance: what then goes away when the work is spread evenly over the ranks and over the stages of each (the same total,
       rounded to a ns per stage).
     - memory: of what is left, the moments before a rank's last forward when a later forward of its row had all it uses and the
@@ -77,17 +82,44 @@ def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> 
     """
     if metric not in ("makespan", "span"):
         raise InputError(f"idle time is counted against 'makespan' or 'span', got {metric!r}")
-    silent = replace(costs, comm=(0,) * len(costs.comm))
-    even = simulate(schedule, _evened(silent, schedule.placement))
-    held_back = _held_back(resolve(schedule), even, metric)
-    totals = [_idle(timeline, metric) for timeline in (simulate(schedule, costs), simulate(schedule, silent), even)]
-    parts = zip(*totals, held_back, strict=True)
-    return Idle(metric, tuple(Causes(rest - memory, idle - quiet, quiet - rest, memory) for idle, quiet, rest, memory in parts))
+    costs.require_schedule(schedule)
+    graph, order = checked(schedule)
+    silent = replace(costs, reduce=(), comm=(0,) * len(costs.comm))
+    even = _evened(silent, schedule.placement)
+    loud_play, silent_play, even_play = _plays(graph, order, (costs, silent, even))
+    idle = [loud_play.idle(graph, costs, metric), loud_play.idle(graph, replace(costs, reduce=()), metric)]
+    idle += [silent_play.idle(graph, silent, metric), even_play.idle(graph, even, metric)]
+    held_back = _held_back(graph, even_play.played, metric)
+    return Idle(
+        metric,
+        tuple(
+            Causes(rest - memory, unsummed - quiet, quiet - rest, memory, whole - unsummed)
+            for whole, unsummed, quiet, rest, memory in zip(*idle, held_back, strict=True)
+        ),
+    )
 
 
-def _idle(timeline: Timeline, metric: Metric) -> list[int]:
-    whole = timeline.makespan if metric == "makespan" else timeline.span
-    return [whole - figures.work for figures in timeline.ranks]
+class _Play(NamedTuple):
+    """Passes played in time, and how long each rank works."""
+
+    played: Played
+    work: list[int]
+
+    def idle(self, graph: Graph, costs: Costs, metric: Metric) -> list[int]:
+        """What each rank's work leaves of the whole with the sums over replicas of `costs`, by rank."""
+        whole: int = getattr(metrics_of(graph, self.played, costs), metric)
+        return [whole - work for work in self.work]
+
+
+def _plays(graph: Graph, order: Sequence[int], several: Iterable[Costs]) -> Iterator[_Play]:
+    """The passes played under each of the costs; where passes and messages take as long as under those before, it is the same play."""
+    before: tuple[list[int], list[int]] | None = None
+    for costs in several:
+        takes, delays = times = pass_times(graph, costs)
+        if times != before:
+            before = times
+            play_now = _Play(play(graph, order, takes, delays), [sum(takes[first:stop]) for first, stop in pairwise(graph.first)])
+        yield play_now
 
 
 def _evened(costs: Costs, placement: Placement) -> Costs:
@@ -100,37 +132,55 @@ def _evened(costs: Costs, placement: Placement) -> Costs:
     return costs.with_columns(**{name: evened(sum(costs.column(name))) for name in (*costs.time_columns, "hidden")})
 
 
-def _held_back(graph: Graph, timeline: Timeline, metric: Metric) -> list[int]:
-    """For each rank, the idle time in which a later forward of its row had all it uses."""
-    ends = [span.end for row in timeline.rows for span in row]
+def _held_back(graph: Graph, played: Played, metric: Metric) -> list[int]:
+    """For each rank, the idle time in which a later forward of its row had all it used."""
+    begin, end, _ = played
+    forwards = kinds_making(Stuff.ACTIVATION)
     held = []
-    for rank, row in enumerate(timeline.rows):
-        numbers = range(graph.first[rank], graph.first[rank + 1])
-        ready = [_ready(graph, number, ends) for number in numbers]
+    for first, stop in pairwise(graph.first):
+        ready = [
+            max([end[need] for need in graph.needs[number]], default=0) if graph.ops[number].kind in forwards else end[number]
+            for number in range(first, stop)
+        ]
         earliest = list(accumulate(reversed(ready), min))[::-1]
-        free, total = 0 if metric == "makespan" or not row else row[0].start, 0
-        for span, since in zip(row, earliest, strict=True):
-            total += max(0, span.start - max(free, since))
-            free = max(free, span.end)
+        free, total = 0 if metric == "makespan" or first == stop else begin[first], 0
+        for start, last, since in zip(begin[first:stop], end[first:stop], earliest, strict=True):
+            total += max(0, start - max(free, since))
+            free = max(free, last)
         held.append(total)
     return held
 
 
-def _ready(graph: Graph, number: int, ends: list[int]) -> int:
-    """When all that a forward uses is there; never (a time after the last end) for any other pass."""
-    if graph.ops[number].kind not in kinds_making(Stuff.ACTIVATION):
-        return ends[number]
-    return max((ends[need] for need in graph.needs[number]), default=0)
+def _last_pass(timeline: Timeline) -> Op | None:
+    """The pass that sets the end of a timeline: one that ends then, or the one in or after which the sums over replicas begin that do."""
+    end, rows = timeline.end, list(timeline.rows)
+    for rank, row in enumerate(timeline.reductions):
+        if row and row[-1].end == end and all(span.end < end for _, span in timeline.spans()):
+            end = _begin_without_gaps(row)
+            rows.insert(0, timeline.rows[rank])
+            break
+    return next((span.op for row in rows for span in row if span.end == end or span.start < end < span.end), None)
+
+
+def _begin_without_gaps(row: Sequence[Reduction]) -> int:
+    """When the sums begin that stand one after another, without a gap, at the end of `row`."""
+    begin = row[-1].start
+    for before in reversed(row[:-1]):
+        if before.end < begin:
+            break
+        begin = before.start
+    return begin
 
 
 @takes(timeline=Timeline)
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """The chain of spans that sets the end of a simulated timeline: each started when the one before it, or its message, let it.
 
+    Where a sum over replicas ends last, it is the chain of the passes that this sum, and those before it on its rank, waited for.
     Empty for a timeline without spans; raises `InputError` for a measured one, which does not say what a span waited for.
     """
     by_op = {span.op: span for _, span in timeline.spans()}
-    op = next((span.op for span in by_op.values() if span.end == timeline.end), None)
+    op = _last_pass(timeline)
     path: list[Span] = []
     while op in by_op:
         span = by_op.pop(op)

@@ -12,6 +12,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Schedule
+from zerobubble.reductions import RankSums, measured_sums, planned_sums, play_sums, stage_sums
 from zerobubble.rules import MOVES, makers, uses
 from zerobubble.simulation import pass_times
 from zerobubble.timeline import Doing, Timeline
@@ -23,7 +24,8 @@ class TimedOrder:
     """A schedule with the times of its passes, by pass number in ns, in an order in which they can be played.
 
     `takes` is the time of the step that begins with a pass, 0 for the second pass of a step. `delays` is how long after a pass its
-    message is with the rank that uses it. `lags` is how long a step starts after its rank is free and its messages are there.
+    message is with the rank that uses it. `lags` is how long a step starts after its rank is free and its messages are there. `sums`
+    are the sums over replicas of each rank.
     """
 
     graph: Graph
@@ -31,6 +33,7 @@ class TimedOrder:
     takes: Sequence[int]
     delays: Sequence[int]
     lags: Sequence[int]
+    sums: RankSums
 
     def messages(self, step: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The messages that a step waits for, as (user, maker)."""
@@ -45,7 +48,8 @@ class TimedOrder:
     def makespan(self) -> int:
         """From the first begin to the last end, in ns."""
         played = self.play()
-        return max(played.end, default=0) - min(played.begin, default=0)
+        sums = [one.end for row in play_sums(self.sums, played.end) for one in row]
+        return max([*played.end, *sums], default=0) - min(played.begin, default=0)
 
     def work(self) -> list[int]:
         """The time each rank is busy."""
@@ -57,10 +61,10 @@ class TimedOrder:
 
 def planned(schedule: Schedule, costs: Costs) -> TimedOrder:
     """`schedule` with the times of `costs`. Raises as `simulate` does."""
-    costs.require_fit(schedule.placement, f"schedule {schedule.name!r}")
+    costs.require_schedule(schedule)
     graph, order = checked(schedule)
     takes, delays = pass_times(graph, costs)
-    return TimedOrder(graph, order, takes, delays, [0] * len(takes))
+    return TimedOrder(graph, order, takes, delays, [0] * len(takes), planned_sums(graph, costs))
 
 
 def measured(plan: TimedOrder, run: Timeline) -> TimedOrder:
@@ -81,7 +85,17 @@ def measured(plan: TimedOrder, run: Timeline) -> TimedOrder:
     exact = replace(plan, takes=takes, delays=_delays(plan, begin, end, _taken(plan.graph, run)))
     for step in exact.graph.steps():
         lags[step[0]] = begin[step[0]] - ready(exact, end, step)
-    return replace(exact, lags=lags)
+    return replace(exact, lags=lags, sums=_sums(plan.graph, run, end))
+
+
+def _sums(graph: Graph, run: Timeline, end: Sequence[int]) -> RankSums:
+    rows = run.reductions or ((),) * run.num_ranks
+    for rank, (row, known) in enumerate(zip(rows, stage_sums(graph), strict=True)):
+        foreign = sorted({one.stage for one in row} - {one.stage for one in known})
+        if foreign:
+            summed = f"the run sums stage {foreign[0]} on rank {rank}, which does not train it"
+            raise InputError(f"{summed}: compare a run with the schedule it ran")
+    return measured_sums(graph, rows, end, run.start)
 
 
 def free(timed: TimedOrder, end: Sequence[int], step: Sequence[int]) -> int:

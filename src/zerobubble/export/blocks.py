@@ -1,10 +1,9 @@
-"""A building block and the four steps to its schedule, as one picture and as one page that opens offline."""
+"""A building block and the four steps to its schedule, as one picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from importlib.resources import files
 from typing import NamedTuple
 
 from zerobubble.blocks import Block, Layout, Steps, lifespans, memory_law
@@ -34,7 +33,7 @@ class Panel(NamedTuple):
 def panels(block: Block, steps: Steps) -> tuple[Panel, ...]:
     """The four panels of the picture, in order."""
     count = "one microbatch" if block.num_microbatches == 1 else f"{block.num_microbatches} microbatches"
-    law = tuple(f"at most {' + '.join(_terms(block, rank))} = {held}" for rank, held in enumerate(memory_law(block)))
+    law = tuple(f"at most {' + '.join(terms(block, rank))} = {held}" for rank, held in enumerate(memory_law(block)))
     later = [
         Panel(title, f"{text}: {_figures(layout)}", layout, tuple(str(peak) for peak in layout.peaks))
         for title, text, layout in (
@@ -46,12 +45,19 @@ def panels(block: Block, steps: Steps) -> tuple[Panel, ...]:
     return Panel("Block", f"{count}; stage activations held: the sum of ceil(lifespan / {block.interval})", steps.block, law), *later
 
 
-def _terms(block: Block, rank: int) -> list[str]:
+def terms(block: Block, rank: int) -> list[str]:
+    """What each lifespan of a rank adds to the memory law, as text."""
     return [f"ceil({life.slots}/{block.interval})" for life in lifespans(block)[rank]]
 
 
+def layout_figures(layout: Layout) -> list[str]:
+    """Makespan and longest span in slots, the bubble, and the most stage activations that a rank holds."""
+    timeline = layout.timeline
+    return [str(timeline.makespan // NS_PER_MS), str(timeline.span // NS_PER_MS), str(layout.bubble), str(max(layout.peaks))]
+
+
 def _figures(layout: Layout) -> str:
-    makespan, span, bubble, peak = _row(layout)
+    makespan, span, bubble, peak = layout_figures(layout)
     return f"makespan {makespan}, longest span {span}, bubble {bubble}, peak {peak}"
 
 
@@ -154,41 +160,3 @@ def _axis(frame: _Frame, bottom: int) -> Iterator[str]:
         yield f'<path class="grid" d="M{frame.x(slot):.2f} {bottom - 4}v6"/>'
         yield f'<text class="soft small middle" x="{frame.x(slot):.2f}" y="{bottom + 16}">{slot}</text>'
     yield f'<text class="soft small middle" x="{(LEFT + frame.width - RIGHT) / 2:.1f}" y="{bottom + 32}">slots</text>'
-
-
-def block_html(block: Block, steps: Steps) -> str:
-    """The page: the picture, the figures of each step, the lifespans with the memory law, and the block in its text form."""
-    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-    title = f"{block.name} on {block.placement.num_ranks} ranks, {steps.reordered.num_microbatches} microbatches"
-    figures = [[panel.title, *_row(panel.layout)] for panel in panels(block, steps)[1:]]
-    law = [
-        [f"rank {rank}", "; ".join(f"stage {life.stage}: {life.slots}" for life in lives), " + ".join(_terms(block, rank)), str(held)]
-        for rank, (lives, held) in enumerate(zip(lifespans(block), memory_law(block), strict=True))
-    ]
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n<h1>The block {escape(block.name)}</h1>\n"
-        f'<div class="scroll">{block_svg(block, steps, _page_width(steps))}</div>\n'
-        f"<h2>Steps, in slots and stage activations</h2>\n{_table(('step', 'makespan', 'longest span', 'bubble', 'peak'), figures)}"
-        f"<h2>Lifespans and the memory law</h2>\n{_table(('rank', 'lifespans in slots', 'intervals', 'at most'), law)}"
-        f"<h2>The block as text</h2>\n<pre>{escape(block.to_text())}</pre>\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _page_width(steps: Steps) -> int:
-    """Wide enough for a label in every pass of up to 99 microbatches."""
-    return max(1100, LEFT + RIGHT + 13 * steps.repeated.timeline.end // NS_PER_MS)
-
-
-def _row(layout: Layout) -> list[str]:
-    timeline = layout.timeline
-    return [str(timeline.makespan // NS_PER_MS), str(timeline.span // NS_PER_MS), str(layout.bubble), str(max(layout.peaks))]
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    lines = (
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>' for name, *cells in rows
-    )
-    return f'<div class="scroll"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>\n'

@@ -1,31 +1,35 @@
-"""The front of memory against bubble as a picture, and as a page that opens offline."""
+"""The front of memory against bubble as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from importlib.resources import files
+from math import asinh
 from typing import NamedTuple
 
 from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.planning.competition import Choice
-from zerobubble.planning.pareto import TITLES, Front, Point, point_cells
+from zerobubble.planning.pareto import Front, Point
 from zerobubble.planning.problem import Objective, Status
 from zerobubble.planning.reasons import percent
-from zerobubble.units import counted, ticks
+from zerobubble.units import counted
 
 COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
 """One for each placement in the order in which they come; they tell apart for colour-blind readers on white and on black."""
 
 LEFT, RIGHT, TOP, PLOT, BOTTOM = 70, 30, 84, 360, 64
 HEIGHT = TOP + PLOT + BOTTOM
-HEADING = 32
 
 NOTE = (
     "Each large dot is the best plan for that much memory, filled where it is proven optimal for its placement; small dots are the best "
     "found on other placements. The dashed line is a proven bound over all placements tried: no schedule on them lies below it."
 )
+
+RATES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Bubble rates that may stand at the axis."""
+
+LEAST_KNEE, CLOSEST = 0.001, 18
 
 LINES = """
 .front{fill:none;stroke:#1b1f24;stroke-width:1.6;stroke-opacity:.55}.bound{fill:none;stroke:#59636e;stroke-width:1.4;stroke-dasharray:5 4}
@@ -34,12 +38,16 @@ LINES = """
 
 
 class _Frame(NamedTuple):
-    """The scales of the picture: memory from `low` to `high` across `width` pixels, bubble rates from 0 to `top`."""
+    """The scales of the picture: memory from `low` to `high` across `width` pixels, bubble rates from 0 to `top`.
+
+    Rates are even below `knee` and logarithmic above it, so that a point far above the others does not press them together.
+    """
 
     width: int
     low: float
     high: float
     top: float
+    knee: float
     objective: Objective
 
     def x(self, memory: float) -> float:
@@ -47,37 +55,47 @@ class _Frame(NamedTuple):
         return LEFT + 14 + (self.width - LEFT - RIGHT - 28) * share
 
     def y(self, bubble: float) -> float:
-        return TOP + PLOT * (1 - bubble / self.top)
+        return TOP + PLOT * (1 - asinh(bubble / self.knee) / asinh(self.top / self.knee))
 
 
 def front_svg(front: Front, title: str, width: int = 860) -> str:
     """An SVG document: bubble over memory, `width` pixels wide, with a dot for each plan and the bound as a dashed line.
 
-    Without a title it begins at its legend. Raises `InputError` for a width below 640, and when no point of the front has a schedule.
+    Raises `InputError` for a width below 640, and when no point of the front has a schedule.
     """
     if width < NARROWEST:
         raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
+    points = points_with_schedules(front)
+    return "\n".join(_document(_frame(points, width), points, title)) + "\n"
+
+
+def points_with_schedules(front: Front) -> list[Point]:
+    """The points of the front at which something fits; raises `InputError` where there is none."""
     points = [point for point in front.points if point.plan.best.schedule is not None]
     if not points:
         raise InputError(f"no schedule fits at any point of the front: {front.points[-1].plan.best.reason}")
-    return "\n".join(_document(_frame(points, width), points, title)) + "\n"
+    return points
+
+
+def knee(points: Sequence[Point]) -> float:
+    """The smallest bubble rate of the front, from which on the axis is logarithmic; 0.1 % where it is smaller."""
+    return max(LEAST_KNEE, min(point.plan.best.bubble or 0.0 for point in points))
 
 
 def _frame(points: Sequence[Point], width: int) -> _Frame:
     objective = points[0].plan.best.problem.objective
     worst = max(point.plan.best.bubble or 0.0 for point in points)
-    return _Frame(width, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), objective)
+    return _Frame(width, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), knee(points), objective)
 
 
 def _document(frame: _Frame, points: Sequence[Point], title: str) -> Iterator[str]:
-    above = 0 if title else HEADING
-    size = f'viewBox="0 {above} {frame.width} {HEIGHT - above}" width="{frame.width}" height="{HEIGHT - above}"'
+    size = f'viewBox="0 0 {frame.width} {HEIGHT}" width="{frame.width}" height="{HEIGHT}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{escape(title)}</title>"
     yield f"<style>{STYLE}{LINES}</style>"
     yield f'<rect class="paper" width="{frame.width}" height="{HEIGHT}"/>'
     yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
-    colours = _colours(points)
+    colours = placement_colours(points)
     yield from _legend(colours)
     yield from _axes(frame, points)
     yield f'<path class="bound" d="{_line([(frame.x(p.memory), frame.y(p.plan.lower_bound)) for p in points])}"/>'
@@ -87,7 +105,7 @@ def _document(frame: _Frame, points: Sequence[Point], title: str) -> Iterator[st
     yield "</svg>"
 
 
-def _colours(points: Sequence[Point]) -> dict[str, str]:
+def placement_colours(points: Sequence[Point]) -> dict[str, str]:
     """A colour for each placement, the winners first."""
     names = [point.plan.choices[0].name for point in points] + [choice.name for point in points for choice in point.plan.choices]
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
@@ -103,10 +121,10 @@ def _legend(colours: dict[str, str]) -> Iterator[str]:
 
 
 def _axes(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
-    for tick in ticks(round(frame.top * 10_000), 8):
-        y = frame.y(tick / 10_000)
+    for rate in _rates(frame):
+        y = frame.y(rate)
         yield f'<path class="grid" d="M{LEFT} {y:.2f}H{frame.width - RIGHT}"/>'
-        yield f'<text class="soft small end" x="{LEFT - 8}" y="{y + 4:.2f}">{tick / 100:g} %</text>'
+        yield f'<text class="soft small end" x="{LEFT - 8}" y="{y + 4:.2f}">{100 * rate:g} %</text>'
     skip = -(-len(points) // 16)
     for point in points[::skip]:
         x = frame.x(point.memory)
@@ -117,6 +135,15 @@ def _axes(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
     yield f'<text class="soft small middle" x="{middle:.1f}" y="{TOP + PLOT + 44}">{under}</text>'
     beside = f"bubble of the {frame.objective}"
     yield f'<text class="soft small middle" transform="translate(18 {TOP + PLOT / 2}) rotate(-90)">{beside}</text>'
+
+
+def _rates(frame: _Frame) -> list[float]:
+    """The rates at the axis, from the bottom on, each far enough above the one before."""
+    told = [0.0]
+    for rate in RATES:
+        if rate <= frame.top and frame.y(told[-1]) - frame.y(rate) >= CLOSEST:
+            told.append(rate)
+    return told
 
 
 def _line(places: Sequence[tuple[float, float]]) -> str:
@@ -142,24 +169,3 @@ def _dots(frame: _Frame, point: Point, colours: dict[str, str]) -> Iterator[str]
 def _tooltip(point: Point, choice: Choice) -> str:
     rates = f"bubble {percent(choice.solved.bubble or 0.0)}, bound {percent(choice.solved.least_bubble)}"
     return f"{choice.name} with room for {counted(point.memory, 'microbatch')}: {rates}, {choice.solved.how}"
-
-
-def front_html(front: Front, title: str) -> str:
-    """The page: the picture over a row of figures for each limit. Raises `InputError` when no point has a schedule."""
-    picture = front_svg(front, "")
-    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in TITLES)
-    body = "".join(_html_row(point_cells(point)) for point in front.points)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>\n"
-        f'<div class="scroll">{picture}</div>\n<p class="hint">{escape(NOTE)}</p>\n'
-        f'<div class="scroll"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
-        "</main>\n</body>\n</html>\n"
-    )
-
-
-def _html_row(texts: Sequence[str]) -> str:
-    first, *rest = map(escape, texts)
-    return f'<tr><th scope="row">{first}</th>{"".join(f"<td>{text}</td>" for text in rest)}</tr>'

@@ -21,9 +21,11 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
     "zerobubble timeline 1": Timeline.from_dict,
     "zerobubble costs 1": Costs.from_dict,
     "zerobubble costs 2": Costs.from_dict,
+    "zerobubble costs 3": Costs.from_dict,
     "zerobubble program 1": Program.from_dict,
     "zerobubble plan 1": Solved.from_dict,
     "zerobubble plan 2": Solved.from_dict,
+    "zerobubble plan 3": Solved.from_dict,
     "zerobubble workload 1": Workload.from_dict,
 }
 

@@ -111,11 +111,16 @@ def balanced_layers(placement: Placement, num_layers: int) -> tuple[str, ...]:
     stages, ranks = placement.num_stages, placement.num_ranks
     if placement.routes != Placement.looped(ranks, max(1, stages // ranks)).routes:
         raise InputError(f"Megatron's layout goes round and round the ranks, a {placement.name} placement cannot be written in it")
+    return even_stages(stages, num_layers)
+
+
+def even_stages(num_stages: int, num_layers: int) -> tuple[str, ...]:
+    """As `balanced_layers`, for so many stages wherever they lie."""
     if num_layers < 1:
         raise InputError(f"a layout needs at least 1 transformer layer, got {num_layers}")
-    each, spare = divmod(num_layers, stages)
-    first = 1 if spare < stages - 1 else 0
-    layers = ["t" * (each + (first <= stage < first + spare)) for stage in range(stages)]
+    each, spare = divmod(num_layers, num_stages)
+    first = 1 if spare < num_stages - 1 else 0
+    layers = ["t" * (each + (first <= stage < first + spare)) for stage in range(num_stages)]
     layers[0] = f"E{layers[0]}"
     layers[-1] += "L"
     return tuple(layers)

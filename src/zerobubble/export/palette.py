@@ -11,8 +11,14 @@ from zerobubble.timeline import Timeline
 WAIT_COLOURS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
 """The colour of idle time by what a rank waits for."""
 
+REDUCTION_COLOUR = "#a0527f"
+"""The colour of sums over replicas."""
+
 _LIGHTEST = 0.5
-_EVEN = 0.207  # where white and near-black have the same contrast
+_WHITE, _NEAR_BLACK, _BLACK = "#ffffff", "#1b1f24", "#000000"
+
+LEAST_CONTRAST = 4.5
+"""What WCAG 2.2 asks of small text."""
 
 
 def shade(kind: Kind, index: int, count: int) -> str:
@@ -24,14 +30,25 @@ def shade(kind: Kind, index: int, count: int) -> str:
 
 
 def ink(colour: str) -> str:
-    """Near-black or white, whichever reads better on `colour`."""
-    return "#ffffff" if luminance(colour) < _EVEN else "#1b1f24"
+    """White or near-black, whichever reads better on `colour`; black where neither has the contrast that small text needs."""
+    best = max(_WHITE, _NEAR_BLACK, key=lambda text: contrast(text, colour))
+    return best if contrast(best, colour) >= LEAST_CONTRAST else _BLACK
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours (`#rrggbb`) as WCAG 2.2 defines it, from 1 to 21."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
 
 
 def luminance(colour: str) -> float:
-    """How bright `colour` (`#rrggbb`) is, from 0 to 1, in linear light."""
-    red, green, blue = (math.pow(int(colour[at : at + 2], 16) / 255, 2.2) for at in (1, 3, 5))
+    """How bright `colour` (`#rrggbb`) is, from 0 to 1: the relative luminance of WCAG 2.2."""
+    red, green, blue = (_linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _linear(channel: float) -> float:
+    return channel / 12.92 if channel <= 0.04045 else math.pow((channel + 0.055) / 1.055, 2.4)
 
 
 def stage_order(timeline: Timeline) -> tuple[dict[int, int], ...]:

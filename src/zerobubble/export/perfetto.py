@@ -1,7 +1,7 @@
 """Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
 One process per timeline, one thread per rank and one more for what it runs overlapped, because slices of a thread must not cross; an
-arrow for each message between ranks, a counter for each rank's memory.
+arrow for each message between ranks, a thread for each rank's sums over replicas, a counter for its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerobubble.export.lanes import lanes
 from zerobubble.export.messages import Message, messages
 from zerobubble.ir import Op
 from zerobubble.kinds import traits_of
-from zerobubble.timeline import Mark, Span, Timeline
+from zerobubble.timeline import Mark, Reduction, Span, Timeline
 
 NS_PER_US = 1000
 Event = dict[str, Any]
@@ -51,6 +51,8 @@ def _events(timeline: Timeline, process: int, flow_ids: Iterator[int]) -> Iterat
         yield from _arrow(timeline, process, next(flow_ids), message, threads)
     for rank, marks in enumerate(timeline.marks):
         yield from _marked(timeline, process, rank, marks)
+    for rank, row in enumerate(timeline.reductions):
+        yield from _summed(timeline, process, rank, row)
     for rank, steps in enumerate(timeline.memory):
         for time, held in steps:
             name = f"memory of rank {rank}"
@@ -110,6 +112,18 @@ def _marked(timeline: Timeline, process: int, rank: int, marks: Sequence[Mark]) 
         name = f"{mark.doing} {mark.value}".strip()
         times = {"ts": _us(timeline, mark.start), "dur": mark.duration / NS_PER_US}
         yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": mark.doing.value} | times
+
+
+def _summed(timeline: Timeline, process: int, rank: int, row: Sequence[Reduction]) -> Iterator[Event]:
+    """The sums over replicas of a rank, on a thread of their own below those of messages."""
+    thread = 3 * timeline.num_ranks + rank + 1
+    if row:
+        yield _meta("thread_name", process, {"name": f"rank {rank}, sums over replicas"}, thread)
+        yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
+    for one in row:
+        times = {"ts": _us(timeline, one.start), "dur": one.duration / NS_PER_US}
+        name = f"sum of stage {one.stage}"
+        yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "reduction"} | times | {"args": {"stage": one.stage}}
 
 
 def _arrow(timeline: Timeline, process: int, number: int, message: Message, threads: Threads) -> Iterator[Event]:

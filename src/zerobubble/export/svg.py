@@ -13,12 +13,12 @@ from typing import NamedTuple
 from zerobubble.arguments import each, takes
 from zerobubble.errors import InputError
 from zerobubble.export.lanes import lanes
-from zerobubble.export.palette import ink, num_shades, shade, stage_order
+from zerobubble.export.palette import REDUCTION_COLOUR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
-from zerobubble.timeline import Span, Timeline
+from zerobubble.timeline import Reduction, Span, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 
-LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS = 62, 18, 22, 4, 30, 16, 44
+LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS, BAR = 62, 18, 22, 4, 30, 16, 44, 6
 PEAK_LABEL, MICROBATCHES_LABEL = 58, 106
 NARROWEST = 640
 
@@ -76,7 +76,7 @@ class _Frame:
         return self.width - RIGHT - (PEAK_LABEL if self.microbatch_bytes is None else MICROBATCHES_LABEL)
 
     def pitch(self, timeline: Timeline) -> int:
-        return ROW + GAP + (STRIP + GAP if self.peak and timeline.memory else 0)
+        return ROW + GAP + (BAR + GAP if timeline.reductions else 0) + (STRIP + GAP if self.peak and timeline.memory else 0)
 
     def x(self, time: int) -> float:
         return LEFT + (self.right - LEFT) * time / max(1, self.duration)
@@ -92,9 +92,9 @@ def timeline_svg(
     """An SVG document of `timelines`, one below the other, `width` pixels wide.
 
     Passes are boxes with the microbatch's number where it fits and a tooltip with times and reason, of half the height where two run
-    overlapped; idle time is hatched; a rank's later stages are lighter. `memory` adds a strip below each rank with what it holds; its
-    peak is written in bytes, or in microbatches where `microbatch_bytes` gives those of one for each rank. Raises `InputError` for no
-    timeline, a width below 640, or memory asked of timelines that carry none.
+    overlapped; idle time is hatched; a rank's later stages are lighter; its sums over replicas are thin bars below it.
+    `memory` adds a strip below each rank with what it holds; its peak is written in bytes, or in microbatches where `microbatch_bytes`
+    gives those of one for each rank. Raises `InputError` for no timeline, a width below 640, or memory asked of timelines that carry none.
     """
     if not timelines:
         raise InputError("a picture needs at least one timeline, got none")
@@ -137,13 +137,16 @@ def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
         for place in range(frame.shades):
             colour = shade(kind, place, frame.shades)
             yield f".{kind}{place}{{fill:{colour}}}.on{kind}{place}{{fill:{ink(colour)}}}"
+    if any(timeline.reductions for timeline in timelines):
+        yield f".sum{{fill:{REDUCTION_COLOUR}}}"
 
 
 def _legend(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
     """Swatches at the top right, one per stage of a rank, written from right to left."""
     entries = [(f"{kind} {traits_of(kind).phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
     right = float(frame.width - RIGHT)
-    for text, classes in reversed([*entries, ("idle", [""])]):
+    sums = [("sum over replicas", ["sum"])] if any(timeline.reductions for timeline in timelines) else []
+    for text, classes in reversed([*entries, *sums, ("idle", [""])]):
         right -= len(text) * 5.9
         yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
         for name in reversed(classes):
@@ -183,8 +186,10 @@ def _panel(frame: _Frame, timeline: Timeline, top: int) -> Iterator[str]:
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
         for span, lane in zip(row, lanes(row), strict=True):
             yield _box(frame, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane])
+        for one in timeline.reductions_of(rank):
+            yield _bar(frame, timeline, one, y + ROW + GAP)
         if frame.peak and timeline.memory:
-            yield from _strip(frame, timeline, rank, y + ROW + GAP)
+            yield from _strip(frame, timeline, rank, y + frame.pitch(timeline) - STRIP - GAP)
 
 
 def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int, shape: _Shape) -> str:
@@ -200,6 +205,13 @@ def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int, shap
         middle = f'x="{x + width / 2:.2f}" y="{top + shape.height / 2 + shape.drop:g}"'
         box += f'<text class="on{name} {shape.text} middle" {middle}>{label}</text>'
     return box + "</g>"
+
+
+def _bar(frame: _Frame, timeline: Timeline, one: Reduction, y: int) -> str:
+    x, end = frame.x(one.start - timeline.start), frame.x(one.end - timeline.start)
+    when = f"{show_ms(one.start - timeline.start)} to {show_ms(one.end - timeline.start)}"
+    bar = f'<rect class="sum" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - 0.7):.2f}" height="{BAR}" rx="1.5"/>'
+    return f"<g>{bar}<title>gradients of stage {one.stage} summed over replicas; {when}</title></g>"
 
 
 def describe(timeline: Timeline, span: Span) -> str:

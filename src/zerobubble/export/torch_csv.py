@@ -49,7 +49,7 @@ def from_torch_csv(text: str, name: str = "unnamed") -> Schedule:
     ops = [op for row in rows for step in row for op in step]
     _require_all("stage", [op.stage for op in ops])
     num_microbatches = _require_all("microbatch", [op.microbatch for op in ops])
-    schedule = Schedule.of_steps(name, _infer_placement(rows), num_microbatches, rows)
+    schedule = Schedule.of_steps(name, inferred_placement(rows), num_microbatches, rows)
     check_comms(schedule, cells)
     return schedule
 
@@ -81,7 +81,8 @@ def _require_all(what: str, numbers: Sequence[int]) -> int:
     return largest + 1
 
 
-def _infer_placement(rows: Sequence[Sequence[Step]]) -> Placement:
+def inferred_placement(rows: Sequence[Sequence[Step]]) -> Placement:
+    """Where stages live: each on the rank that runs most of its passes. Raises `ParseError` for a rank that is left without a stage."""
     votes: dict[int, Counter[int]] = {}
     for rank, row in enumerate(rows):
         for op in (op for step in row for op in step):

@@ -6,6 +6,7 @@ from zerobubble.arguments import WHOLE, takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.gathers import Gather, RankGathers, plan_gathers
 from zerobubble.ir import Schedule
 from zerobubble.lowering.buffers import release_points
 from zerobubble.lowering.messages import depth_needed, hoist_receives, message_users, post_points
@@ -15,7 +16,7 @@ from zerobubble.simulation import simulate
 from zerobubble.verify import checked
 from zerobubble.verify_program import program_faults
 
-__all__ = ["PREFETCH", "lower", "prefetch_depth", "program_faults"]
+__all__ = ["PREFETCH", "Gather", "RankGathers", "lower", "plan_gathers", "prefetch_depth", "program_faults"]
 
 PREFETCH = 2
 """Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""

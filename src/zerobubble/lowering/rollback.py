@@ -48,10 +48,13 @@ def with_rollback_points(program: Program) -> tuple[Program, tuple[RollbackPoint
 def _ready(program: Program) -> dict[Value, tuple[int, int]]:
     """The rank and position at which each value is there for its user: where it is sent, or made if it stays."""
     ready: dict[Value, tuple[int, int]] = {}
+    again = program.recomputed
     for rank, row in enumerate(program.rows):
         for position, action in enumerate(row):
             if isinstance(action, Compute):
-                ready.update((value, (rank, position)) for op in action.step for value in makes(op, program.num_stages))
+                ready.update(
+                    (value, (rank, position)) for op in action.step for value in makes(op, program.num_stages, again=again.get(op[1:]))
+                )
             elif isinstance(action, Send):
                 ready[action.value] = (rank, position)
     return ready

@@ -6,29 +6,79 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.models.by_hand import ByHand
-from zerobubble.models.model_split import ModelSplit, split
+from zerobubble.models.cutting.by_hand import ByHand, spelled_out
+from zerobubble.models.making.configuration import maker_of
+from zerobubble.models.making.factory import ModelFactory
+from zerobubble.models.model_split import ModelSplit
+from zerobubble.models.observation.example import own_example
 
 
-def split_config(path: str, cuts: ByHand | None = None) -> ModelSplit:
-    """The split of the model that a config.json, or the folder with it, describes; raises `InputError` for one that cannot be read.
+def split_config(
+    path: str,
+    cuts: ByHand | None = None,
+    memory: int | None = None,
+    batch: int = 1,
+    sequence: int | None = None,
+    inside_blocks: bool = False,
+) -> ModelSplit:
+    """The split of the model that a config.json, or the folder with it, describes, as `zb.split` does it.
 
-    Code that comes with a configuration is not run.
+    A microbatch is of `batch` samples, of `sequence` tokens each or, where that is not given, as long as the example that the model brings.
+    Raises `InputError` for a configuration that cannot be read. Code that comes with one is not run.
     """
-    transformers: Any = import_module("transformers")
-    folder = Path(path)
+    config = read_config(path)
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(folder.parent if folder.is_file() else folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no configuration of Transformers that can be read: {error}") from error
-    names = getattr(config, "architectures", None) or []
-    kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        factory = ModelFactory(maker_of(config))
+        example = _sized(own_example(factory.model), batch, sequence)
+    except InputError:
+        raise
+    except Exception as error:  # a configuration may hold anything
+        raise InputError(f"the model that {path} describes cannot be made: {_first_line(error)}") from error
+    return ModelSplit(factory, example, None if cuts is None else spelled_out(cuts), memory, inside_blocks=inside_blocks)
 
-    def make() -> nn.Module:
-        model: nn.Module = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
-        return model
 
-    return split(make, cuts=cuts)
+def read_config(path: str) -> Any:
+    """The configuration in a config.json, or in the folder with it; raises `InputError` where it cannot be read."""
+    transformers: Any = import_module("transformers")
+    where = Path(path).parent if Path(path).is_file() else Path(path)
+    try:
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
+    except Exception as error:  # a file that is none can fail anywhere in there
+        own = _own_code(transformers, where)
+        if own:
+            raise InputError(
+                f"the configuration in {path} comes with code of its own, {own}, which is not run here: if you trust it, cut the model in "
+                "Python, by zb.split(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=True)).describe(num_stages)"
+            ) from error
+        raise InputError(f"{path} is no configuration of Transformers that can be read: {_first_line(error)}") from error
+
+
+def _own_code(transformers: Any, where: Path) -> str:
+    """The class of the configuration that is in a file beside it; empty where there is none, or nothing that can be read."""
+    try:
+        settings, _ = transformers.PretrainedConfig.get_config_dict(where)
+        return str(settings["auto_map"]["AutoConfig"])
+    except Exception:  # noqa: BLE001  # a file may hold anything
+        return ""
+
+
+def _sized(example: Any, batch: int, sequence: int | None) -> Any:
+    """The example as a microbatch of this size: its first sample, and of rows of tokens the first token, as often as it takes."""
+    if example is None:
+        return None
+    return {name: _repeated(tensor, batch, sequence) for name, tensor in example.items()}
+
+
+def _repeated(tensor: Tensor, batch: int, sequence: int | None) -> Tensor:
+    one = tensor[:1]
+    if sequence is not None and one.dim() == 2 and not one.is_floating_point():
+        one = one[:, :1].expand(1, sequence)
+    return one.expand(batch, *one.shape[1:]).clone(memory_format=torch.contiguous_format)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

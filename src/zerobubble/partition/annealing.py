@@ -19,6 +19,15 @@ STEEPNESS = 12
 """The power to which the load of a rank counts, so that the slowest one counts most."""
 
 
+def _moves(num_stages: int, num_layers: int) -> int:
+    return min(MOST_MOVES, MOVES_PER_PLACE * num_stages * num_layers)
+
+
+def runs_within_moves(num_stages: int, num_layers: int) -> int:
+    """How many runs, each with another seed, try as many moves together as one run for a large model."""
+    return MOST_MOVES // _moves(num_stages, num_layers)
+
+
 class Annealing:
     """Cuts that move. `home[s]` is the rank of stage s, and `rooms[r]` the room of rank r."""
 
@@ -31,7 +40,7 @@ class Annealing:
 
     def run(self, seed: int = 0) -> Cuts:
         """The best cuts that were met."""
-        dice, moves = Random(seed), min(MOST_MOVES, MOVES_PER_PLACE * len(self._home) * self._edges[-1])
+        dice, moves = Random(seed), _moves(len(self._home), self._edges[-1])
         best, least, now = tuple(self._edges[1:-1]), sum(self._worths), sum(self._worths)
         cooling = (COLD / HOT) ** (1 / moves)
         heat = HOT

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import comb
 
 from zerobubble.arguments import WHOLE, each, either, optional, takes
 from zerobubble.costs import Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.partition.annealing import Annealing
+from zerobubble.partition.annealing import Annealing, runs_within_moves
 from zerobubble.partition.bound import cut_bound, heaviest_layer, layer_label
-from zerobubble.partition.descent import descend
+from zerobubble.partition.descent import descend, score
 from zerobubble.partition.exact import FromTheEnds, exact_cuts
 from zerobubble.partition.layers import Cuts, Layer
 from zerobubble.partition.room import Loads, Room, rooms
 from zerobubble.partition.rounds import two_rounds
+from zerobubble.partition.shortage import bytes_as_time, shortage_text
 from zerobubble.units import counted, show_ms
 
-_NO_FIT = "no cuts fit the memory limits: raise them, use more ranks, or keep fewer microbatches in flight"
+MOST_CUTS = 10_000
+"""Up to how many cuts all are tried where nothing else is exact, which takes some tenths of a second."""
 _COVERED = "the search covered every cut"
 
 
@@ -54,6 +57,14 @@ class LayerCut(Displayed):
         for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
             busy[rank] += sum(self.layers[number].time for number in stage)
         return tuple(busy)
+
+    @property
+    def rank_held(self) -> tuple[int, ...]:
+        """The bytes that each rank saves of a microbatch in the F of all its stages."""
+        held = [0] * self.placement.num_ranks
+        for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
+            held[rank] += sum(self.layers[number].held_after_f for number in stage)
+        return tuple(held)
 
     @property
     def slowest(self) -> int:
@@ -116,8 +127,8 @@ def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Lim
 def cut_layers(layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, held: int | Schedule = 1) -> LayerCut:
     """The cut with the smallest largest rank time (F + B + W of its stages), among those with the smoothest stage times, and its proof.
 
-    Exact where each rank holds one stage, for the vee, and for loops of two rounds of some 60 layers; elsewhere a search, whose
-    distance from the best cut is at most that of `LayerCut.slowest` from `LayerCut.bound`.
+    Exact where each rank holds one stage, for the vee, for loops of two rounds of some 60 layers, and where there are few cuts; elsewhere
+    a search, whose distance from the best cut is at most that of `LayerCut.slowest` from `LayerCut.bound`.
 
     Arguments:
         layers: what each layer takes and holds; a stage is some in a row, at least one.
@@ -128,11 +139,22 @@ def cut_layers(layers: Sequence[Layer], placement: Placement, limits: Limits | N
 
     Raises `InputError` for fewer layers than stages, for a placement of several routes, and where no cuts fit the limits.
     """
+    made = fitting_cut(layers, placement, limits, held)
+    if made is None:
+        loads = Loads.of(layers)
+        even = _cuts(bytes_as_time(loads), placement, [Room(None, ())] * placement.num_ranks, 0)
+        assert even is not None, "without limits any cuts do"
+        raise InputError(shortage_text(loads, placement.routes[0], rooms(placement, limits, held), even[0]))
+    return made
+
+
+def fitting_cut(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> LayerCut | None:
+    """What `cut_layers` gives; None where no cuts fit the limits, whatever it would take."""
     _require_fit(layers, placement, limits, held)
     bound = cut_bound(layers, placement)
     found = _cuts(Loads.of(layers), placement, rooms(placement, limits, held), bound.time)
     if found is None:
-        raise InputError(_NO_FIT)
+        return None
     cuts, is_best = found
     made = LayerCut(tuple(layers), placement, cuts, *bound)
     return replace(made, bound=made.slowest, reason=_COVERED) if is_best and made.slowest > bound.time else made
@@ -162,9 +184,19 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
 
 def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room]) -> tuple[Cuts, bool] | None:
     """The best end of several searches, from equal stage times and from equal numbers of layers; None where all are over the memory."""
-    stages, num_layers = len(home), len(loads.time) - 1
-    equal_times = exact_cuts(FromTheEnds(loads, [Room(None, ())] * stages, False))
-    starts = [tuple(num_layers * stage // stages for stage in range(1, stages)), *([] if equal_times is None else [equal_times])]
-    starts += [Annealing(loads, home, of_ranks, start).run() for start in starts]
+    num_layers = len(loads.time) - 1
+    if comb(num_layers - 1, len(home) - 1) <= MOST_CUTS:
+        (over, *_), cuts = min((score(loads, home, of_ranks, cuts), cuts) for cuts in combinations(range(1, num_layers), len(home) - 1))
+        return None if over else (cuts, True)
+    starts = _even_cuts(loads, len(home))
+    seeds = range(runs_within_moves(len(home), num_layers))
+    starts += [Annealing(loads, home, of_ranks, start).run(seed) for start in starts for seed in seeds]
     (over, *_), cuts = min(descend(loads, home, of_ranks, start) for start in starts)
     return None if over else (cuts, False)
+
+
+def _even_cuts(loads: Loads, stages: int) -> list[Cuts]:
+    """Cuts into equal numbers of layers, and into stages of equal times."""
+    num_layers = len(loads.time) - 1
+    equal_times = exact_cuts(FromTheEnds(loads, [Room(None, ())] * stages, False))
+    return [tuple(num_layers * stage // stages for stage in range(1, stages)), *([] if equal_times is None else [equal_times])]

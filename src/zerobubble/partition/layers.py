@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from zerobubble.arguments import Wanted, each, require, require_amount, takes
-from zerobubble.costs import Costs, Limits
+from zerobubble.costs import KEPT, Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
 
@@ -21,8 +21,9 @@ class Layer:
     """What one layer costs: ns of F, B and W for a microbatch, bytes held from F until B and from B until W.
 
     `parameters_bytes` stay on the layer's rank throughout: parameters, gradients, optimizer state. `output_comm` is the time in ns
-    of the message with its output, or with the gradient back, when the next layer is on another rank. `name` is for people to read.
-    Layers in a row with the same `block` are parts of one, such as its attention and its MLP; `join_blocks` puts them together.
+    of the message with its output, or with the gradient back, when the next layer is on another rank. `name` is what the model calls it,
+    as in `zb.split(cuts=...)`. Layers in a row with the same `block` are parts of one, such as its attention and its MLP, and `name` is
+    what the block calls them; `join_blocks` puts them together.
     """
 
     forward: int
@@ -45,6 +46,11 @@ class Layer:
     def time(self) -> int:
         """ns of F, B and W together."""
         return self.forward + self.backward + self.weight
+
+    @property
+    def full_name(self) -> str:
+        """The name in the whole model, such as `layers.0.mlp` of `mlp` in block `layers.0`; empty where there is none."""
+        return f"{self.block}.{self.name}" if self.block and self.name else self.name
 
 
 NUMBERS = tuple(column.name for column in fields(Layer) if column.type == "int")
@@ -78,14 +84,16 @@ def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
 
 @takes(layers=each(Layer))
 def stage_costs(layers: Sequence[Layer], cuts: Cuts) -> Costs:
-    """The costs of the stages: sums over their layers; a stage's messages are those of its last layer."""
+    """The costs of the stages: sums over their layers, parameters included; a stage's messages are those of its last layer."""
     stages = slices(layers, cuts)
 
     def column(name: str) -> tuple[int, ...]:
         return tuple(sum(getattr(layer, name) for layer in stage) for stage in stages)
 
     comm = tuple(stage[-1].output_comm for stage in stages[:-1])
-    return Costs(column("forward"), column("backward"), column("weight"), comm, column("held_after_f"), column("held_after_b"))
+    kept = column(KEPT)
+    passes = (column("forward"), column("backward"), column("weight"), comm, column("held_after_f"), column("held_after_b"))
+    return Costs(*passes, further=((KEPT, kept),) if any(kept) else ())
 
 
 def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from zerobubble.costs import Limits
+from zerobubble.errors import InputError
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Stuff, traits_of
 from zerobubble.partition.layers import Layer
+from zerobubble.rules import recomputed
 
 Moment = tuple[tuple[int, int], ...]
 """For each stage of a rank, in the order of the model, how many microbatches wait there for B, and how many for W, at one moment."""
@@ -74,7 +76,16 @@ def rooms(placement: Placement, limits: Limits | None, held: int | Schedule) -> 
 
 
 def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
-    """The moments of each rank, of which none holds as much as another in all its stages."""
+    """The moments of each rank, of which none holds as much as another in all its stages.
+
+    Raises `InputError` for a schedule that computes forwards again: what these keep, no layer tells.
+    """
+    again = next((kind for row in schedule.rows for kind in recomputed(row).values()), None)
+    if again is not None:
+        raise InputError(
+            f"schedule {schedule.name!r} has {again} passes, and layers do not tell what forwards keep for these: cut them "
+            "for the schedule without, and add the passes afterwards"
+        )
     stages = [[stage for _, stage in schedule.placement.stages(rank)] for rank in range(schedule.num_ranks)]
     return tuple(_moments(row, held) for row, held in zip(schedule.rows, stages, strict=True))
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from zerobubble.planning.competition import Choice, Plan, plan, solve
+from zerobubble.planning.few_gathers import FewGathers
 from zerobubble.planning.layer_plan import LayersPlan, plan_layers
+from zerobubble.planning.microbatch_order import order_microbatches
+from zerobubble.planning.priced import Priced
 from zerobubble.planning.problem import Objective, Problem, Solved, Status, Workload
 from zerobubble.planning.robust_order import most_robust_order
 from zerobubble.planning.sensitivity_analysis import Sensitivity, sensitivity
+from zerobubble.planning.sharded import Sharded
 
 __all__ = [
     "Choice",
+    "FewGathers",
     "LayersPlan",
     "Objective",
     "Plan",
+    "Priced",
     "Problem",
     "Sensitivity",
+    "Sharded",
     "Solved",
     "Status",
     "Workload",
     "most_robust_order",
+    "order_microbatches",
     "plan",
     "plan_layers",
     "sensitivity",

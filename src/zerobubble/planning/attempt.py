@@ -17,7 +17,8 @@ from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem import Problem, Solved, Status
 from zerobubble.planning.reasons import split_shortage
-from zerobubble.planning.seeds import MAKE_SECONDS, fitting, promising, serial_schedule
+from zerobubble.planning.seeds import MAKE_SECONDS, computed_again, fitting, lean, promising, serial_schedule
+from zerobubble.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from zerobubble.planning.search import Progress
@@ -78,6 +79,8 @@ class Attempt:
     seeds: tuple[Schedule, ...] = ()
     searched: bool = False
     interrupted: bool = False
+    published: tuple[Solved, ...] = ()
+    """The published schedules among the seeds, with B and W apart."""
 
     @property
     def can_improve(self) -> bool:
@@ -104,20 +107,22 @@ def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[S
 
     The first is always made, more of them until half of the budget is spent. Where none fits, the attempt has no schedule.
     """
+    problem.costs.require_alike("this planner, unlike plan(shares=...),")
     started = perf_counter()
     bound = problem.bound()
     if problem.shortage_reason:
         return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.shortage_reason))
     best = Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, "")
-    kept = []
-    given = chain(paper_heuristics(problem, budget.for_seeds), promising(problem, budget.for_seeds) if seeds is None else seeds)
+    kept, plain, asked = [], [], lean(problem)
+    given = chain(paper_heuristics(asked, budget.for_seeds), promising(asked, budget.for_seeds) if seeds is None else seeds)
     for seed in fitting(_until_deadline(given, started + budget.for_seeds - MAKE_SECONDS * problem.num_passes), problem):
         kept.append(seed)
         solved = Solved.of(problem, bound, seed, perf_counter() - started, seed.name)
+        plain += [solved] if seed.name in SCHEDULES else []
         best = shorter(best, solved)
         if best.status is Status.OPTIMAL:
             break
-    return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept))
+    return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept), published=tuple(plain))
 
 
 def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
@@ -138,7 +143,7 @@ def with_serial_schedule(attempt: Attempt) -> Attempt:
     if not attempt.has_no_schedule:
         return attempt
     started, problem = perf_counter(), attempt.solved.problem
-    alone = serial_schedule(problem.placement, problem.num_microbatches)
+    alone = computed_again(serial_schedule(problem.placement, problem.num_microbatches), problem)
     solved = Solved.of(problem, attempt.solved.bound, alone, 0.0, alone.name)
     return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + perf_counter() - started))
 
@@ -181,12 +186,16 @@ def _plan_progress(attempt: Attempt, progress: Progress) -> PlanProgress:
 
 
 def shorter(one: Solved, other: Solved) -> Solved:
-    """The one with the shorter schedule, the first of equals."""
-    return other if one.time is None or (other.time is not None and other.time < one.time) else one
+    """The one with the shorter schedule; of equals the one with the smaller makespan, or else the first."""
+    if one.time is None or other.time is None:
+        return other if one.time is None else one
+    return other if (other.time, other.makespan or 0) < (one.time, one.makespan or 0) else one
 
 
 def attempt_by_baseline(name: str, baseline: str, problem: Problem) -> Attempt:
     """What a planner of the papers finds. Raises `InputError` for an unknown one, and where it has no answer, with its reason."""
+    if problem.sharded is not None:
+        raise InputError(f"the planner {baseline!r} knows nothing of weights in shards: leave out the baseline or sharded")
     if baseline not in BASELINES:
         raise InputError(f"there is no baseline {baseline!r}: {near(baseline, BASELINES)}known are {', '.join(BASELINES)}")
     started, bound = perf_counter(), problem.bound()

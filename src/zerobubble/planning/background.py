@@ -24,6 +24,8 @@ from zerobubble.planning.problem import Problem, Solved
 PROGRAM = Path(__file__).with_name("search_process.py")
 MARGIN_S = 120.0
 """What a search may take beyond its seconds: to start, to compile what searches, and to check the answer."""
+NICENESS = 10
+"""By how much the process lowers its own priority, so that it takes little from what works beside it."""
 _REAPED_S = 2.0
 """How long to wait for a process that was killed to be gone."""
 _MOST_BYTES = 2**28
@@ -95,7 +97,7 @@ class BackgroundPlanner:
 def _start(problem: Problem, seconds: float, longest_s: float, written: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     """The process, with what it is asked on its stdin. Files without a name carry all of it, so none can be left behind."""
     folders = [os.path.abspath(folder) for folder in sys.path]
-    command = [sys.executable, "-I", str(PROGRAM), str(os.getpid()), str(seconds), str(longest_s), *folders]
+    command = [sys.executable, "-I", str(PROGRAM), str(os.getpid()), str(seconds), str(longest_s), str(NICENESS), *folders]
     with tempfile.TemporaryFile() as asked:
         asked.write(pickle.dumps(problem))
         asked.seek(0)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil, isfinite
+from math import isfinite
+from textwrap import fill
 from time import perf_counter
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, either, instance, optional, takes
-from zerobubble.costs import Costs, Limits
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, takes
+from zerobubble.costs import Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -25,11 +26,22 @@ from zerobubble.planning.attempt import (
     with_list_schedule,
     with_serial_schedule,
 )
+from zerobubble.planning.bought import Bought
+from zerobubble.planning.few_gathers import FewGathers, few_gathers
 from zerobubble.planning.placements import ANY, family, placements_to_try
-from zerobubble.planning.problem import Objective, Problem, Solved, Workload
-from zerobubble.planning.reasons import can_beat, comparison_table, notes
+from zerobubble.planning.problem import Objective, Problem, Solved, Status, Workload
+from zerobubble.planning.reasons import NOTE_WIDTH, Told, comparison_table, notes
+from zerobubble.planning.recomputation import levels_for
+from zerobubble.planning.recompute_plan import plan_recomputing
+from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving
 from zerobubble.planning.seeds import promising
+from zerobubble.planning.sharded import Sharded
+from zerobubble.planning.simple_choice import simple_choice, simple_choice_text
+from zerobubble.planning.unequal import alike, unequal
+from zerobubble.planning.weight_order import with_weights_ordered
 from zerobubble.units import counted
+
+CUT_SHORT = "Ctrl-C cut the search short: this is the best until then."
 
 SECONDS = 5.0
 """How long to search where nobody says."""
@@ -39,11 +51,20 @@ MICROBATCHES = Wanted("a number of microbatches", NUMBER.accepts)
 
 @dataclass(frozen=True, repr=False)
 class Choice(Displayed):
-    """One placement in the competition: its best answer, and a sentence that says why it is the best, or what stopped it."""
+    """One placement in the competition: its best answer, and a sentence that says why it is the best, or what stopped it.
+
+    `searched` says whether the answer was searched for, or is the best published schedule that fits.
+    """
 
     name: str
     solved: Solved
     note: str
+    searched: bool = False
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the answer was searched for or is proven optimal."""
+        return self.searched or self.solved.status is Status.OPTIMAL
 
     def _summary(self) -> str:
         return f"{self.name}: {self.note}"
@@ -53,17 +74,24 @@ class Choice(Displayed):
 class Plan(Displayed):
     """The placements tried, the best first, those on which nothing can run last. `str` of it is a table with the reasons.
 
-    `seconds` is the time of all together, without the seconds it took to compile the search.
+    `seconds` is the time of all together, without the seconds it took to compile the search. `simple` is a published schedule that comes
+    as close as the winner, None where none does. `interrupted` says that Ctrl-C cut the search short. Where weights lie in shards, the
+    winner is chosen by its gathers, too, as `few_gathers` tells; `choices` are then the competition without gathers. `bought` tells what
+    recomputation buys, where it was asked for.
     """
 
     choices: tuple[Choice, ...]
     seconds: float
     compiling: float = 0.0
+    simple: Solved | None = None
+    interrupted: bool = False
+    few_gathers: FewGathers | None = None
+    bought: Bought | None = None
 
     @property
     def best(self) -> Solved:
         """The winner; infeasible when no placement fits."""
-        return self.choices[0].solved
+        return self.choices[0].solved if self.few_gathers is None else self.few_gathers.chosen.solved
 
     @property
     def schedule(self) -> Schedule:
@@ -82,7 +110,12 @@ class Plan(Displayed):
         return f"of {counted(len(self.choices), 'placement')}, the best {self.best._summary()}"
 
     def __str__(self) -> str:
-        return comparison_table([(choice.name, choice.solved, choice.note) for choice in self.choices])
+        table = comparison_table(Told(choice.name, choice.solved, choice.note, choice.is_result) for choice in self.choices)
+        remarks = [simple_choice_text(self.simple, self.best)] if self.simple is not None else []
+        remarks += [str(self.bought)] if self.bought is not None else []
+        remarks += [CUT_SHORT] if self.interrupted else []
+        paragraphs = [fill(remark, NOTE_WIDTH, break_on_hyphens=False) for remark in remarks]
+        return "\n\n".join([table, *paragraphs, *([str(self.few_gathers)] if self.few_gathers is not None else [])])
 
 
 @takes(problem=Problem, seconds=NUMBER, seed=WHOLE, evaluations=optional(WHOLE), baseline=optional(str))
@@ -111,14 +144,16 @@ def solve(
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if baseline is not None:
         return attempt_by_baseline(name, baseline, problem).solved
+    if problem.sharded is not None:
+        return plan_problems({name: problem}, budget, seed, progress, {name: chain(seeds, promising(problem, budget.for_seeds))}).best
     started = perf_counter()
     attempt = start_attempt(name, problem, budget, chain(seeds, promising(problem, budget.for_seeds)))
     with suppress(KeyboardInterrupt):
         spent = perf_counter() - started
-        _compile_search([attempt], budget)
+        compile_search([attempt], budget)
         if not budget.is_empty:
             attempt = with_list_schedule(improve(attempt, budget.share(1, spent=spent), seed, progress))
-    return with_serial_schedule(attempt).solved
+    return with_weights_ordered(with_serial_schedule(attempt).solved)
 
 
 @takes(
@@ -131,6 +166,10 @@ def solve(
     seed=WHOLE,
     evaluations=optional(WHOLE),
     baseline=optional(str),
+    sharded=optional(Sharded),
+    shares=each(NUMBER),
+    recompute=str,
+    levels=optional(each(instance(Level))),
 )
 def plan(
     work: Workload | Costs,
@@ -143,14 +182,18 @@ def plan(
     seed: int = 0,
     evaluations: int | None = None,
     baseline: str | None = None,
+    sharded: Sharded | None = None,
+    shares: Sequence[float] = (),
+    recompute: str = "none",
+    levels: Sequence[Level] | None = None,
     progress: ProgressCallback | None = None,
 ) -> Plan:
     """The best schedule over `placements`: names of families, `any` for all, or placements; each answer with a bound and a reason.
 
     `work` is a `Workload`, planned on any placement, or the `Costs` of stages, planned on the placement that they know or that is
     given. `memory` is the room on each rank in microbatches of all its stages, or in bytes as `Limits`; without it there is room for
-    everything. The budget is for all placements together, and the rest is as in `solve`. Raises `InputError` for a part that cannot
-    be used.
+    everything. Of plans that are equally short the one with the smaller makespan wins. The budget is for all placements together, and
+    the rest is as in `solve`. Raises `InputError` for a part that cannot be used.
 
     Arguments:
         work: what whole ranks do (`Workload`), or what stages cost (`Costs`), measured by `Pipeline.profile` for example.
@@ -162,6 +205,11 @@ def plan(
         evaluations: how many schedules to play instead, so that the answer is the same on every machine and rank.
         seed: another one makes other random choices.
         baseline: a planner of the papers to ask instead, such as "zb-heuristic".
+        sharded: weights that FSDP2 divides: the winner then gathers least of the schedules that are hardly longer, gathers included.
+        shares: a factor for each microbatch on the times and bytes of its passes, where they are of unequal cost. The microbatches of the
+            schedule are then in the places that make it short; see `planning.order_microbatches` for a schedule that stays.
+        recompute: "full" computes every forward again, "auto" what pays within the memory, by stage and microbatch; "none" nothing.
+        levels: how much may be computed again; if not given, `costs.SELECTIVE` and `costs.FULL`.
         progress: called now and then with how far the search is.
 
     >>> import zerobubble as zb
@@ -172,8 +220,24 @@ def plan(
     >>> found.schedule.placement.name
     'vee'
     """
-    tried = placements_for(work, placements)
-    problems = problems_of(work, num_microbatches, memory, tried, objective)
+    tried, offered = placements_for(work, placements), levels_for(recompute, levels)
+    if isinstance(work, Costs) and work.shares:
+        shares, work = shares or work.shares, replace(work, shares=())
+    if shares and (baseline is not None or sharded is not None):
+        raise InputError(
+            "microbatches of unequal cost are planned by neither a baseline nor with weights in shards: leave one of the two out"
+        )
+    if offered and (shares or baseline is not None or sharded is not None):
+        raise InputError(
+            "recomputation is planned with neither microbatches of unequal cost nor a baseline nor weights in shards: leave them out, or "
+            "give recompute='none'"
+        )
+    problems = problems_of(work, num_microbatches, memory, tried, objective, sharded, shares)
+    if offered:
+        started, again = perf_counter(), plan_recomputing(problems, offered, as_budget(seconds, evaluations), seed, progress)
+        return replace(_plan_of(again.attempts, started, again.compiling), simple=None, bought=again.bought)
+    if shares:
+        return _plan_unequal(problems, as_budget(seconds, evaluations), seed, progress)
     if baseline is not None:
         started = perf_counter()
         return _plan_of(_all_by(baseline, problems), started)
@@ -203,77 +267,60 @@ def plan_problems(
     on_progress: ProgressCallback | None = None,
     seeds: Mapping[str, Iterable[Schedule]] | None = None,
 ) -> Plan:
-    """The plan over `problems`, by the name of their placement, started from `seeds` or else from the published schedules."""
+    """The plan over `problems`, by the name of their placement, started from `seeds` or else from the published schedules.
+
+    Where weights are sharded, alike in all problems, a quarter of the seconds is for gathers.
+    """
     started, given = perf_counter(), seeds or {}
-    attempts = [start_attempt(name, problem, budget.share(len(problems)), given.get(name)) for name, problem in problems.items()]
+    sharded = next((problem.sharded for problem in problems.values()), None)
+    whole, budget = budget, budget if sharded is None else budget._replace(seconds=0.75 * budget.seconds)
+    attempts: list[Attempt] = []
     compiling = 0.0
-    with suppress(KeyboardInterrupt):
+    with CtrlC() as ctrl_c:
+        for name, problem in problems.items():
+            attempts.append(start_attempt(name, problem, budget.share(len(problems)), given.get(name)))
         spent = perf_counter() - started
-        compiling = _compile_search(_contenders(attempts), budget)
+        compiling = compile_search(contenders(attempts), budget)
         attempts = attempts if budget.is_empty else successive_halving(attempts, budget.share(1, spent=spent), seed, on_progress)
-    return _plan_of(list(map(with_serial_schedule, attempts)), started, compiling)
+    if not attempts:
+        raise KeyboardInterrupt
+    answered = [with_serial_schedule(attempt) for attempt in attempts]
+    ordered = [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in answered]
+    if sharded is None:
+        return _plan_of(ordered, started, compiling, ctrl_c.came)
+    left = whole._replace(seconds=max(0.0, whole.seconds - (perf_counter() - started - compiling)))
+    choice = few_gathers(ordered, sharded, left, seed)
+    return replace(_plan_of(ordered, started, compiling, ctrl_c.came), simple=None, few_gathers=choice)
 
 
-def _plan_of(attempts: Sequence[Attempt], started: float, compiling: float = 0.0) -> Plan:
-    ranked = sorted(attempts, key=_rank_key)
-    explained = zip(ranked, notes([(attempt.solved, attempt.searched) for attempt in ranked]), strict=True)
-    return Plan(tuple(Choice(a.name, a.solved, note) for a, note in explained), perf_counter() - started - compiling, compiling)
+UNEQUAL_PLACEMENTS = 3
+"""Placements on which orders of microbatches of unequal cost are searched for: those that are best where all are alike."""
 
 
-def successive_halving(
-    attempts: Sequence[Attempt], budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None
-) -> list[Attempt]:
-    """The attempts after rounds of search, in each of which the better half of those that can still win goes on.
-
-    An attempt whose bound is not below the best bubble found cannot win; it stays as it is. Ctrl-C ends the competition.
-    """
-    known = {attempt.name: attempt for attempt in attempts}
-    with suppress(KeyboardInterrupt):
-        for attempt in _search_rounds(known, budget, seed, on_progress):
-            known[attempt.name] = attempt
-            if attempt.interrupted:
-                break
-    return list(known.values())
+def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Plan:
+    """The plan for microbatches of unequal cost: a half of the budget is for them as if they were alike, the rest for their order."""
+    started = perf_counter()
+    found = plan_problems({name: alike(problem) for name, problem in problems.items()}, budget.share(2), seed, on_progress)
+    left = budget.share(2 * UNEQUAL_PLACEMENTS)
+    attempts = []
+    for place, choice in enumerate(found.choices):
+        part = left if place < UNEQUAL_PLACEMENTS and not found.interrupted else Budget(0.0, left.evaluations and 0)
+        solved = unequal(problems[choice.name], choice.solved, part, seed)
+        attempts.append(Attempt(choice.name, solved, searched=not part.is_empty, interrupted=found.interrupted))
+    return _plan_of(attempts, started, found.compiling)
 
 
-def _search_rounds(known: Mapping[str, Attempt], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Iterator[Attempt]:
-    """Each attempt after it was searched in a round; the caller puts it into `known` before the next one is asked for.
-
-    The first round takes all that can still win, each later one the better half of the round before.
-    """
-    started, keep = perf_counter(), len(known)
-    if keep > 1:
-        yield from map(with_list_schedule, list(known.values()))
-    rounds = max(1, len(_contenders(known.values()))).bit_length()
-    for turn in range(rounds):
-        left = _contenders(known.values())[:keep]
-        for done, attempt in enumerate(left, turn * len(left)):
-            yield improve(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, on_progress)
-        keep = ceil(len(left) / 2)
+def _plan_of(attempts: Sequence[Attempt], started: float, compiling: float = 0.0, interrupted: bool = False) -> Plan:
+    ranked = sorted(attempts, key=rank_key)
+    cut_short = interrupted or any(attempt.interrupted for attempt in ranked)
+    simple = None if cut_short else simple_choice(ranked)
+    return Plan(explained(ranked), perf_counter() - started - compiling, compiling, simple, cut_short)
 
 
-def _contenders(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Those whose search may still give the winner, the best so far first."""
-    ranked = sorted(attempts, key=_rank_key)
-    best = ranked[0].solved
-    return [attempt for attempt in ranked if attempt.can_improve and (best.time is None or can_beat(attempt.solved, best))]
-
-
-def _rank_key(attempt: Attempt) -> tuple[float, int, float]:
-    """Less is better: the bubble to nine digits, then messages, then memory."""
-    solved = attempt.solved
-    if solved.bubble is None or solved.peak_microbatches is None:
-        return float("inf"), 0, 0.0
-    return round(solved.bubble, 9), solved.problem.messages, solved.peak_microbatches
-
-
-def _compile_search(attempts: Sequence[Attempt], budget: Budget) -> float:
-    """Seconds to compile the search, 0 where none will run."""
-    if budget.is_empty or not any(attempt.can_improve for attempt in attempts):
-        return 0.0
-    from zerobubble.planning.search import compile_kernels
-
-    return compile_kernels()
+def explained(ranked: Sequence[Attempt]) -> tuple[Choice, ...]:
+    """The attempts, the best first, with the reason why each stands where it does."""
+    reasons = notes([(attempt.solved, attempt.searched) for attempt in ranked])
+    return tuple(Choice(a.name, a.solved, note, a.searched) for a, note in zip(ranked, reasons, strict=True))
 
 
 def _all_by(baseline: str, problems: Mapping[str, Problem]) -> list[Attempt]:
@@ -290,16 +337,23 @@ def _all_by(baseline: str, problems: Mapping[str, Problem]) -> list[Attempt]:
 
 
 def problems_of(
-    work: Workload | Costs, num_microbatches: int, memory: float | Limits | None, placements: Mapping[str, Placement], objective: str
+    work: Workload | Costs,
+    num_microbatches: int,
+    memory: float | Limits | None,
+    placements: Mapping[str, Placement],
+    objective: str,
+    sharded: Sharded | None = None,
+    shares: Sequence[float] = (),
 ) -> dict[str, Problem]:
     """The problem on each placement, by its name. Raises `InputError` for a part that cannot be used."""
     aim, problems = Objective.named(objective), {}
     for name, placement in placements.items():
         costs = work.costs(placement) if isinstance(work, Workload) else work
         costs.require_fit(placement, "the placement")
+        costs = replace(costs, shares=tuple(shares) or costs.shares)
         limits = _limits(work, memory) or room_for_all(placement, costs, num_microbatches)
         workload = work if isinstance(work, Workload) else None
-        problems[name] = Problem(placement, num_microbatches, costs, limits, aim, workload)
+        problems[name] = Problem(placement, num_microbatches, costs, limits, aim, workload, sharded=sharded)
     return problems
 
 
@@ -315,6 +369,7 @@ def _limits(work: Workload | Costs, memory: float | Limits | None) -> Limits | N
 def room_for_all(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:
     """Limits that no order of the passes reaches beyond."""
     held = [1] * placement.num_ranks
+    costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):
         held[rank] += num_microbatches * max(after_f, after_b)
     return Limits(tuple(held))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
@@ -16,12 +15,13 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, slices, stage_costs
+from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.descent import moves
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve
-from zerobubble.planning.competition import SECONDS, Choice, Plan, as_budget, plan_problems
+from zerobubble.planning.competition import SECONDS, Plan, as_budget, explained, plan_problems
 from zerobubble.planning.problem import Objective, Problem, Solved
-from zerobubble.planning.reasons import notes
 from zerobubble.planning.replay import Replay
+from zerobubble.planning.rounds import CtrlC
 from zerobubble.simulation import peak_memory
 
 BEAM_WIDTH = 4
@@ -115,7 +115,16 @@ class LayerProblem:
             all_layers = sum(max(layer.held_after_f, layer.held_after_b) for layer in self.layers)
             limits = Limits((self.num_microbatches * all_layers + 1,) * self.placement.num_ranks)
         layers_per_stage = tuple(map(len, slices(self.layers, cuts)))
-        return Problem(self.placement, self.num_microbatches, costs, limits, self.objective, layers_per_stage=layers_per_stage)
+        names = tuple(layer.full_name for layer in self.layers)
+        return Problem(
+            self.placement,
+            self.num_microbatches,
+            costs,
+            limits,
+            self.objective,
+            layers_per_stage=layers_per_stage,
+            layer_names=names if all(names) else (),
+        )
 
 
 @takes(
@@ -156,15 +165,17 @@ def plan_layers(
         raise InputError(f"nothing can run with balanced cuts: {winner.solved.reason}")
     began, balanced_cut = perf_counter(), starts[winner.name][0]
     tried = [Candidate(balanced_cut.cuts, Attempt(winner.name, winner.solved))]
-    with suppress(KeyboardInterrupt):
+    with CtrlC() as ctrl_c:
         for candidate in _beam_search(layer_problems[winner.name], tried[0], budget.share(2), seed, progress):
             tried.append(candidate)
             if candidate.attempt.interrupted:
                 break
     best = min(tried, key=lambda candidate: candidate.time)
-    (note,) = notes([(best.attempt.solved, not budget.is_empty)])
-    choices = (Choice(winner.name, best.attempt.solved, note), *others)
-    plan = replace(balanced, choices=choices, seconds=balanced.seconds + perf_counter() - began)
+    answers = [Attempt(winner.name, best.attempt.solved, searched=not budget.is_empty)]
+    answers += [Attempt(other.name, other.solved, searched=other.searched) for other in others]
+    cut_short = balanced.interrupted or ctrl_c.came or any(candidate.attempt.interrupted for candidate in tried)
+    seconds = balanced.seconds + perf_counter() - began
+    plan = replace(balanced, choices=explained(answers), seconds=seconds, simple=None, interrupted=cut_short)
     cut = replace(balanced_cut, cuts=best.cuts)
     return LayersPlan(cut, plan, balanced_cut, winner.solved, len({candidate.cuts for candidate in tried}), left_out)
 
@@ -172,15 +183,16 @@ def plan_layers(
 def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tuple[LayerCut, Problem]], tuple[str, ...]]:
     """The balanced cut and their problem on each placement that has them, and of the others why not; raises that where none has them."""
     starts: dict[str, tuple[LayerCut, Problem]] = {}
-    left_out: list[str] = []
+    names: dict[str, list[str]] = {}
     for name, layer_problem in layer_problems.items():
         try:
             starts[name] = _start(layer_problem)
         except InputError as error:
-            left_out.append(f"{name}: {error}")
+            names.setdefault(str(error), []).append(name)
+    left_out = tuple(f"{', '.join(alike)}: {error}" for error, alike in names.items())
     if not starts:
         raise InputError("; ".join(left_out) or "a plan needs at least one placement to try")
-    return starts, tuple(left_out)
+    return starts, left_out
 
 
 def _start(layer_problem: LayerProblem) -> tuple[LayerCut, Problem]:
@@ -193,12 +205,9 @@ def _start(layer_problem: LayerProblem) -> tuple[LayerCut, Problem]:
     cut = cut_layers(layers, placement, limits)
     best = cut, layer_problem.problem(cut.cuts)
     held, most = 2, 0 if limits is None else min(placement.num_ranks, layer_problem.num_microbatches)
-    with suppress(InputError):  # no cut leaves room for so many
-        while held <= most:
-            cut = cut_layers(layers, placement, limits, held)
-            problem = layer_problem.problem(cut.cuts)
-            best = min(best, (cut, problem), key=lambda start: start[1].bound().time)
-            held *= 2
+    while held <= most and (fitting := fitting_cut(layers, placement, limits, held)) is not None:
+        best = min(best, (fitting, layer_problem.problem(fitting.cuts)), key=lambda start: start[1].bound().time)
+        held *= 2
     return best
 
 
@@ -254,9 +263,10 @@ def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Ite
     """The best cut of all for which there is room in the order of `candidate`."""
     schedule = candidate.attempt.solved.schedule
     assert schedule is not None
-    with suppress(InputError):  # where cuts are searched for, those of `candidate` may be the only ones known to fit
-        cuts = cut_layers(layer_problem.layers, layer_problem.placement, layer_problem.limits, schedule).cuts
-        yield Neighbour(Replay.of(schedule).time(layer_problem.objective, stage_costs(layer_problem.layers, cuts)), cuts, schedule)
+    fitting = fitting_cut(layer_problem.layers, layer_problem.placement, layer_problem.limits, schedule)
+    if fitting is not None:  # where cuts are searched for, those of `candidate` may be the only ones known to fit
+        time = Replay.of(schedule).time(layer_problem.objective, stage_costs(layer_problem.layers, fitting.cuts))
+        yield Neighbour(time, fitting.cuts, schedule)
 
 
 def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbour]:

@@ -12,6 +12,7 @@ from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.competition import SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
 from zerobubble.planning.problem import Objective, Workload, microbatch_bytes
 from zerobubble.planning.reasons import aligned, percent
+from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import published
 
 
@@ -25,16 +26,27 @@ class Point:
 
 @dataclass(frozen=True)
 class Front:
-    """Points by ascending memory; with more memory the bubble never grows. `str` of it is a table."""
+    """Points by ascending memory; with more memory the bubble never grows. `str` of it is a table.
+
+    `interrupted` says that Ctrl-C ended it before all limits had their plan.
+    """
 
     points: tuple[Point, ...]
+    interrupted: bool = False
 
     def __str__(self) -> str:
         objective = self.points[0].plan.best.problem.objective
-        return "\n".join([*aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)), "", LEGEND.format(objective=objective)])
+        told = [LEGEND.format(objective=objective), *(["", CUT_SHORT] if self.interrupted else [])]
+        return "\n".join([*aligned([titles(objective), *map(point_cells, self.points)], left=(1, 7)), "", *told])
 
 
-TITLES = ("memory", "placement", "span bubble", "makespan bubble", "bound", "peak", "messages", "schedule")
+CUT_SHORT = "Ctrl-C cut the front short: limits beyond these were not planned, and the last one was not searched to its end."
+
+
+def titles(objective: str) -> tuple[str, ...]:
+    """What stands above the columns of the table, where plans were made for `objective`."""
+    return "memory", "placement", "span bubble", "makespan bubble", f"{objective} bound", "peak", "messages", "schedule"
+
 
 LEGEND = (
     "Memory and peak: in microbatches of all the stages of a rank. Bubbles: the idle share of the longest span of a rank, and\n"
@@ -43,7 +55,7 @@ LEGEND = (
 
 
 def point_cells(point: Point) -> tuple[str, ...]:
-    """The figures of one point, under `TITLES`."""
+    """The figures of one point, under `titles`."""
     solved, memory = point.plan.best, f"{point.memory:g}"
     bound = percent(point.plan.lower_bound)
     if solved.timeline is None:
@@ -67,8 +79,8 @@ def pareto(
 ) -> Front:
     """The best plan for each of `memories`, in microbatches of all stages of a rank, with the budget for each; the rest is as in `plan`.
 
-    What runs in less memory runs in more, so each plan starts from those before it. Raises `InputError` for a part that cannot be
-    used.
+    What runs in less memory runs in more, so each plan starts from those before it. Ctrl-C ends the front with the points made until then.
+    Raises `InputError` for a part that cannot be used.
     """
     limits = sorted(set(memories))
     if not limits:
@@ -76,16 +88,21 @@ def pareto(
     tried = placements_for(work, placements)
     seeds = {name: list(published(placement, num_microbatches)) for name, placement in tried.items()}
     points: list[Point] = []
-    for memory in limits:
-        limits_here = memory if isinstance(work, Workload) else _limits(work, memory, *tried.values())
-        problems = problems_of(work, num_microbatches, limits_here, tried, objective)
-        made = plan_problems(problems, as_budget(seconds, evaluations), seed, progress, seeds)
-        points.append(Point(memory, made))
-        for choice in made.choices:
-            seeds[choice.name] += [choice.solved.schedule] if choice.solved.schedule else []
-    return Front(tuple(points))
+    with CtrlC() as ctrl_c:
+        for memory in limits:
+            limits_here = memory if isinstance(work, Workload) else room_for_microbatches(work, memory, *tried.values())
+            problems = problems_of(work, num_microbatches, limits_here, tried, objective)
+            made = plan_problems(problems, as_budget(seconds, evaluations), seed, progress, seeds)
+            points.append(Point(memory, made))
+            if made.interrupted:
+                break
+            for choice in made.choices:
+                seeds[choice.name] += [choice.solved.schedule] if choice.solved.schedule else []
+    if not points:
+        raise KeyboardInterrupt
+    return Front(tuple(points), ctrl_c.came or points[-1].plan.interrupted)
 
 
-def _limits(costs: Costs, microbatches: float, placement: Placement) -> Limits:
+def room_for_microbatches(costs: Costs, microbatches: float, placement: Placement) -> Limits:
     """Room for so many microbatches of all the stages that each rank has."""
     return Limits(tuple(max(1, round(microbatches * size)) for size in microbatch_bytes(placement, costs)))

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, require, require_amount, require_ms, takes
-from zerobubble.bounds import Bound, Bounds, lower_bounds, shortage
-from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, optional, require, require_amount, require_ms, takes
+from zerobubble.bounds import Bound, Bounds, bounds_again, lower_bounds, shortage, shortage_again
+from zerobubble.costs import NONE, NS_PER_MS, TIMES, UNIT_BYTES, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
 from zerobubble.ir import Placement, Schedule
+from zerobubble.planning.recomputation import Recomputation
+from zerobubble.planning.sharded import Sharded
 from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
 """Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
-
 
 MOST_TOGETHER = 2**62
 """The most that the search can add up."""
@@ -51,7 +52,9 @@ class Problem(Displayed):
     """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, stages as in `costs`.
 
     Where the costs came from something larger, a plan keeps it: `workload` is the work of each rank that the stages share equally, and
-    `layers_per_stage` says how many layers of the model each stage has. Neither changes the answer.
+    `layers_per_stage` says how many layers of the model each stage has, `layer_names` what all of these are called, where they have names.
+    None of it changes the answer. Where weights are `sharded`, `zb.plan` chooses among the shortest by their gathers. With
+    `recomputation` the costs have the columns of the levels that its stages have, and bounds hold for all that they may have.
     Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
 
     >>> import zerobubble as zb
@@ -66,6 +69,9 @@ class Problem(Displayed):
     objective: Objective = Objective.SPAN
     workload: Workload | None = None
     layers_per_stage: tuple[int, ...] = ()
+    layer_names: tuple[str, ...] = ()
+    sharded: Sharded | None = None
+    recomputation: Recomputation | None = None
 
     def __post_init__(self) -> None:
         for name, wanted in _PARTS.items():
@@ -76,14 +82,24 @@ class Problem(Displayed):
         if self.num_microbatches < 1:
             raise InputError(f"a plan needs at least 1 microbatch, got {self.num_microbatches}")
         self.costs.require_fit(self.placement, "the placement")
+        if self.costs.shares and len(self.costs.shares) != self.num_microbatches:
+            raise InputError(
+                f"a plan for {self.num_microbatches} microbatches needs as many shares, the costs have {len(self.costs.shares)}"
+            )
         if len(self.limits.memory) != ranks:
             raise InputError(f"the placement has {ranks} ranks, the limits describe {len(self.limits.memory)}")
         if self.layers_per_stage and len(self.layers_per_stage) != stages:
             raise InputError(f"the placement has {stages} stages, the cut gives layers to {len(self.layers_per_stage)}")
-        if max(self.work, self.num_microbatches * sum((*self.costs.held_after_f, *self.costs.held_after_b))) > MOST_TOGETHER:
+        if self.layer_names and len(self.layer_names) != sum(self.layers_per_stage):
+            raise InputError(f"the stages have {sum(self.layers_per_stage)} layers, and there are names of {len(self.layer_names)}")
+        if max(self.work, round(self._total_share * sum((*self.costs.held_after_f, *self.costs.held_after_b)))) > MOST_TOGETHER:
             raise InputError(f"the times of all passes together, and the bytes they hold, must stay below {MOST_TOGETHER:.0e} ns or bytes")
-        if self.workload is not None and self.workload.costs(self.placement) != self.costs:
+        if self.recomputation is not None:
+            self.recomputation.require_fit(self.costs)
+        if self.workload is not None and self.workload.costs(self.placement) != self._costs_alone:
             raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
+        if self.sharded is not None:
+            self.sharded.sizes(self.placement)  # raises where they are those of other stages
 
     def _summary(self) -> str:
         where = f"{self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
@@ -93,6 +109,25 @@ class Problem(Displayed):
         yield from (str(self.placement), str(self.limits), *str(self.costs).split("\n"))
 
     @property
+    def _costs_alone(self) -> Costs:
+        return replace(self.costs, shares=(), further=self.costs.further if self.recomputation is None else ())
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether forwards of `stage` may be computed again."""
+        return self.recomputation is not None and self.recomputation.chosen[stage] != NONE
+
+    def with_levels(self, chosen: Sequence[Level]) -> Problem:
+        """The problem with these levels of its stages, of those that may be chosen."""
+        assert self.recomputation is not None, "only problems with recomputation have levels"
+        return replace(self, costs=self.costs.with_recompute(chosen), recomputation=replace(self.recomputation, chosen=tuple(chosen)))
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """The names of the layers with which the stages behind the first begin, for `zb.split(cuts=...)`; empty where layers have none."""
+        starts = list(accumulate(self.layers_per_stage))[:-1]
+        return tuple(self.layer_names[start] for start in starts) if self.layer_names else ()
+
+    @property
     def num_passes(self) -> int:
         """Passes of a schedule with B and W apart."""
         return 3 * self.placement.num_stages * self.num_microbatches
@@ -100,7 +135,15 @@ class Problem(Displayed):
     @property
     def work(self) -> int:
         """The time of all passes of all ranks, in ns."""
-        return self.num_microbatches * sum(sum(times) for times in (self.costs.forward, self.costs.backward, self.costs.weight))
+        columns = self.costs.forward, self.costs.backward, self.costs.weight
+        if self.costs.shares:
+            return sum(round(time * share) for share in self.costs.shares for times in columns for time in times)
+        return self.num_microbatches * sum(map(sum, columns))
+
+    @property
+    def _total_share(self) -> float:
+        """All microbatches, counted in microbatches of share 1."""
+        return sum(self.costs.shares) if self.costs.shares else self.num_microbatches
 
     def bubble(self, time: float) -> float:
         """The share of rank time that is idle when the objective is `time`."""
@@ -109,10 +152,17 @@ class Problem(Displayed):
     @property
     def shortage_reason(self) -> str:
         """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits."""
+        if self.recomputation is not None:
+            return shortage_again(self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen])
         return shortage(self.placement, self.costs, self.limits)
 
     def bounds(self) -> Bounds:
-        """Proven lower bounds on span and makespan; where nothing can run, those for unlimited memory."""
+        """Proven lower bounds on span and makespan; where nothing can run, those for unlimited memory.
+
+        With recomputation they hold for every choice of levels that may be chosen, by stage and microbatch.
+        """
+        if self.recomputation is not None:
+            return bounds_again(self.placement, self.num_microbatches, self.costs, self.limits, self.recomputation.offered)
         limits = None if self.shortage_reason else self.limits
         return lower_bounds(self.placement, self.num_microbatches, self.costs, limits)
 
@@ -134,6 +184,8 @@ _PARTS: dict[str, Wanted | type] = {
     "costs": Costs,
     "limits": Limits,
     "objective": Objective,
+    "sharded": optional(Sharded),
+    "recomputation": optional(Recomputation),
 }
 """What the parts of a `Problem` must be."""
 
@@ -151,7 +203,7 @@ class Solved(Displayed):
     """The best schedule found, and how far from perfect it can be at most.
 
     `time` is the problem's objective in ns and `bound` a proven lower bound on it. `how` names what found the schedule in `seconds`,
-    `reason` says why there is none.
+    `reason` says why there is none. Of two that are equally short, the one with the smaller `makespan` in ns is better.
     """
 
     problem: Problem
@@ -162,16 +214,18 @@ class Solved(Displayed):
     seconds: float
     how: str
     reason: str = ""
+    makespan: int | None = None
 
     @classmethod
     def of(cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str) -> Solved:
         """`schedule` as an answer to `problem`, checked and played anew; raises `ScheduleError` when it breaks the rules or the limits."""
-        time = problem.objective.of(metrics(schedule, problem.costs))
+        played = metrics(schedule, problem.costs)
+        time = problem.objective.of(played)
         faults = memory_faults(schedule, problem.costs, problem.limits)
         if faults:
             raise ScheduleError(faults, schedule.name)
         status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
-        return cls(problem, status, bound, schedule, time, seconds, how)
+        return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan)
 
     def _summary(self) -> str:
         where = f"on {self.problem.placement.name} over {counted(self.problem.placement.num_ranks, 'rank')}"
@@ -211,10 +265,11 @@ class Solved(Displayed):
         if self.schedule is None:
             return None
         sizes = microbatch_bytes(self.problem.placement, self.problem.costs)
-        return max(peak / size for peak, size in zip(self._peaks, sizes, strict=True))
+        return max(peak / size for peak, size in zip(self.peaks, sizes, strict=True))
 
     @cached_property
-    def _peaks(self) -> tuple[int, ...]:
+    def peaks(self) -> tuple[int, ...]:
+        """The most bytes that each rank holds; empty without a schedule."""
         return () if self.schedule is None else peak_memory(self.schedule, self.problem.costs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +277,7 @@ class Solved(Displayed):
         if self.schedule is None or self.timeline is None:
             raise InputError(f"there is no plan to write: {self.reason}")
         return {
-            "format": "zerobubble plan 2",
+            "format": f"zerobubble plan {2 if self.problem.recomputation is None else 3}",
             "status": self.status.value,
             "objective": self.problem.objective.value,
             "bound": {"time": self.bound.time, "reason": self.bound.reason},
@@ -231,7 +286,7 @@ class Solved(Displayed):
                 "makespan": self.timeline.makespan,
                 "bubble_span": self.timeline.bubble_span,
                 "bubble_makespan": self.timeline.bubble_makespan,
-                "peak_bytes": list(self._peaks),
+                "peak_bytes": list(self.peaks),
                 "messages": self.problem.messages,
             },
             "how": self.how,
@@ -240,6 +295,9 @@ class Solved(Displayed):
             "limits": list(self.problem.limits.memory),
             "workload": self.problem.workload and self.problem.workload.to_dict(),
             "layers_per_stage": list(self.problem.layers_per_stage),
+            "layer_names": list(self.problem.layer_names),
+            "sharded": self.problem.sharded and self.problem.sharded.to_dict(),
+            "recomputation": self.problem.recomputation and self.problem.recomputation.to_dict(),
             "schedule": self.schedule.to_dict(),
         }
 
@@ -249,7 +307,7 @@ class Solved(Displayed):
 
         Raises `ParseError` for a part that is missing or malformed, a schedule that cannot run, and a bound that it beats.
         """
-        with reading("plan", data, newest=2):
+        with reading("plan", data, newest=3):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)
             bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
@@ -266,7 +324,7 @@ class Solved(Displayed):
 
 def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
     """The problem in the JSON form of a plan whose schedule is `schedule`."""
-    workload = data.get("workload")
+    workload, sharded, again = (data.get(name) for name in ("workload", "sharded", "recomputation"))
     return Problem(
         schedule.placement,
         schedule.num_microbatches,
@@ -275,6 +333,9 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
         Objective(data["objective"]),
         None if workload is None else Workload.from_dict(workload),
         tuple(map(whole, data.get("layers_per_stage", ()))),
+        tuple(map(line, data.get("layer_names", ()))),
+        None if sharded is None else Sharded.from_dict(sharded),
+        None if again is None else Recomputation.from_dict(again),
     )
 
 
@@ -296,7 +357,9 @@ def microbatch_bytes(placement: Placement, costs: Costs) -> tuple[int, ...]:
 class Workload(Displayed):
     """What each rank does whatever the placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
 
-    `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first.
+    `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first. `reduce[r]`
+    is the time to sum the gradients of all its stages over replicas; empty stands for nothing. `buckets[r]` is the number of parts in which
+    these leave while the last W's of their stages run, which its stages share, each at least one; empty stands for none.
 
     >>> import zerobubble as zb
     >>> zb.Workload.uniform(8, times=(18.5, 18.1, 9.3), comm=0.6)
@@ -311,11 +374,15 @@ class Workload(Displayed):
     comm: tuple[int, ...]
     held_after_f: tuple[int, ...]
     held_after_b: tuple[int, ...]
+    reduce: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for column in fields(self):
             object.__setattr__(self, column.name, as_tuple(f"{column.name} of the workload", getattr(self, column.name)))
         ranks = len(self.forward)
+        for name in _SUMS:
+            object.__setattr__(self, name, getattr(self, name) or (0,) * ranks)
         if ranks == 0:
             raise InputError("a workload needs at least one rank")
         for column in fields(self):
@@ -327,38 +394,67 @@ class Workload(Displayed):
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
-        return f"of {counted(self.num_ranks, 'rank')}: {times}, messages {show_range(self.comm, show_ms)}"
+        sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
+        return f"of {counted(self.num_ranks, 'rank')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
 
     @property
     def num_ranks(self) -> int:
         return len(self.forward)
 
     @classmethod
-    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER)
-    def uniform(cls, num_ranks: int, times: tuple[float, float, float], comm: float = 0.0, held: float = 1.0) -> Workload:
-        """Equal ranks: `times` of F, B, W and `comm` in ms, `held` what B leaves of what F saved. Raises `InputError` as `Costs` does."""
-        costs = Costs.uniform(1, times, held=held)
+    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER, reduce=NUMBER, buckets=WHOLE)
+    def uniform(
+        cls,
+        num_ranks: int,
+        times: tuple[float, float, float],
+        comm: float = 0.0,
+        held: float = 1.0,
+        reduce: float = 0.0,
+        buckets: int = 0,
+    ) -> Workload:
+        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms, `held` what B leaves of what F saved, `buckets` those of a rank.
+
+        Raises `InputError` as `Costs` does.
+        """
+        costs = Costs.uniform(1, times, held=held, reduce=reduce)
         link = Costs.uniform(2, times, comm).comm[0]
-        columns = (costs.forward[0], costs.backward[0], costs.weight[0], link, RANK_BYTES, round(held * RANK_BYTES))
+        columns = (
+            costs.forward[0],
+            costs.backward[0],
+            costs.weight[0],
+            link,
+            RANK_BYTES,
+            round(held * RANK_BYTES),
+            costs.reduce[0],
+            buckets,
+        )
         return cls(*((value,) * num_ranks for value in columns))
 
     @classmethod
     def from_ms(
-        cls, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float], comm: Sequence[float], held: float = 1.0
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        weight: Sequence[float],
+        comm: Sequence[float],
+        held: float = 1.0,
+        reduce: Sequence[float] | None = None,
+        buckets: Sequence[int] = (),
     ) -> Workload:
-        """Times in ms per rank; `comm` between neighbours and, last, between the last rank and the first.
+        """Times in ms per rank; `comm` between neighbours and, last, between the last rank and the first; `reduce` nothing if not given.
 
         Raises `InputError` for a time that is missing, negative or not finite, naming its rank.
         """
         ranks = len(as_tuple("forward of the workload", forward))
-        named = {"forward": forward, "backward": backward, "weight": weight, "comm": comm, "held": [held] * ranks}
+        sums = [0.0] * ranks if reduce is None else reduce
+        named = {"forward": forward, "backward": backward, "weight": weight, "comm": comm, "held": [held] * ranks, "reduce": sums}
         for name, values in named.items():
             if len(as_tuple(f"{name} of the workload", values)) < ranks:
                 raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
             for rank, value in enumerate(values):
                 require_ms(f"{name} of rank {rank}", value)
-        f, b, w, c = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm))
-        return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks)
+        f, b, w, c, r = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm, sums))
+        return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks, r, as_tuple("buckets of the workload", buckets))
 
     @takes(placement=Placement)
     def costs(self, placement: Placement) -> Costs:
@@ -367,10 +463,11 @@ class Workload(Displayed):
             raise InputError(f"the workload is for {self.num_ranks} ranks, the placement for {placement.num_ranks}")
         home = placement.routes[0]
         count = [home.count(rank) for rank in range(self.num_ranks)]
-        parts = (self.forward, self.backward, self.weight, self.held_after_f, self.held_after_b)
-        forward, backward, weight, after_f, after_b = (tuple(part[r] // count[r] for r in home) for part in parts)
+        parts = (self.forward, self.backward, self.weight, self.held_after_f, self.held_after_b, self.reduce)
+        forward, backward, weight, after_f, after_b, sums = (tuple(part[r] // count[r] for r in home) for part in parts)
         comm = tuple(self.comm[_link(here, there, self.num_ranks)] for here, there in pairwise(home))
-        return Costs(forward, backward, weight, comm, after_f, after_b)
+        buckets = tuple(-(-self.buckets[r] // count[r]) for r in home)
+        return Costs(forward, backward, weight, comm, after_f, after_b, reduce=sums, buckets=buckets)
 
     @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
@@ -390,7 +487,11 @@ class Workload(Displayed):
     def from_dict(cls, data: dict[str, Any]) -> Workload:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
         with reading("workload", data):
-            return cls(*(tuple(map(whole, data[column.name])) for column in fields(cls)))
+            return cls(*(tuple(map(whole, (_SUMS | data)[column.name])) for column in fields(cls)))
+
+
+_SUMS: dict[str, tuple[int, ...]] = {"reduce": (), "buckets": ()}
+"""The columns of a workload that may be left out, with what stands for zeros."""
 
 
 def _link(here: int, there: int, ranks: int) -> int:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from textwrap import fill
+from typing import NamedTuple
 
 from zerobubble.planning.problem import Problem, Solved, Status, microbatch_bytes
-from zerobubble.planning.seeds import serial_schedule, split
+from zerobubble.planning.seeds import computed_again, serial_schedule, split
 from zerobubble.simulation import peak_memory
 
 NOTE_WIDTH = 118
 """Columns of the notes under a table."""
 
-TITLES = ("placement", "span bubble", "makespan bubble", "bound", "over bound", "peak", "messages", "schedule")
-
+AGAIN = " Forwards computed again count as idle."
 LEGEND = (
     "Bubbles: the idle share of the longest span of a rank, and of the makespan. Bound: no schedule on the placement has a smaller bubble "
     "of the {objective}. Over bound: how much longer the {objective} is than with that bubble. Peak: microbatches held by a rank."
 )
+
+NOT_SEARCHED = "not searched, a first schedule that fits:"
+NONE_SEARCHED = " Nothing was searched: each line is the best published schedule that fits."
+
+
+def titles(objective: str) -> tuple[str, ...]:
+    """What stands above the columns of the table, where plans were made for `objective`."""
+    return "placement", "span bubble", "makespan bubble", f"{objective} bound", f"{objective} over bound", "peak", "messages", "schedule"
 
 
 def can_beat(solved: Solved, best: Solved) -> bool:
@@ -41,7 +49,10 @@ def _note_against_winner(best: Solved, solved: Solved, searched: bool) -> str:
         return _note(solved, searched)
     if round(best.bubble, 9) == 0:
         return "nothing can beat the winner, which has no bubble"
-    return f"cannot have a bubble below {percent(solved.least_bubble)}, the winner has {percent(best.bubble)}: {solved.bound.reason}"
+    aim, least, winners = solved.problem.objective, percent(solved.least_bubble), percent(best.bubble)
+    if least == winners:
+        return f"cannot have a smaller {aim} bubble than the winner's {winners}: {solved.bound.reason}"
+    return f"cannot have a {aim} bubble below {least}, the winner has {winners}: {solved.bound.reason}"
 
 
 def _note(solved: Solved, searched: bool) -> str:
@@ -57,8 +68,9 @@ def _note(solved: Solved, searched: bool) -> str:
 
 def split_shortage(problem: Problem) -> str:
     """Why no schedule of the search fits, in all of which B and W are apart: B may leave W more than F saved; empty where one fits."""
-    peaks = peak_memory(split(serial_schedule(problem.placement, 1)), problem.costs)
-    sizes = microbatch_bytes(problem.placement, problem.costs)
+    costs = problem.costs.scaled(max(problem.costs.shares)) if problem.costs.shares else problem.costs
+    peaks = peak_memory(computed_again(split(serial_schedule(problem.placement, 1)), problem), costs)
+    sizes = microbatch_bytes(problem.placement, costs)
     for rank, (peak, limit, whole) in enumerate(zip(peaks, problem.limits.memory, sizes, strict=True)):
         if peak > limit:
             takes = f"then takes the memory of {peak / whole:.4g} on rank {rank}"
@@ -72,23 +84,38 @@ def percent(share: float) -> str:
 
 
 def table_row(name: str, solved: Solved) -> tuple[str, ...]:
-    """The figures of one answer, under `TITLES`."""
+    """The figures of one answer, under `titles`."""
     bound = percent(solved.least_bubble)
     if solved.timeline is None or solved.gap is None:
         return name, "–", "–", bound, "–", "–", "–", "nothing fits"
     over_bound = "optimal" if solved.status is Status.OPTIMAL else percent(solved.gap)
-    rates = percent(solved.timeline.bubble_span), percent(solved.timeline.bubble_makespan)
+    rates = percent(solved.problem.bubble(solved.timeline.span)), percent(solved.problem.bubble(solved.timeline.makespan))
     return name, *rates, bound, over_bound, f"{solved.peak_microbatches:.4g}", f"{solved.problem.messages:,}", solved.how
 
 
-def comparison_table(choices: Iterable[tuple[str, Solved, str]]) -> str:
-    """A line of figures for each (name, answer, note), then the notes."""
-    listed = list(choices)
-    lines = aligned([TITLES, *(table_row(name, solved) for name, solved, _ in listed)], left=(0, 7))
-    width = max(len(name) for name, _, _ in listed)
-    paragraphs = [fill(f"{name.ljust(width)}  {note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for name, _, note in listed]
-    legend = fill(LEGEND.format(objective=listed[0][1].problem.objective), NOTE_WIDTH)
-    return "\n".join([*lines, "", legend, "", *paragraphs])
+class Told(NamedTuple):
+    """A placement in the table: its answer, why it stands where it does, and whether the answer is one of a search or proven optimal."""
+
+    name: str
+    solved: Solved
+    note: str
+    is_result: bool
+
+
+def comparison_table(choices: Iterable[Told]) -> str:
+    """A line of figures for each placement, the results of a search before what was not searched, then the notes."""
+    told = list(choices)
+    results, rest = [each for each in told if each.is_result], [each for each in told if not each.is_result]
+    if told[0] in rest:  # the winner is no result, so neither is anything else
+        results, rest = told, []
+    aim = told[0].solved.problem.objective
+    head, *lines = aligned([titles(aim), *(table_row(each.name, each.solved) for each in (*results, *rest))], left=(0, 7))
+    between = ["", NOT_SEARCHED] if rest else []
+    width = max(len(each.name) for each in told)
+    paragraphs = [fill(f"{each.name.ljust(width)}  {each.note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for each in told]
+    legend = LEGEND.format(objective=aim) + ("" if told[0].solved.problem.recomputation is None else AGAIN)
+    legend = fill(legend + ("" if told[0].is_result else NONE_SEARCHED), NOTE_WIDTH)
+    return "\n".join([head, *lines[: len(results)], *between, *lines[len(results) :], "", legend, "", *paragraphs])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

@@ -23,7 +23,8 @@ class Replay:
 
     A step comes after step `before` of its row and uses the message that step `maker` sends over link `link`, also counted from 1.
     A step that uses two messages, as an overlapped one may, is led by an empty step that waits for the other. `samples` are one step
-    of each duration, and step i lasts as long as the one numbered `alike[i]`. `ends` are the first and the last step of each row.
+    of each kind and stage, and step i lasts as long as the one numbered `alike[i]` where microbatches are alike. `ends` are the first and
+    the last step of each row.
     """
 
     steps: tuple[Step, ...]
@@ -49,6 +50,8 @@ class Replay:
 
     def durations(self, costs: Costs) -> list[int]:
         """ns of each step under `costs`."""
+        if costs.shares:
+            return [costs.step_time(step) if step else 0 for step in self.steps]
         times = [costs.step_time(sample) if sample else 0 for sample in self.samples]
         return [times[alike] for alike in self.alike]
 

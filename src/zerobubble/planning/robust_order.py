@@ -17,6 +17,7 @@ from zerobubble.planning.reasons import NOTE_WIDTH, percent
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, split
 from zerobubble.planning.sensitivity_analysis import check_error_share
+from zerobubble.planning.sharded import Sharded
 from zerobubble.simulation import simulate
 
 
@@ -54,6 +55,15 @@ def with_robust_winner(found: Plan, error: float, **search: Any) -> tuple[Plan, 
     return found, robust
 
 
+def refuse_sharded(sharded: Sharded | None) -> None:
+    """Raise `InputError` where weights lie in shards."""
+    if sharded is not None:
+        raise InputError(
+            "an order for noise is searched for by the times of passes alone, and its weights could have to be gathered more often: "
+            "plan without noise for weights in shards, or without their weights for noise"
+        )
+
+
 def robust_order_dict(problem: Problem, robust: RobustOrder) -> dict[str, float]:
     """The bubble under noise before and after, and the gain as a share of the time."""
     before, after = (problem.bubble(objective.noisy) for objective in (robust.before, robust.after))
@@ -87,10 +97,12 @@ def most_robust_order(
     is annealed for `seconds`, from the one of these that is best under noise, on samples drawn from `seed`; fresh ones judge it, and
     where it is no better on those, the first of the shortest is given back. With `evaluations`, the number of schedules to play,
     the result depends on `seed` alone. Ctrl-C ends it with the best so far. Backward passes in one piece and overlapped steps are taken
-    apart. Raises `InputError` for an error outside 0 to 1, for candidates of another placement or number of microbatches, where none
-    fits and where numba is missing, `ScheduleError` for one that cannot run.
+    apart. Raises `InputError` for an error outside 0 to 1, for weights in shards, for candidates of another placement or number of
+    microbatches, where none fits and where numba is missing, `ScheduleError` for one that cannot run.
     """
     check_error_share(error)
+    refuse_sharded(problem.sharded)
+    problem.costs.require_alike("an order that stands noise")
     kernels = load_kernels()
     for other in candidates:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:

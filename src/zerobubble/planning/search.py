@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zerobubble.costs import UNIT_BYTES, Costs, Limits
 from zerobubble.errors import InputError
-from zerobubble.ir import Placement, Schedule
+from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.planning.problem import Objective, Problem
 
 
@@ -54,6 +54,7 @@ def search(
     is given. Seeds over the limits are left out. Raises `InputError` when numba is missing, when a seed has another placement or number of
     microbatches, or when memory does not hold one microbatch.
     """
+    problem.costs.require_alike("the search for orders of passes")
     kernels = load_kernels()
     for other in seeds:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
@@ -76,6 +77,33 @@ def search(
         raise InputError("no schedule fits the memory limits: they must hold one microbatch of every rank's stages")
     schedule = kernels.schedule_of_order("planned", problem, state.tables, state.order)
     return SearchResult(schedule, state.how, budget.used, budget.elapsed, interrupted)
+
+
+def anneal_with_plain(
+    problem: Problem, schedule: Schedule, bound: int, seconds: float, evaluations: int | None = None, seed: int = 0
+) -> Schedule:
+    """`schedule`, made by `search` and then left without some of its R's, in the best order that annealing finds.
+
+    It is annealed from one temperature after the other until its objective meets `bound` (ns) or the budget is spent.
+    """
+    kernels = load_kernels()
+    again, rows = set(map(_key, _passes(schedule, Kind.R))), _passes(schedule, Kind.B)
+    plain = sorted({_key(op) for op in rows if problem.recomputes(op.stage)} - again)
+    tables, budget = kernels.tables_with_plain(problem, kernels.tables_of(problem), plain), kernels.BudgetMeter(seconds, evaluations)
+    state = kernels.SearchState(tables, bound, budget, lambda time, how: None)
+    kernels.seed_random(seed)
+    kernels.anneal_by_turns(state, kernels.order_of(schedule))
+    found: Schedule = kernels.schedule_of_order(schedule.name, problem, tables, state.order, plain=plain)
+    return found
+
+
+def _passes(schedule: Schedule, kind: Kind) -> list[Op]:
+    """The passes of a kind."""
+    return [op for row in schedule.rows for op in row if op.kind is kind]
+
+
+def _key(op: Op) -> tuple[int, int]:
+    return op.stage, op.microbatch
 
 
 def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:

@@ -18,12 +18,11 @@ import threading
 import time
 from pathlib import Path
 
-NICENESS = 10
 _LOOK_S = 0.5
 """Seconds between two looks for whether the parent still lives."""
 
 
-def main(parent: int, seconds: float, longest_s: float, folders: list[str]) -> None:
+def main(parent: int, seconds: float, longest_s: float, niceness: int, folders: list[str]) -> None:
     """Read a pickled `Problem` from stdin, search `seconds` for the best schedule, and write the plan as the last line of stdout."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else is printed is no answer
@@ -31,7 +30,7 @@ def main(parent: int, seconds: float, longest_s: float, folders: list[str]) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches this process too, and the parent decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if hasattr(os, "nice"):
-        os.nice(NICENESS)
+        os.nice(niceness)
     sys.path += [folder for folder in folders if folder not in sys.path]
     _import_own_package()
     from zerobubble.planning.competition import solve
@@ -62,4 +61,4 @@ def _import_own_package() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

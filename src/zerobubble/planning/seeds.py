@@ -9,8 +9,11 @@ from math import inf
 from statistics import fmean
 
 from zerobubble.formulas import FORMULAS, Setting
-from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.ir import Op, Placement, Schedule
+from zerobubble.kinds import Kind, Stuff, kinds_making
 from zerobubble.planning.problem import Problem
+from zerobubble.planning.recomputation import lean_costs
+from zerobubble.rules import recomputed
 from zerobubble.schedules import SCHEDULES, Recipe
 from zerobubble.simulation import memory_faults
 
@@ -111,9 +114,33 @@ def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
 
 
 def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
-    """Those that fit the limits, backward passes split unless what a split leaves to W takes more room than there is."""
+    """Those that fit the limits, backward passes split unless what a split leaves to W takes more room than there is.
+
+    Forwards of stages that compute again are computed again.
+    """
     for schedule in schedules:
-        yield from islice((order for order in (split(schedule), schedule) if fits_memory(order, problem)), 1)
+        both = (computed_again(order, problem) for order in (split(schedule), schedule))
+        yield from islice((order for order in both if fits_memory(order, problem)), 1)
+
+
+def computed_again(schedule: Schedule, problem: Problem) -> Schedule:
+    """`schedule`, one pass at a time, with an R before each backward of the stages that compute again, unless it has some already."""
+    again = {stage for stage in range(problem.placement.num_stages) if problem.recomputes(stage)}
+    if not again or any(map(recomputed, schedule.rows)):
+        return schedule
+
+    def parts(op: Op) -> tuple[Op, ...]:
+        return (op._replace(kind=Kind.R), op) if op.kind in kinds_making(Stuff.GRADIENT) and op.stage in again else (op,)
+
+    return replace(schedule, rows=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.rows))
+
+
+def lean(problem: Problem) -> Problem:
+    """The problem as one of stages that keep little and whose B takes as long as with its R, for what knows nothing of R."""
+    if problem.recomputation is None:
+        return problem
+    costs = lean_costs(problem.costs)
+    return replace(problem, costs=costs, workload=None, recomputation=None)
 
 
 def fits_memory(schedule: Schedule, problem: Problem) -> bool:

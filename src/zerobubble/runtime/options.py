@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.arguments import NUMBER, Wanted, each, either, instance, optional, require
-from zerobubble.costs import Costs
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, require
+from zerobubble.costs import FULL, Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning import LayersPlan, Plan, Solved
+from zerobubble.rules import recomputed
 from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
@@ -22,10 +24,14 @@ from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.step.ordering import TOKENS, CostOf
 from zerobubble.runtime.transport.endpoint import Endpoint
+from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of_mesh, one_pipeline
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
+_ALIKE = frozenset({"dp", "dp_replicate"})
+"""Dimensions of a mesh along which ranks hold the same."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
 """The timeouts that make sense: a rank looks for failures ten times a second, and backends count in numbers that do not hold years."""
 
@@ -45,11 +51,16 @@ class PipelineOptions:
     main_grad: torch.dtype | None
     overlap: Overlap | None
     group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    gathered_bytes: int | None
+    bucket_bytes: int
     timeout: float
     hooks: Sequence[StepHook]
     on_loss: OnLoss | None
     pace: Costs | None
     transport: str | Endpoint
+    survive: bool = False
+    order_by: str | CostOf | None = None
 
 
 def function(call: str) -> Wanted:
@@ -76,6 +87,8 @@ WANTED: dict[str, Wanted | type] = {
     "cuda_graphs": bool,
     "main_grad": optional(torch.dtype),
     "overlap": optional(function("(first, second) that runs both passes")),
+    "gathered_bytes": optional(Wanted("a number of bytes above 0", lambda given: WHOLE.accepts(given) and given > 0)),
+    "bucket_bytes": Wanted("a whole number of bytes from 1 on", lambda given: WHOLE.accepts(given) and given > 0),
     "timeout": Wanted(
         f"a number of seconds from {SHORTEST_S:g} to {LONGEST_S:.0f}",
         lambda given: NUMBER.accepts(given) and SHORTEST_S <= given <= LONGEST_S,
@@ -84,22 +97,35 @@ WANTED: dict[str, Wanted | type] = {
     "on_loss": optional(function("(microbatch, loss)")),
     "pace": optional(Costs),
     "transport": instance(str, Endpoint),
+    "survive": bool,
+    "order_by": optional(
+        either(Wanted(f"{TOKENS!r}", lambda given: given == TOKENS), function("(microbatch) that gives what it costs beside the others"))
+    ),
 }
 """What each argument must be. Whether names are known and values fit each other is judged where they are used."""
 
 
-def refuse_unreachable(options: PipelineOptions) -> None:
-    """Raise `InputError` where this rank cannot even talk to others: no process group, another one, or something else in its place."""
+def layout_for(options: PipelineOptions) -> Layout:
+    """The ranks that train together, and this rank's place among them.
+
+    Raises `InputError` where this rank cannot even talk to others: no process group or mesh, another one, or something else in its place.
+    """
     given: object = options.group
     is_outside = given is dist.GroupMember.NON_GROUP_MEMBER
     if not is_outside:
         require("Pipeline: group", given, optional(dist.ProcessGroup))
-    if isinstance(options.transport, Endpoint):
-        return
+    require("Pipeline: mesh", options.mesh, optional(DeviceMesh))
+    if options.mesh is not None and given is not None:
+        raise InputError('Pipeline: give the `mesh`, whose dimension "pp" is the pipeline, or the `group` of a single pipeline, not both')
+    if isinstance(options.transport, Endpoint) and options.mesh is None:
+        return one_pipeline(options.transport.group.name, range(options.transport.group.size))
     if not dist.is_initialized():
         raise InputError("a Pipeline connects the ranks of a process group: call torch.distributed.init_process_group first")
+    if options.mesh is not None:
+        return layout_of_mesh(options.mesh)
     if is_outside or _rank_in(options.group) < 0:
         raise InputError("Pipeline: this rank is not in `group`: make a Pipeline on the ranks of the group alone")
+    return layout_of_group(options.group)
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:
@@ -132,14 +158,87 @@ def _faults(name: str, value: Any) -> list[str]:
     return []
 
 
+def survival_fault(options: PipelineOptions) -> str:
+    """Why a pipeline with these options cannot survive the end of a rank, empty where it can."""
+    names = () if options.mesh is None else options.mesh.mesh_dim_names or ()
+    replicas = [options.mesh.size(place) for place, name in enumerate(names) if name in _ALIKE] if options.mesh is not None else []
+    if max(replicas, default=1) < 2:
+        return "survive needs replicas that hold the same stages: give a mesh with a dimension 'dp' of at least 2 ranks, or leave it out"
+    other = [name for name in names if name not in {"pp", *_ALIKE}]
+    if other:
+        named = ", ".join(map(repr, other))
+        return f"survive knows meshes of 'pp', 'dp' and 'dp_replicate', and along {named} ranks cannot do without each other: leave it out"
+    if options.hooks:
+        return "survive takes no hooks, which are part of the pipeline that ends with a rank: leave one of both out"
+    if options.schedule == "auto" or isinstance(options.schedule, Auto):
+        return "survive takes no 'auto', whose planner is part of the pipeline that ends with a rank: plan before, or leave it out"
+    if options.order_by is not None:
+        return "survive takes no order_by: the ranks that are left share out the microbatches by their places; leave one of both out"
+    return ""
+
+
+def ordering_fault(options: PipelineOptions) -> str:
+    """Why microbatches cannot be ordered in a pipeline with these options, empty where they can."""
+    if options.schedule == "auto" or isinstance(options.schedule, Auto):
+        alike = "order_by takes no 'auto', which plans for microbatches that are alike"
+        return f"{alike}: plan before with zb.plan and the costs of profile, and give the plan"
+    return ""
+
+
+def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
+    """What is known of the costs of the stages, and what bounds their memory: the plan's, or else the pace of a rehearsal."""
+    given = options.schedule
+    if not isinstance(given, (Solved, Plan, LayersPlan)):
+        return options.pace, None
+    problem = _solved(given).problem
+    return problem.costs, problem.limits
+
+
+def lockstep_fault(options: PipelineOptions, layout: Layout) -> str:
+    """Why pipelines whose stages talk to each other cannot have these options, empty where they can."""
+    if layout.lockstep and (options.schedule == "auto" or isinstance(options.schedule, Auto)):
+        named = ", ".join(map(repr, sorted(layout.lockstep)))
+        return (
+            f"'auto' plans each pipeline by itself, and along {named} stages talk to each other in every pass, so that all must run the "
+            "same passes: plan before with zb.plan and the costs of profile, and give the plan"
+        )
+    return ""
+
+
 def usable_timeout(options: PipelineOptions) -> float:
     """The timeout, or the usual one where it is none: ranks need one to tell each other that it is wrong."""
     return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
 
 
 def planned_schedule(given: Solved | Plan | LayersPlan) -> Schedule:
-    """The schedule of a plan; raises `InputError` for one that found none."""
-    solved = given.solved if isinstance(given, LayersPlan) else given.best if isinstance(given, Plan) else given
+    """The schedule of a plan; raises `InputError` for one that found none, and for one with forwards that are computed again in part."""
+    solved = _solved(given)
     if solved.schedule is None:
         raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
+    again, stages = solved.problem.recomputation, {stage for row in solved.schedule.rows for stage, _ in recomputed(row)}
+    partly = [] if again is None else [(s, again.chosen[s].name) for s in sorted(stages) if again.chosen[s].name != FULL.name]
+    if partly:
+        told = ", ".join(f"{stage} ({name})" for stage, name in partly)
+        raise InputError(
+            f"a pipeline computes the forward of a whole stage again, the level {FULL.name!r}, but this plan has stages of other levels: "
+            f"{told}. Plan with the one level that runs, levels=[zb.costs.FULL], on the command line --levels full:1:0.06"
+        )
     return solved.schedule
+
+
+def planned_cut(given: object) -> tuple[str, ...]:
+    """The names of the parts with which a plan for layers begins the stages behind the first; empty for what holds none."""
+    return _solved(given).problem.first_layers if isinstance(given, (Solved, Plan, LayersPlan)) else ()
+
+
+def room_for_weights(options: PipelineOptions) -> int | None:
+    """The bytes that a rank has for gathered weights: those given, or else those of the plan; None where all may stay."""
+    given = options.schedule
+    if options.gathered_bytes is not None or not isinstance(given, (Solved, Plan, LayersPlan)):
+        return options.gathered_bytes
+    sharded = _solved(given).problem.sharded
+    return None if sharded is None else sharded.memory
+
+
+def _solved(given: Solved | Plan | LayersPlan) -> Solved:
+    return given.solved if isinstance(given, LayersPlan) else given.best if isinstance(given, Plan) else given

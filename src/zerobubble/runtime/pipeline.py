@@ -4,44 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
+from zerobubble.lowering import RankGathers
+from zerobubble.partition import Layer
 from zerobubble.planning import LayersPlan, Plan, Solved
 from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.pace import Pace
-from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache
+from zerobubble.runtime.executor.program_cache import MakeSchedule
 from zerobubble.runtime.failure.frame import Frame
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
-from zerobubble.runtime.hooks.shared_gradients import SharedGradients
+from zerobubble.runtime.hooks.replicas import BUCKET_BYTES
 from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.options import TIMEOUT, PipelineOptions
-from zerobubble.runtime.session import Session, connect
+from zerobubble.runtime.session import Session, attach_first, connect, runner_of
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import trials
 from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.step.forecast import MemoryForecasts
-from zerobubble.runtime.step.hook import StepHook, StepHooks
-from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss, StepLosses
-from zerobubble.runtime.step.runner import StepInputs, StepRunner
+from zerobubble.runtime.step.hook import StepHook
+from zerobubble.runtime.step.layer_trials import profile_layers
+from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.step.ordering import CostOf
+from zerobubble.runtime.step.runner import StepInputs
+from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Carrier
 from zerobubble.timeline import Timeline
 
+CLOSED = "the pipeline is closed"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -67,6 +74,16 @@ def _framed(
     return call
 
 
+def survives(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """A method that those that are left make again when a rank is gone, where the pipeline is to survive that."""
+
+    @wraps(method)
+    def call(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.surviving(partial(method, self, *args, **kwargs), adds_gradients=method.__name__ == "step")
+
+    return call
+
+
 class Pipeline:
     """Trains a model cut into stages over the ranks of a process group, with the gradients of one device.
 
@@ -88,6 +105,9 @@ class Pipeline:
         loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element.
         loss_weight: `loss_weight(target)` gives the weight of a microbatch in the mean, such as the number of tokens that count;
             without it microbatches count by their samples.
+        order_by: what microbatches cost beside each other, where they are of unequal cost: "tokens", or `order_by(microbatch)`, which is
+            asked on the first stage's rank. Each training step then takes them in the order that makes it shortest, by the times of the
+            plan it plays; what is given and handed back keeps the order of the data.
         tied: parameters of several stages that are one, as groups of (stage, name): `[(0, "tok.weight"), (3, "head.weight")]`. A name may
             be that of a whole module in the stage, "" for the stage itself. They start with the values of the first of their group, `step`
             leaves the sum of all their gradients in each, and a norm counts them once.
@@ -103,10 +123,18 @@ class Pipeline:
 
     Ranks and messages:
         group: the process group whose ranks form the pipeline; all ranks by default.
+        mesh: instead of a group, a `DeviceMesh` of all ranks that train together, with named dimensions in any order: "pp" is the pipeline.
+            Along "dp", "dp_replicate", "dp_shard", "cp" and "ep" ranks are given other shares of the batch, start with the values of the
+            first, `step` returns the mean loss of it all and leaves its gradients. Along "ep" each has other experts, along "tp" parts.
+        gathered_bytes: the memory that a rank has for gathered weights of stages that FSDP2 divides; without it that of the plan, or each
+            stage is gathered once in a step. With less, stages are let go and gathered again as seldom as possible: `pipe.gathers` tells.
+        bucket_bytes: how many bytes of gradients are summed over replicas together.
         timeout: how long a rank waits for a message before all ranks raise `PipelineError`, in seconds.
         transport: what carries tensors between ranks, "gloo", "nccl" or "shared-memory"; "auto" is the fastest that works between
             all ranks, and `pipe.transport` tells which and why. A `zb.transport.Endpoint`, this rank's end of a transport of your own,
             carries everything and needs no process group.
+        survive: go on without a rank that is gone, where another holds its stages: the call in which it went is made again by those that
+            are left, who share its work. Every rank is then given the inputs, targets and kwargs of its replica.
 
     What plugs in and what is told:
         hooks: `StepHook`s, called in every training step in this order: `zb.hooks.Telemetry`, your own.
@@ -136,11 +164,16 @@ class Pipeline:
         main_grad: torch.dtype | None = None,
         overlap: Overlap | None = None,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        gathered_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         timeout: float = TIMEOUT,
         hooks: Sequence[StepHook] = (),
         on_loss: OnLoss | None = None,
         pace: Costs | None = None,
         transport: str | Endpoint = AUTO,
+        survive: bool = False,
+        order_by: str | CostOf | None = None,
     ) -> None:
         options = PipelineOptions(
             build_or_modules=build_or_modules,
@@ -154,26 +187,61 @@ class Pipeline:
             main_grad=main_grad,
             overlap=overlap,
             group=group,
+            mesh=mesh,
+            gathered_bytes=gathered_bytes,
+            bucket_bytes=bucket_bytes,
             timeout=timeout,
             hooks=hooks,
             on_loss=on_loss,
             pace=pace,
             transport=transport,
+            survive=survive,
+            order_by=order_by,
         )
-        self._session = session = connect(options)
-        session.guard.schedule = session.setup.schedule.name
-        self.rank = session.transport.rank
+        session = connect(options)
+        self.rank = session.peers.rank
         self.modules = session.setup.stages.modules
         self.device = session.setup.stages.device
         self.pace = Pace(pace) if pace is not None else None
+        self._options = options
+        self._survival = Survival(session) if survive else None
+        self._play(session)
+
+    def _play(self, session: Session) -> None:
+        """Be ready for the steps of `session`."""
+        options = self._options
+        self._session = session
+        session.guard.schedule = session.setup.schedule.name
         with session.guard.during("while making its programs"):
-            self._steps = _runner(session, StepLosses(session.transport, loss_fn, loss_weight, on_loss), self.pace, overlap)
+            self._steps = runner_of(session, options, self.pace)
         self._unscaling = Unscaling(self._steps)
         session.guard.on_closing(self._steps.close)
         self._auto = session.setup.planner
-        self._attach_first([session.shared, *([self._auto] if self._auto is not None else []), *hooks])
-        watch_optimizers(self._steps)
+        attach_first(session, self._steps, [*session.first_hooks(), *([self._auto] if self._auto is not None else []), *options.hooks])
+        self._unwatch_optimizers = watch_optimizers(self._steps)
 
+    def _lent(self, given: StepInputs, num_microbatches: int | None = None) -> tuple[StepInputs, int | None]:
+        survival, count = self._survival, num_microbatches or self._options.num_microbatches
+        return (given, num_microbatches) if survival is None else survival.lend(given, count, self._session)
+
+    def surviving(self, call: Callable[[], R], *, adds_gradients: bool = False) -> R:
+        """What `call`, such as `zb.save`, gives; those that are left make it again where the pipeline is to survive that a rank goes."""
+        if self._survival is None:
+            return call()
+        return self._survival.make(call, lambda: self._session, self._go_on, adds_gradients=adds_gradients)
+
+    def _go_on(self, error: PipelineError) -> bool:
+        """Meet those that are left after `error` again; whether they make the call again."""
+        assert self._survival is not None
+        steps = self._steps
+        session = self._survival.go_on_after(error, self._session, self._options)
+        self._unwatch_optimizers()
+        self._play(session)
+        self._steps.take_over(steps.num_steps())
+        self._steps.recording, self._steps.measures_memory = steps.recording, steps.measures_memory
+        return self._survival.makes_it_again(self._session)
+
+    @survives
     @plays_steps
     def step(
         self,
@@ -193,15 +261,23 @@ class Pipeline:
         tensors as long as the batch are cut, or a list has a dict for each microbatch. Any of these tensors that requires a gradient gets
         it after the last pass, on the rank that gives it.
 
-        Another `num_microbatches` than the pipeline's plays the same named schedule for that number. With a `scaler`, gradients are
-        scaled; call `unscale_` after it.
+        Another `num_microbatches` plays the same named schedule for it. With a `scaler` gradients are scaled: call `unscale_` after it.
 
         Raises `InputError`, and the pipeline stays open, where no rank can make the call: for a schedule without backward passes, a number
         of microbatches that has none, inside `torch.inference_mode()`, and in a thread that comes while another uses the pipeline. Raises
         `PipelineError` on every rank when any rank fails, or is called otherwise than the others.
         """
-        return self._steps.train(StepInputs(inputs, targets, kwargs, scaler), num_microbatches)
+        return self._steps.train(*self._lent(StepInputs(inputs, targets, kwargs, scaler), num_microbatches))
 
+    def order_ahead(self, inputs: list[Any]) -> None:
+        """Have the microbatches of the next `step` put in order on a thread, beside what runs until then, where `order_by` says by what.
+
+        The first stage's rank does so, others need not call it. A step that is given others orders them itself. Raises `InputError` for
+        costs that are no numbers above 0, for what is no list of microbatches, and in a pipeline without `order_by`.
+        """
+        self._steps.order_ahead(inputs, asked=self._options.order_by is not None)
+
+    @survives
     @plays_steps
     def eval_step(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
@@ -209,11 +285,11 @@ class Pipeline:
         """Forward of one batch, given as to `step`, in evaluation mode: (mean loss on every rank, None without targets; outputs).
 
         The outputs of all microbatches come back joined on the last stage's rank, and None elsewhere: tensors concatenated along the
-        batch, those without dimensions stacked, what is equal in all microbatches once, anything else as a list of one for each. A
-        bidirectional schedule evaluates on its first route.
+        batch, those without dimensions stacked, what is equal in all microbatches once, anything else as a list of one for each; tuples,
+        dicts and dataclasses item by item. A bidirectional schedule evaluates on its first route.
         """
         self._steps.settle()
-        loss, outputs = self._steps.evaluate(StepInputs(inputs, targets, kwargs), num_microbatches)
+        loss, outputs = self._steps.evaluate(*self._lent(StepInputs(inputs, targets, kwargs), num_microbatches))
         return loss, None if outputs is None else join_outputs(outputs)
 
     @property
@@ -222,9 +298,19 @@ class Pipeline:
         return self._steps.schedule
 
     @property
+    def played(self) -> Schedule | None:
+        """What the last `step` played, with its microbatches in the places that `order_by` gave them; None before one."""
+        return self._steps.played
+
+    @property
     def plan(self) -> Solved | None:
         """The plan that `schedule=zb.Auto(...)` follows, with its costs and bound; None before there is one."""
         return None if self._auto is None else self._auto.solved
+
+    @property
+    def gathers(self) -> RankGathers:
+        """What this rank gathers in a training step of weights that FSDP2 divides, and when: steps of its row, counted from 0."""
+        return self._steps.gathers
 
     @property
     def transport(self) -> Carrier:
@@ -252,23 +338,33 @@ class Pipeline:
         """Call `hook` from the next training step on, after those that are attached already.
 
         Every rank must attach hooks that communicate, in the same order. Raises `InputError` for what is no `StepHook`, for one that is
-        attached already, and whatever its `on_attach` raises.
+        attached already, in a pipeline that is to survive the end of ranks, and whatever its `on_attach` raises.
         """
         with self._session.guard.during("in attach"), self._session.guard.alike():
+            if self._survival is not None:
+                raise InputError("a pipeline made with survive takes no hooks, which would end with a rank: leave one of both out")
             self._steps.attach(hook)
 
     @called_by_all
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
 
-        Every parameter counts once, whatever number of stages share it, copy it or are tied in it. A norm that is not finite scales
-        gradients as it does in torch; with `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages and
-        parameters it comes from, and the microbatches of the last step whose loss is not finite. Raises `PipelineError` on every rank
-        when any rank fails.
+        Every parameter counts once, however many stages share it. A norm that is not finite scales gradients as it does in torch; with
+        `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages and parameters that it comes from, and the
+        microbatches whose loss is not finite. Raises `PipelineError` on every rank when any rank fails.
         """
-        self._steps.settle()
-        self._steps.before_optimizer()
-        return clip.clip_grad_norm(self._steps, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, losses=self.losses)
+        total = self._norm_to_clip_by(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        with self._session.guard.during("while clipping gradients"):
+            clip.scale(self._steps.parameters(), max_norm, total, self._steps.gradients)
+        return total
+
+    @survives
+    def _norm_to_clip_by(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """The norm by which gradients are clipped, which all ranks know when one of them begins to scale its own."""
+        with self._session.guard.during("in clip_grad_norm_"):
+            self._steps.settle()
+            self._steps.before_optimizer()
+            return clip.norm_to_clip_by(self._steps, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, losses=self.losses)
 
     @called_by_all
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -292,7 +388,19 @@ class Pipeline:
         were, and `on_loss` and hooks hear of none. Every rank must call it. `progress(done, total)` hears of every step; without one, a bar
         on rank 0's terminal does. Raises `InputError` for less than 1 step, and `PipelineError` as `step` does.
         """
-        return trials.profile(self._steps, StepInputs(inputs, targets, kwargs), steps, progress)
+        return trials.profile(self._steps, self._lent(StepInputs(inputs, targets, kwargs))[0], steps, progress)
+
+    @plays_steps
+    def profile_layers(
+        self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
+    ) -> tuple[Layer, ...]:
+        """What each part of a model that `zb.split` cut takes and holds for a microbatch, in the model's order, the same on every rank.
+
+        Each rank runs its own parts, one by one, on the arguments that they have in a step. The loss counts to the last part. Where a
+        block is cut inside, its parts are told. `zb.partition.layers_to_dict` makes of it what `zerobubble plan --layers` takes, and
+        `zb.planning.plan_layers` a plan. Leaves nothing behind, and is called and raises as `profile`, and `InputError` for other stages.
+        """
+        return profile_layers(self._steps, self._lent(StepInputs(inputs, targets, kwargs))[0], steps, progress)
 
     @called_by_all
     def memory_forecast(self, costs: Costs) -> MemoryForecasts:
@@ -311,7 +419,7 @@ class Pipeline:
         Runs a step whose gradients and traces in buffers and the random state are taken back, as `profile` does. The same on every rank,
         and every rank must call it. Of the copies of a stage, the first rank's is told. Raises as `profile` does.
         """
-        return trials.describe(self._steps, StepInputs(inputs, targets, kwargs))
+        return trials.describe(self._steps, self._lent(StepInputs(inputs, targets, kwargs))[0])
 
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:
@@ -363,12 +471,21 @@ class Pipeline:
     def close(self) -> None:
         """Close the pipeline's connections; every rank should. Later use raises `PipelineError`.
 
-        An optimizer's step still to be validated is made final first.
+        An optimizer's step still to be validated is made final first, and a checkpoint still being written is completed; where that fails,
+        `InputError` is raised on every rank, once the pipeline is closed.
         """
         if self._session.guard.closed is None:
-            with self._session.guard.during("while closing the pipeline"):
-                self._steps.settle()
-            self._session.guard.close("the pipeline is closed")
+            self.surviving(lambda: None)  # others may be left in the call before this one, in which a rank has gone
+            is_refused = True
+            try:
+                with self._session.guard.during("while closing the pipeline"):
+                    is_refused = False
+                    self._steps.before_close()
+            except InputError as error:
+                if not is_refused:  # else another thread uses the pipeline, and goes on
+                    self._session.guard.close_after(error, CLOSED)
+                raise
+            self._session.guard.close(CLOSED)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -377,27 +494,4 @@ class Pipeline:
         if failed is None:
             self.close()
         elif self._session.guard.closed is None:
-            self._session.guard.close_after(failed, "the pipeline is closed")
-
-    def _attach_first(self, hooks: Sequence[StepHook]) -> None:
-        """Attach the hooks that the pipeline begins with; every rank hears of what is wrong with one of them."""
-        fault = ""
-        with self._session.guard.during("while attaching hooks"):
-            for hook in hooks:
-                if isinstance(hook, SharedGradients) and not hook.is_needed:
-                    continue
-                try:
-                    self._steps.attach(hook)
-                except InputError as error:
-                    fault = fault or str(error)
-        self._session.agree(fault, {})
-
-
-def _runner(session: Session, losses: StepLosses, pace: Pace | None, overlap: Overlap | None) -> StepRunner:
-    """What runs the steps of a session, with the program of its first schedule made ready."""
-    transport, guard, setup = session.transport, session.guard, session.setup
-    hooks = StepHooks(setup.stages.modules, guard.during)
-    programs = ProgramCache(setup.given, setup.stages, transport, pace, overlap, hooks.stage_is_done)
-    programs.play(setup.schedule)
-    counted_elsewhere = session.shared.counted_elsewhere
-    return StepRunner(transport, guard, setup.stages, setup.gradients, losses, hooks, programs, counted_elsewhere)
+            self._session.guard.close_after(failed, CLOSED)

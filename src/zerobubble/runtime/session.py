@@ -6,22 +6,49 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zerobubble.errors import InputError, ZeroBubbleError
+from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
 from zerobubble.planning import LayersPlan, Plan, Solved
-from zerobubble.runtime.executor.program_cache import MakeSchedule, every_channel, proved, schedule_for
+from zerobubble.reductions import stage_sums
+from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, proved, schedule_for
 from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.patience import Patience
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
+from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
-from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName, Tied, read_tied
-from zerobubble.runtime.options import PipelineOptions, faults_in, planned_schedule, refuse_unreachable, refuse_wrong, usable_timeout
-from zerobubble.runtime.stage.rank_stages import Stages, modules_of
+from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName, read_tied, refuse_forgotten
+from zerobubble.runtime.options import (
+    PipelineOptions,
+    faults_in,
+    layout_for,
+    lockstep_fault,
+    ordering_fault,
+    planned_cut,
+    planned_schedule,
+    priced_by,
+    refuse_wrong,
+    room_for_weights,
+    survival_fault,
+    usable_timeout,
+)
+from zerobubble.runtime.stage.divided import DividedTensors
+from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
+from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
+from zerobubble.runtime.step.hook import StepHook, StepHooks
+from zerobubble.runtime.step.loss import StepLosses
+from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
 from zerobubble.runtime.transport.meeting import Arrival
+from zerobubble.runtime.transport.mesh import EXPERTS, Layout
+from zerobubble.runtime.transport.peers import Peers, in_all
 from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.terms import Terms, faults_of, versions
 from zerobubble.runtime.transport.transport import Transport
@@ -33,7 +60,9 @@ class Setup:
     """What one rank has made from its options before it compares them with the others'.
 
     `given` makes the schedules for any number of microbatches, and `schedule` is the one to begin with; `planner` is there where it will be
-    planned anew. `tied` are the groups of parameters that the user wants to be one.
+    planned anew. `tied` are the groups of parameters that the user wants to be one. Of a cut model, which knows
+    what it ties, stages keep the names. `whole` knows the model that this rank has as a whole, and `facts` are what others must
+    have like it. `ordering` is there where this rank is to order microbatches by what they cost.
     """
 
     given: str | Schedule | MakeSchedule
@@ -42,49 +71,142 @@ class Setup:
     stages: Stages
     gradients: Gradients
     tied: tuple[tuple[ParameterName, ...], ...]
+    is_cut_model: bool
+    whole: KnowsModel | None
+    facts: ModelFacts | None
+    ordering: MicrobatchOrdering | None
 
 
 @dataclass(frozen=True)
 class Session:
     """This rank's part in a pipeline whose ranks are connected. `guard` stands between what it does and the failures of any rank.
 
-    `shared` are the parameters that are held in several places; they are equal in all of them.
+    `transport` connects all ranks of the mesh, which `layout` tells, `peers` are those of this pipeline.
+    `shared` are the parameters that several of them hold,
+    `divided` are those of which ranks hold parts, and `replicas` the ranks that are given other data than this one, None where there are
+    no others. What is held in several places is equal there.
     """
 
     transport: Transport
+    layout: Layout
+    peers: Peers
     guard: FailureGuard
     patience: Patience
     setup: Setup
     shared: SharedGradients
+    divided: DividedTensors
+    replicas: Replicas | None
+    options: PipelineOptions
+
+    def first_hooks(self) -> list[StepHook]:
+        """The pipeline's own hooks, in the order in which they are called: gradients are summed over stages first, then over replicas."""
+        over_stages = [self.shared] if self.shared.is_needed else []
+        if self.replicas is None:
+            return [*over_stages]
+        return [self.replicas.earlier, *over_stages, self.replicas]
 
     def agree(self, fault: str, terms: Terms) -> None:
         """See `agree`."""
         agree(self.transport, self.guard, self.patience, fault, terms)
 
 
-def connect(options: PipelineOptions) -> Session:
+def connect(options: PipelineOptions, survivors: Layout | None = None) -> Session:
     """Meet the other ranks, build this rank's stages, agree on what is played, connect, and make equal what is shared.
+
+    With `survivors`, the ranks that are left of an earlier pipeline go on: what they hold is equal, or will be when all have ended the same
+    call.
 
     Raises `InputError` on every rank, with all that is wrong on any of them or differs between them, and `PipelineError` on every rank when
     one of them fails or does not come.
     """
-    refuse_unreachable(options)
+    layout = survivors or layout_for(options)
     arrival = Arrival(faults_in(options), versions(), this_process())
-    transport = transport_for(options.transport, options.group, usable_timeout(options), arrival)
+    transport = transport_for(options.transport, layout, usable_timeout(options), arrival)
+    lockstep = Peers(transport, layout.along[layout.lockstep]) if layout.lockstep else None
+    peers = Peers(transport, layout.pipeline, lockstep)
     guard = FailureGuard(transport)
     patience = Patience(transport, guard, usable_timeout(options))
     _meet(transport, guard, patience)
     with guard.during("while building its stages"):
-        setup, fault = _build(options, transport)
+        setup, fault = _build(options, layout, peers)
     agree(transport, guard, patience, fault, _terms(options, setup))
     assert setup is not None
-    device, channels = setup.stages.device, every_channel(setup.schedule.placement)
+    _compare_models(transport, guard, patience, layout, setup)
+    device, placement = setup.stages.device, setup.schedule.placement
+    channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in every_channel(placement)]
     with guard.opening("while connecting the ranks"):
         patience.bear(lambda: transport.open(device, channels), "connecting the ranks")
-    shared = SharedGradients(setup.schedule.placement, setup.stages.modules, transport, setup.tied, setup.gradients)
+    shared = SharedGradients(placement, setup.stages.modules, peers, setup.tied, setup.gradients)
+    divided = _divided(transport, guard, patience, layout, setup)
+    replicas = None
+    if layout.data:
+        order = _order_of_sums(setup, peers.rank)
+        replicas = Replicas(transport, layout, setup.stages.modules, divided, setup.gradients, order, options.bucket_bytes)
     with guard.opening("while making the copies of stages equal"):
-        patience.bear(shared.broadcast_initial_values, "making the copies of stages equal", is_brief=False)
-    return Session(transport, guard, patience, setup, shared)
+        make_equal = partial(shared.broadcast_initial_values, are_equal=survivors is not None)
+        patience.bear(make_equal, "making the copies of stages equal", is_brief=False)
+    if replicas is not None:
+        with guard.opening("while making replicas equal"):
+            patience.bear(replicas.broadcast_initial_values, "making replicas equal", is_brief=False)
+    return Session(transport, layout, peers, guard, patience, setup, shared, divided, replicas, options)
+
+
+def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> StepRunner:
+    """What runs the steps of a session, with the program of its first schedule made ready."""
+    peers, guard, setup, divided = session.peers, session.guard, session.setup, session.divided
+    replicas = None if session.replicas is None else session.replicas.peers
+    losses = StepLosses(peers, options.loss_fn, options.loss_weight, options.on_loss, replicas)
+    hooks = StepHooks(setup.stages.modules, guard.during)
+    programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room_for_weights(options))
+    programs.play(setup.schedule)
+    elsewhere = session.shared.counted_elsewhere
+    return StepRunner(peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, setup.ordering)
+
+
+def attach_first(session: Session, runner: StepRunner, hooks: Sequence[StepHook]) -> None:
+    """Attach the hooks that a pipeline begins with; every rank hears of what is wrong with one of them."""
+    fault = ""
+    with session.guard.during("while attaching hooks"):
+        for hook in hooks:
+            try:
+                runner.attach(hook)
+            except InputError as error:
+                fault = fault or str(error)
+    session.agree(fault, {})
+
+
+def _divided(transport: Transport, guard: FailureGuard, patience: Patience, layout: Layout, setup: Setup) -> DividedTensors:
+    """What ranks divide of the stages; where that cannot be trained, close, and raise the same `InputError` on all ranks."""
+    fault, divided, spread = "", None, False
+    try:
+        divided = DividedTensors(transport, layout, setup.stages.modules)
+        spread = divided.is_any_along(EXPERTS)
+    except InputError as error:
+        fault = str(error)
+    if EXPERTS in layout.lockstep:
+        with guard.opening("while comparing experts"):
+            told = patience.bear(lambda: transport.gather_objects(spread), "comparing experts")
+        if not any(told) and not fault:
+            fault = (
+                f"mesh has a dimension {EXPERTS!r}, and no stage holds parameters that are spread over it: make experts DTensors over "
+                f"mesh[{EXPERTS!r}], mark them with zb.nn.mark_experts, or count its ranks into 'dp'"
+            )
+    if layout.along:
+        agree(transport, guard, patience, fault, {})
+    elif fault:
+        raise InputError(fault)
+    assert divided is not None
+    return divided
+
+
+def _order_of_sums(setup: Setup, rank: int) -> list[int]:
+    """In which order this rank sums its stages over replicas: as they end in the schedule, which all replicas begin with.
+
+    A planner may change the schedule of one replica sooner than that of another: then they go from the last stage to the first.
+    """
+    if setup.planner is not None:
+        return sorted(setup.stages.modules, reverse=True)
+    return [one.stage for one in stage_sums(resolve(setup.schedule))[rank]]
 
 
 def _meet(transport: Transport, guard: FailureGuard, patience: Patience) -> None:
@@ -98,37 +220,47 @@ def _meet(transport: Transport, guard: FailureGuard, patience: Patience) -> None
             guard.watch_processes(patience.bear(lambda: transport.gather_objects(this_process()), doing))
 
 
-def _build(options: PipelineOptions, transport: Transport) -> tuple[Setup | None, str]:
+def _build(options: PipelineOptions, layout: Layout, peers: Peers) -> tuple[Setup | None, str]:
     """What this rank plays, or what is wrong with its options: then there is nothing, and the other ranks have to hear of it."""
     try:
-        return _set_up(options, transport), ""
+        return _set_up(options, layout, peers), ""
     except ZeroBubbleError as error:
         return None, text_of(error)
     except Exception as error:  # noqa: BLE001 - the user's build function may raise anything
         return None, describe(error)
 
 
-def _set_up(options: PipelineOptions, transport: Transport) -> Setup:
+def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     refuse_wrong(options)
+    fault = survival_fault(options) if options.survive else lockstep_fault(options, layout)
+    fault = fault or (ordering_fault(options) if options.order_by is not None else "")
+    if fault:
+        raise InputError(fault)
     if isinstance(options.transport, str):
         refuse_unknown(options.transport)
-    given, planner = _what_to_play(options, transport.size)
-    schedule = schedule_for(given, transport.size, options.num_microbatches)
+    given, planner = _what_to_play(options, peers.size)
+    schedule = schedule_for(given, peers.size, options.num_microbatches)
     gradients = Gradients(options.main_grad)
-    modules = modules_of(options.build_or_modules, schedule, transport.rank)
+    build = options.build_or_modules
+    if isinstance(build, CutsForSchedules):
+        build = build.for_schedule(schedule, planned_cut(options.schedule))
+    modules = modules_of(build, schedule, peers.rank)
     stages = Stages(modules, options.split, gradients, cuda_graphs=options.cuda_graphs)
     if options.pace is not None and stages.device.type != "cpu":
         raise InputError(f"pace is for rehearsals on CPUs; passes on {stages.device} take the time they take")
     # Both raise where this schedule cannot be run, which all ranks should hear of now and not when they are connected.
     stages.of(schedule)
     proved(schedule)
-    return Setup(given, schedule, planner, stages, gradients, read_tied(_tied(options, schedule.num_stages), schedule.num_stages))
-
-
-def _tied(options: PipelineOptions, num_stages: int) -> Tied:
-    """The groups that the user gave, and those that what builds the stages knows of."""
-    build = options.build_or_modules
-    return [*options.tied, *(build.tied(num_stages) if isinstance(build, KnowsTied) else ())]
+    known = build.tied(schedule.num_stages) if isinstance(build, KnowsTied) else ()
+    if not isinstance(build, KnowsTied) and not options.tied:
+        refuse_forgotten(modules)
+    tied = read_tied([*options.tied, *known], schedule.num_stages)
+    whole = build if isinstance(build, KnowsModel) else None
+    facts = None if whole is None else whole.model_facts(schedule.num_stages)
+    ordering = None
+    if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
+        ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options))
+    return Setup(given, schedule, planner, stages, gradients, tied, isinstance(build, KnowsTied), whole, facts, ordering)
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
@@ -151,6 +283,10 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         "pace": _fingerprint(options.pace),
         "overlap function": "one" if options.overlap else "none",
         "type of main_grad": str(options.main_grad),
+        "gathered_bytes": str(room_for_weights(options)),
+        "bucket_bytes": str(options.bucket_bytes),
+        "survive": str(options.survive),
+        "order_by": "a function" if callable(options.order_by) else str(options.order_by),
         "transport": transport if isinstance(transport, str) else type(transport).__name__,
     }
     if setup is not None:
@@ -171,6 +307,25 @@ def agree(transport: Transport, guard: FailureGuard, patience: Patience, fault: 
         faults = faults_of(patience.bear(lambda: transport.gather_objects((fault, terms)), "comparing arguments"))
         if faults:
             raise InputError(faults)
+
+
+def _compare_models(transport: Transport, guard: FailureGuard, patience: Patience, layout: Layout, setup: Setup) -> None:
+    """Where ranks of a pipeline have cut other models, close, and raise the same `InputError` on all of them.
+
+    First they tell a few digits, and all that they know only where these differ.
+    """
+    ours = setup.facts
+    with guard.opening("while comparing models"):
+        digits = _fingerprint(ours)
+        told = patience.bear(lambda: transport.gather_objects(digits), "comparing models")
+        if len(set(told)) > 1:
+            facts = patience.bear(lambda: transport.gather_objects(None if ours is None else list(ours)), "comparing models")
+            known = [None if each is None else ModelFacts(*each) for each in facts]
+            found = [differences({rank: known[rank] for rank in pipeline}) for pipeline in layout.pipelines]
+            if any(found):
+                raise InputError("; ".join(filter(None, dict.fromkeys(found))))
+    if setup.whole is not None:
+        setup.whole.was_connected()
 
 
 def _fingerprint(value: object) -> str:

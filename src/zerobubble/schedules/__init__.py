@@ -21,13 +21,14 @@ from zerobubble.schedules.interleaved_zb import interleaved_zb
 from zerobubble.schedules.one_f_one_b import eager_1f1b, one_f_one_b
 from zerobubble.schedules.one_f_one_b_v import one_f_one_b_v
 from zerobubble.schedules.recipe import Needs, Recipe, anything
+from zerobubble.schedules.recompute import with_recompute
 from zerobubble.schedules.registry import Registry
 from zerobubble.schedules.two_thirds import two_thirds
 from zerobubble.schedules.vee_blocks import v_half, v_min, v_zb
 from zerobubble.schedules.zb_h import zb_h1, zb_h2
 from zerobubble.schedules.zb_v import zb_v
 
-__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "registry"]
+__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "registry", "with_recompute"]
 
 SCHEDULES: dict[str, Recipe] = {
     recipe.name: recipe

@@ -1,4 +1,4 @@
-"""Play cases by their seeds: `python -m tests.procs.random_signals 17`, or `--count 400` of them, with `--construction` those inside it."""
+"""Play cases by seed: `python -m tests.procs.random_signals 17`, or `--count 400`; `--help` tells of which kinds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", type=int, nargs="*")
     parser.add_argument("--construction", action="store_true")
+    parser.add_argument("--mesh", action="store_true", help="two replicas of a pipeline, mostly on two hosts; needs root")
+    parser.add_argument("--survive", action="store_true", help="replicas that go on without who is gone, some on two hosts; needs root")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--all", action="store_true", help="tell of those that are right, too")
     given = parser.parse_args()
-    draw = cases.in_construction if given.construction else cases.anywhere
+    kinds = {"construction": cases.in_construction, "mesh": cases.on_a_mesh, "survive": cases.to_survive}
+    draw = next((draw for kind, draw in kinds.items() if getattr(given, kind)), cases.anywhere)
     seeds = given.seeds or range(given.first, given.first + given.count)
 
     def show(row: object) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 KILL, FREEZE, PAUSE, WAKE, TERMINATE, INTERRUPT = "SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT in time", "SIGSTOP, SIGCONT", "SIGTERM", "SIGINT"
 """Deeds from outside. A paused rank goes on before the timeout; one that is woken does so after it."""
+CUT = "cut cable"
+"""The deed from outside that befalls the host of a rank: nothing reaches the other host any more, and nobody is told."""
 RAISE, LEAVE, EXIT = "ValueError", "SystemExit", "os._exit"
 """Deeds in code of the user's own."""
 
@@ -41,7 +43,8 @@ class Case:
     The rank `victim` suffers the `deed`: one from outside in call number `call`, when the share `within` of the time that such a call takes
     has passed; one in the user's own code when it comes to `place` for the time number `count` + 1. `asleep` are the seconds until a
     stopped rank goes on, None for never. `late` are the seconds by which each rank comes late. `store` says who holds the store: a "file",
-    "rank 0" or the "launcher".
+    "rank 0" or the "launcher". Where there are `replicas`, the ranks are those of so many pipelines, one after the other, which go on
+    without who is gone if it `survives`. `hosts` has the host of each rank, 0 or 1; without it all run on this machine.
     """
 
     seed: int
@@ -62,6 +65,18 @@ class Case:
     count: int = 0
     asleep: float | None = None
     child: Child | None = None
+    replicas: int = 1
+    hosts: tuple[int, ...] = ()
+    survives: bool = False
+
+    def culprits(self, rank: int) -> set[int]:
+        """The ranks of which `rank` may name any.
+
+        Of two hosts, that with the store names ranks of the other one, and the other one the rank with the store.
+        """
+        if self.deed != CUT:
+            return {self.victim}
+        return {0} if self.hosts[rank] else {other for other, host in enumerate(self.hosts) if host}
 
     @property
     def all_go_on(self) -> bool:
@@ -76,8 +91,10 @@ class Case:
         )
         child = f", rank {self.child.rank} has a child that {self.child.does}" if self.child else ""
         post = " with PostValidation" if self.validates else ""
+        to_survive = " to survive" if self.survives else ""
+        mesh = f" ({self.replicas} replicas{to_survive}, hosts {self.hosts or 'none'})" if self.replicas > 1 else ""
         return (
-            f"{self.deed} of rank {self.victim} of {self.ranks} {where}; {self.schedule}{post} over {self.transport}, "
+            f"{self.deed} of rank {self.victim} of {self.ranks}{mesh} {where}; {self.schedule}{post} over {self.transport}, "
             f"store in {self.store}, timeout {self.timeout:g} s{child}"
         )
 
@@ -100,6 +117,55 @@ def in_construction(seed: int) -> Case:
     played = replace(_training(seed, draw), deed=draw.choice((KILL, FREEZE)))
     makes = [number for number, name in enumerate(played.calls) if name == MAKE]
     return _aimed(played, draw.choice(makes), draw)
+
+
+def on_a_mesh(seed: int) -> Case:
+    """A deed from outside, at any time of a whole training of two replicas of a pipeline of two ranks; in most cases on two hosts."""
+    draw = random.Random(f"mesh {seed}")
+    schedule = draw.choice(("1f1b", "zb-h1", "zb-v", "dualpipe"))
+    validates = schedule != "dualpipe" and draw.random() < 0.25
+    played = replace(
+        _training(seed, draw),
+        ranks=4,
+        schedule=schedule,
+        num_microbatches=4,
+        validates=validates,
+        calls=_calls(draw, validates, plans=False),
+        late=(0.0,) * 4,
+        victim=draw.randrange(4),
+        deed=draw.choices((KILL, FREEZE, CUT, PAUSE, WAKE, TERMINATE), weights=(5, 4, 5, 1, 1, 1))[0],
+        replicas=2,
+        hosts=draw.choice(((0, 0, 1, 1), (0, 1, 0, 1))),
+    )
+    if played.deed != CUT and draw.random() < 0.4:
+        played = replace(played, hosts=())
+    if played.hosts:
+        played = replace(played, store="rank 0")
+    return _aimed(played, draw.randrange(len(played.calls)), draw)
+
+
+def to_survive(seed: int) -> Case:
+    """A deed from outside in a mesh of two or three replicas of a pipeline of two ranks that are to survive it, some on two hosts."""
+    draw = random.Random(f"survive {seed}")
+    replicas = draw.choice((2, 2, 3))
+    ranks = 2 * replicas
+    played = replace(
+        _training(seed, draw),
+        ranks=ranks,
+        schedule=draw.choice(("1f1b", "zb-h1", "zb-v", "dualpipe")),
+        num_microbatches=4,
+        store=draw.choice(("launcher", "launcher", "file", "rank 0")),
+        validates=False,
+        calls=_calls(draw, validates=False, plans=False),
+        late=(0.0,) * ranks,
+        victim=draw.randrange(ranks),
+        deed=draw.choices((KILL, FREEZE, CUT, PAUSE, WAKE, TERMINATE), weights=(8, 4, 3, 1, 2, 3))[0],
+        replicas=replicas,
+        survives=True,
+    )
+    if played.deed == CUT or draw.random() < 0.3:
+        played = replace(played, store="rank 0", hosts=draw.choice(((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0))) + (0, 1) * (replicas - 2))
+    return _aimed(played, draw.randrange(len(played.calls)), draw)
 
 
 def _training(seed: int, draw: random.Random) -> Case:

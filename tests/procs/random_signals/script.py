@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zerobubble as zb
 from tests.procs.models import InBackward, batch, build, loss_fn
@@ -65,6 +66,7 @@ class Script:
         self._address = address
         self._bell = bell
         self._step = 0
+        self._mesh: DeviceMesh | None = None
         self._come_to = dict.fromkeys(cases.PLACES, 0)
 
     def run(self) -> int:
@@ -119,10 +121,12 @@ class Script:
         timeout = timedelta(seconds=MEETING_S)
         if not isinstance(self._address, int):
             dist.init_process_group("gloo", init_method=self._address, rank=self.rank, world_size=self.case.ranks, timeout=timeout)
+            self._mesh = _mesh(self.case)
             return
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._address), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.case.ranks)}
         dist.init_process_group("gloo", timeout=timeout)
+        self._mesh = _mesh(self.case)
 
     def do_make(self) -> None:
         case = self.case
@@ -135,7 +139,9 @@ class Script:
             timeout=case.timeout,
             transport=case.transport,
             on_loss=lambda microbatch, loss: self.come_to("on_loss"),
-            hooks=[_Hook(self)],
+            hooks=() if case.survives else [_Hook(self)],
+            mesh=self._mesh,
+            survive=case.survives,
         )
         plain = torch.optim.SGD(self.pipe.parameters(), lr=0.1)
         self.optimizer = zb.PostValidation(plain, self.pipe, max_norm=MAX_NORM) if case.validates else plain
@@ -197,6 +203,13 @@ class Script:
         atexit._run_exitfuncs()
         self.diary.write("child ended")
         os._exit(0)
+
+
+def _mesh(case: Case) -> DeviceMesh | None:
+    """The ranks as replicas of a pipeline; all of them are given the same data, so the numbers are those of one."""
+    if case.replicas == 1:
+        return None
+    return DeviceMesh("cpu", torch.arange(case.ranks).reshape(case.replicas, -1), mesh_dim_names=("dp", "pp"))
 
 
 class _Hook(StepHook):

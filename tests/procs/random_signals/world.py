@@ -6,21 +6,24 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.procs.hosts.hosts import Hosts, Quality, child_of, live_on, store_on
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals import diary, script
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Entry
 from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
 
-PATIENCE_S = 15.0
+PATIENCE_S = 45.0
 """Beyond the timeouts of torch and of the pipeline: whoever is not at an end by then hangs."""
+_CABLE = Quality(delay_ms=0.5, jitter_ms=0.5, loss=0.001)
 _SIGNALS = {cases.KILL: signal.SIGKILL, cases.TERMINATE: signal.SIGTERM, cases.INTERRUPT: signal.SIGINT}
 
 
@@ -47,7 +50,8 @@ def play(case: Case, offset: float) -> Evidence:
     """Play a case from its beginning to its end; a deed from outside is done `offset` seconds into the call at which it is aimed."""
     with tempfile.TemporaryDirectory(prefix="random-signals-") as folder:
         (Path(folder) / "tmp").mkdir()
-        return _World(case, Path(folder), offset).play()
+        with Hosts(["host0", "host1"], _CABLE) if case.hosts else nullcontext() as hosts:
+            return _World(case, Path(folder), offset, hosts).play()
 
 
 def warm_up() -> None:
@@ -60,7 +64,7 @@ def warm_up() -> None:
 class _World:
     """The processes of one case."""
 
-    def __init__(self, case: Case, folder: Path, offset: float) -> None:
+    def __init__(self, case: Case, folder: Path, offset: float, hosts: Hosts | None) -> None:
         self.case = case
         self.offset = offset
         self.folder = folder
@@ -70,17 +74,27 @@ class _World:
         context = forkserver()
         self._bell, self._bells = context.Pipe(duplex=False)
         self._store, address = _store(case, folder)
+        self._hosts = hosts
+        self.pids: list[int] = []
         self.processes: list[Any] = [
-            context.Process(target=script.live, args=(case, rank, folder, address, self._bells), daemon=True) for rank in range(case.ranks)
+            context.Process(target=self._live(rank), args=(case, rank, folder, address, self._bells), daemon=True)
+            for rank in range(case.ranks)
         ]
+
+    def _live(self, rank: int) -> Callable[..., object]:
+        """What the process of a rank runs, on its host if it has one."""
+        if self._hosts is None:
+            return script.live
+        return partial(live_on, self._hosts.pids[self.case.hosts[rank]], script.live)
 
     def play(self) -> Evidence:
         try:
             for process in self.processes:
                 with ONE_AT_A_TIME:
                     process.start()
+                self.pids.append(child_of(process.pid) if self.case.hosts else process.pid)
             self._do_the_deed()
-            living = [rank for rank in range(self.case.ranks) if rank != self.case.victim]
+            living = [rank for rank in range(self.case.ranks) if rank != self.case.victim or self.case.deed == cases.CUT]
             self._wait(self._longest(), living)
             self._wait(0.0 if self.case.deed == cases.FREEZE and self.deed else PATIENCE_S, [self.case.victim])
             return self._gather()
@@ -91,7 +105,6 @@ class _World:
         case = self.case
         if case.place:
             return
-        victim = self.processes[case.victim]
         end = time.monotonic() + self._longest()
         while not self._watch(1.0, [self._bell]):
             if self.ended[case.victim] or time.monotonic() > end:
@@ -99,14 +112,19 @@ class _World:
         self._wait(self.offset)
         if self.ended[case.victim]:
             return
-        with suppress(ProcessLookupError):
-            os.kill(victim.pid, _SIGNALS.get(case.deed, signal.SIGSTOP))
+        if self._hosts is not None and case.deed == cases.CUT:
+            self._hosts.cut(1)
+        else:
+            self._signal(_SIGNALS.get(case.deed, signal.SIGSTOP))
         self.deed = time.monotonic()
         if case.asleep is not None:
             self._wait(case.asleep)
-            with suppress(ProcessLookupError):
-                os.kill(victim.pid, signal.SIGCONT)
+            self._signal(signal.SIGCONT)
             self.woken = time.monotonic()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[self.case.victim], number)
 
     def _watch(self, seconds: float, bells: Sequence[Connection] = ()) -> bool:
         """Wait for so long, or until a process ends, whose time is noted, or until one of the bells rings: whether one did."""
@@ -123,7 +141,8 @@ class _World:
             self._watch(left)
 
     def _longest(self) -> float:
-        return 2 * script.MEETING_S + self.case.timeout + PATIENCE_S
+        going_on = 2 * self.case.timeout * self.case.survives
+        return 2 * script.MEETING_S + self.case.timeout + going_on + PATIENCE_S
 
     def _read(self, rank: int) -> list[Entry]:
         return diary.read(self.folder / f"diary{rank}")
@@ -134,6 +153,7 @@ class _World:
             self.deed = next((entry.time for entry in diaries[self.case.victim] if entry.what == "deed"), None)
         with ONE_AT_A_TIME:
             codes = [process.exitcode for process in self.processes]
+        shared = self._shared_left()
         self._end()
         return Evidence(
             self.deed,
@@ -141,18 +161,23 @@ class _World:
             diaries,
             codes,
             self.ended,
-            sorted(os.listdir(self.folder / "tmp")),
+            [*sorted(os.listdir(self.folder / "tmp")), *shared],
             self._processes_left(diaries),
             [(self.folder / f"log{rank}").read_text(errors="replace") for rank in range(self.case.ranks)],
         )
+
+    def _shared_left(self) -> list[str]:
+        """What is left in the hosts' own /dev/shm."""
+        hosts = self._hosts
+        return [f"/dev/shm/{name}" for pid in (hosts.pids if hosts else ()) for name in os.listdir(f"/proc/{pid}/root/dev/shm")]
 
     def _processes_left(self, diaries: list[list[Entry]]) -> list[str]:
         """Processes that the ranks have started and not ended, but for the child that is to hold what it inherits; they are ended now."""
         holds = self.case.child is not None and self.case.child.does == "holds"
         children = {entry.said for entries in diaries for entry in entries if entry.what == "child" and holds}
-        sessions = {process.pid for process in self.processes}
+        sessions = set(self.pids)
         left = _of_sessions(sessions)
-        end = time.monotonic() + 3
+        end = time.monotonic() + 30
         while set(left) - children and time.monotonic() < end:
             time.sleep(0.1)
             left = _of_sessions(sessions)
@@ -171,7 +196,7 @@ class _World:
         self._store = None
 
 
-def _of_sessions(sessions: set[int | None]) -> dict[int, str]:
+def _of_sessions(sessions: set[int]) -> dict[int, str]:
     """The processes whose session one of these processes has opened, each with what it runs."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -187,6 +212,8 @@ def _store(case: Case, folder: Path) -> tuple[Any, str | int]:
     """The store where the harness is its host, as a launcher is, and the address by which ranks find it."""
     if case.store == "file":
         return None, f"file://{folder / 'store'}"
+    if case.hosts:
+        return None, store_on(0)
     if case.store == "rank 0":
         return None, f"tcp://127.0.0.1:{free_port()}"
     import torch.distributed as dist

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, TypeVar
 
+from tests.procs.exhaustive import EXHAUSTIVE
 from zerobubble import Costs, Timeline, make, simulate
 from zerobubble.costs import NS_PER_MS
 from zerobubble.schedules import SCHEDULES
@@ -20,8 +21,12 @@ TIMES: tuple[Times, ...] = (UNIT, (2, 3, 1), (3, 2, 1), (6, 6, 4), (1, 2, 2), (5
 COMMS = (0.25, 0.5, 1, 1.5, 2, 3)
 """Times of a message in ms."""
 
-GRID = [(p, m) for p in range(2, 17) for m in range(1, 4 * p + 1) if p <= 8 or m % p in (0, 1, p - 1) or m % 9 == p % 9]
-"""(ranks, microbatches) of every closed form, as far as its conditions go: of many ranks those around multiples of p, and some others."""
+RANKS = range(2, 17) if EXHAUSTIVE else (*range(2, 9), 11, 16)
+GRID = [(p, m) for p in RANKS for m in range(1, 4 * p + 1) if p <= 8 or m % p in (0, 1, p - 1) or m % 9 == p % 9]
+"""(ranks, microbatches) of every closed form, as far as its conditions go: of many ranks those around multiples of p, and some others.
+
+With ZEROBUBBLE_EXHAUSTIVE=1 of every number of ranks up to 16, which takes twice as long.
+"""
 
 FULL = [(p, m) for p, m in GRID if m >= 2 * p - 1]
 """Enough microbatches for no bubble at unit times."""

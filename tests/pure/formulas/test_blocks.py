@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from tests.pure.formulas.played import TIMES, UNIT, Times, makespan_bubble, played, span_bubble
+from tests.thinned import every_of
 from zerobubble import Costs, make, simulate
 from zerobubble.costs import NS_PER_MS
 
@@ -64,8 +65,7 @@ def test_two_thirds() -> None:
         assert bubble("two-thirds", p, m, v=1) == (odd if m % 2 else 2 * p - 3), (p, m)
 
 
-@pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize(("v", "times"), every_of(5, [1, 2, 3], TIMES))
 def test_interleaved_lean_has_the_bubble_of_interleaved_1f1b(times: Times, v: int) -> None:
     for p, m in [(ranks, microbatches) for ranks in range(1, 8) for microbatches in range(1, 3 * ranks + 2)]:
         timeline = played("interleaved-lean", p, m, times, v=v)

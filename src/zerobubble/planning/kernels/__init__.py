@@ -1,21 +1,29 @@
 """The compiled part of the planner: simulator, list scheduler and annealing, and the search that drives them. Needs numba."""
 
+from zerobubble.planning.kernels.anneal import seed_random
+from zerobubble.planning.kernels.joint_search import JointOrder, first_orders, improve_jointly
 from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_of
-from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
+from zerobubble.planning.kernels.portfolio import anneal_by_turns, compile_all, search_portfolio
 from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
-from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
+from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of, tables_with_plain
 
 __all__ = [
     "BudgetMeter",
+    "JointOrder",
     "SearchState",
     "all_ranks_fit",
+    "anneal_by_turns",
     "compile_all",
+    "first_orders",
+    "improve_jointly",
     "longest_time",
     "most_robust",
     "order_of",
     "rows_of",
     "schedule_of_order",
     "search_portfolio",
+    "seed_random",
     "tables_of",
+    "tables_with_plain",
 ]

@@ -170,7 +170,8 @@ def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
     low, high = tables.ranks[rank].first, tables.ranks[rank].stop
     while low < high:
         middle = (low + high) // 2
-        if in_sample(rows.end, middle, 0) - tables.codes[rows.code[middle]].time < time:
+        one = rows.code[middle] * tables.microbatches + rows.microbatch[middle]
+        if in_sample(rows.end, middle, 0) - tables.time[one] < time:
             low = middle + 1
         else:
             high = middle
@@ -234,7 +235,8 @@ def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
         code = rows.code[at]
         rank, need = tables.codes[code].rank, tables.codes[code].maker
         start = in_sample(rows.end, at, sample) - duration_of(tables, rows.end, rows.sampled, code, rows.microbatch[at], sample)
-        in_row = at > tables.ranks[rank].first and in_sample(rows.end, at - 1, sample) == start
+        ahead = tables.ahead[code * tables.microbatches + rows.microbatch[at]]
+        in_row = at > tables.ranks[rank].first and in_sample(rows.end, at - 1, sample) + ahead == start
         if need >= 0:
             source = rows.where[need * tables.microbatches + rows.microbatch[at]]
             by_message = in_sample(rows.end, source, sample) + tables.codes[code].lag == start

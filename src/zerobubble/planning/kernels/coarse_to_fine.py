@@ -5,18 +5,18 @@ A policy means the same for any number of ranks, and a schedule of few ranks is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from zerobubble.bounds import lower_bounds
 from zerobubble.costs import Costs, Limits
 from zerobubble.ir import Placement
 from zerobubble.planning.kernels.policy import NEVER, for_twice_the_ranks, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Floats, tables_of
-from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.problem import Problem
 
 POOL_SIZE = 8
 """Policies in the pool that a search improves: the best so far, of which new ones are made."""
@@ -52,12 +52,17 @@ def coarsened(problem: Problem, ranks: int, microbatches: int) -> Problem:
     route, costs = problem.placement.routes[0], problem.costs
     stages = [stage for stage, rank in enumerate(route) if rank in new_rank]
     held = {rank: sum(max(costs.held_after_f[s], costs.held_after_b[s]) for s in stages if route[s] == rank) for rank in kept}
+    again = problem.recomputation
     limits = Limits(tuple(max(problem.limits.memory[rank] * ranks // full, held[rank], 1) for rank in kept))
     columns = (costs.forward, costs.backward, costs.weight, costs.held_after_f, costs.held_after_b)
     forward, backward, weight, after_f, after_b = (tuple(column[stage] for stage in stages) for column in columns)
     comm = tuple(max(costs.comm[stage:next_stage]) for stage, next_stage in pairwise(stages))
     placement = Placement("custom", ranks, (tuple(new_rank[route[stage]] for stage in stages),))
-    return Problem(placement, microbatches, Costs(forward, backward, weight, comm, after_f, after_b), limits, problem.objective)
+    small = Problem(placement, microbatches, Costs(forward, backward, weight, comm, after_f, after_b), limits, problem.objective)
+    if again is None:
+        return small
+    chosen = tuple(again.chosen[stage] for stage in stages)
+    return replace(small, costs=small.costs.with_recompute(chosen), recomputation=replace(again, chosen=chosen))
 
 
 def coarse_problems(problem: Problem) -> list[Problem]:
@@ -96,9 +101,7 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
 
 def _search_level(problem: Problem, pool: PolicyPool, budget: BudgetMeter, is_coarsest: bool) -> Floats:
     """The policies that are best for one of the coarser problems, best first, after a search that begins with those of `pool`."""
-    bounds = lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits)
-    bound = bounds.span if problem.objective is Objective.SPAN else bounds.makespan
-    state = SearchState(tables_of(problem), bound.time, budget, lambda time, how: None)
+    state = SearchState(tables_of(problem), problem.bound().time, budget, lambda time, how: None)
     state.improve_policies(pool, len(pool.costs))  # as many tries as policies: each is tried as it is
     niches = [pool.best(POOL_SIZE) for _ in range(NICHES if is_coarsest else 1)]
     for n, niche in enumerate(niches):

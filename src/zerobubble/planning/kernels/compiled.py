@@ -1,4 +1,5 @@
-"""How the kernels are compiled: kept on disk, and without counting references to arrays, which would take most of their time.
+"""How the kernels are compiled: kept on disk, without the interpreter's lock, and without counting references to arrays, which would take
+most of their time.
 
 So they get every array from outside and make none; numba says so when one tries.
 """
@@ -12,7 +13,7 @@ from numba import njit
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False}
+OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "_nrt": False}
 
 compiled: Callable[[Kernel], Kernel] = njit(**OPTIONS)
 inlined: Callable[[Kernel], Kernel] = njit(**OPTIONS, forceinline=True)

@@ -131,7 +131,8 @@ def reset(tables: Tables, due: Floats, scratch: ListScratch) -> None:
         state.pending = 0
         growth = 0
         for at in range(tables.ranks[rank].forward, tables.ranks[rank].forward_stop):
-            growth = max(growth, tables.codes[tables.codes[tables.forwards[at]].successor].held)
+            back = tables.codes[tables.codes[tables.forwards[at]].successor]
+            growth = max(growth, back.held + back.over)
         state.room = tables.ranks[rank].limit - growth
 
 
@@ -153,7 +154,7 @@ def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: i
     code = state.choice
     of, one = tables.codes[code], scratch.next[code]
     if state.filled > 0 or tables.from_start:
-        state.idle += scratch.next_start[rank] - state.free
+        state.idle += scratch.next_start[rank] - of.ahead - state.free
     state.free = scratch.next_start[rank] + of.time
     state.held += of.held
     scratch.order[tables.ranks[rank].first + state.filled] = code
@@ -183,10 +184,10 @@ def choose_next_pass(tables: Tables, dispatch: Records, scratch: ListScratch, ra
     state.start = start
     if state.pending > 0:
         weight, weight_due = oldest_weight(tables, scratch, rank)
-        gap = start - state.free
+        gap = start - state.free - (tables.codes[code].ahead if code >= 0 else 0)
         if (
             code < 0
-            or state.held + tables.codes[code].held > tables.ranks[rank].limit
+            or state.held + tables.codes[code].held + tables.codes[code].over > tables.ranks[rank].limit
             or due > weight_due + rule.delay
             or state.pending >= rule.backlog
             or (gap > 0 and (gap >= rule.patch * tables.codes[weight].time or state.idle + gap > rule.allowance))
@@ -245,7 +246,8 @@ def list_ready(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int, fl
             urgent = min(urgent, backward.due)
             if backward.arrival < FAR:
                 one = scratch.ready[ready]
-                one.code, one.start, one.due = code + stages, max(state.free, backward.arrival), backward.due
+                begin = max(state.free + tables.codes[code + stages].ahead, backward.arrival)
+                one.code, one.start, one.due = code + stages, begin, backward.due
                 ready += 1
         if forward.runs < tables.microbatches:
             urgent = min(urgent, forward.due)

@@ -21,6 +21,7 @@ from zerobubble.planning.kernels.samples import (
     known_times,
     new_clocks,
     outcome,
+    run_ahead,
     run_pass,
     wait_for,
 )
@@ -102,9 +103,10 @@ def update_held(tables: Tables, rows: Rows, rank: int, start: int, stop: int) ->
     """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the rank's limit is passed there."""
     held = rows.held[start - 1] if start > tables.ranks[rank].first else 0
     for i in range(start, stop):
-        held += tables.codes[rows.code[i]].held
+        one = rows.code[i] * tables.microbatches + rows.microbatch[i]
+        held += tables.held[one]
         rows.held[i] = held
-        if held > tables.ranks[rank].limit:
+        if held + tables.over[one] > tables.ranks[rank].limit:
             return False
     return True
 
@@ -143,6 +145,8 @@ def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: 
         free, idle = begin_visit(rows.end, rows.idle, i, first, state.clocks)
         while i < last:
             code = rows.code[i]
+            one = code * m + rows.microbatch[i]
+            free = run_ahead(rows.end, free, tables.ahead[one])
             need = tables.codes[code].maker
             if need >= 0:
                 at = rows.where[need * m + rows.microbatch[i]]
@@ -156,7 +160,7 @@ def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: 
                 )
                 if waited and exceeds(rows.end, longest, total, share, cutoff):
                     return -1, np.inf
-            free = run_pass(rows.end, rows.idle, rows.sampled, i, code * m + rows.microbatch[i], tables.codes[code].time, free, idle)
+            free = run_pass(rows.end, rows.idle, rows.sampled, i, one, tables.time[one], free, idle)
             if tables.codes[code].user >= 0:
                 reader = tables.codes[tables.codes[code].user].rank
                 if blocked[reader] == i:

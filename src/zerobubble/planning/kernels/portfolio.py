@@ -83,6 +83,15 @@ def _take_turns(state: SearchState, pool: PolicyPool, seeds: Sequence[Ints], nea
         moves, tries, turn = 2 * moves, 2 * tries, turn + 1
 
 
+def anneal_by_turns(state: SearchState, order: Ints) -> None:
+    """Anneal `order`, and then the best so far, from one temperature after the other, for longer and longer."""
+    state.offer(order, "seed")
+    moves, turn = max(20_000, 12 * state.tables.size), 0
+    while not state.done and state.order is not None:
+        _anneal(state, state.order, moves, turn, 0.4)
+        moves, turn = 2 * moves, turn + 1
+
+
 def compile_all(problem: Problem) -> None:
     """Call everything compiled once, which compiles it or loads what was compiled before."""
     state = SearchState(tables_of(problem), 0, BudgetMeter(0.0, 1 << 62), lambda time, how: None)

@@ -86,7 +86,7 @@ def _on_fresh_samples(tables: Tables, order: Ints, error: float, seed: int) -> S
 
 def draw_samples(tables: Tables, error: float, seed: tuple[int, ...]) -> SampledTimes:
     """The times as measured, then samples with a normal factor of standard deviation `error` for each pass, in whole ns from 0 on."""
-    measured = np.repeat(tables.codes["time"], tables.microbatches)[:, None]
+    measured = tables.time[:, None]
     factors = np.random.default_rng(seed).normal(1, error, (tables.size, SAMPLES))
     duration = np.hstack((measured, np.maximum(0, np.rint(measured * factors))))
     rank = np.repeat(tables.codes["rank"], tables.microbatches)

@@ -153,6 +153,14 @@ def exceeds(end: Times, longest: Any, total: Any, share: float, cutoff: float) -
 
 
 @inlined
+def run_ahead(end: Times, free: Any, ahead: int) -> Any:
+    """When a rank is free after the R right before a pass, which takes `ahead` ns; samples of noise have no R."""
+    if end.ndim == 1:
+        return free + ahead
+    return free
+
+
+@inlined
 def run_pass(end: Times, idle: Times, sampled: Any, at: int, one: int, time: int, free: Any, idled: Any) -> Any:
     """Run the pass at position `at`, which is number `one` among the sampled times, and note its times; when its rank is free."""
     if end.ndim == 1:
@@ -208,7 +216,7 @@ def aim(end: Times, longest: Any, cost: float) -> Any:
 def duration_of(tables: Tables, end: Times, sampled: Any, code: int, microbatch: int, sample: int) -> Any:
     """What the pass of a code and microbatch takes in a sample."""
     if end.ndim == 1:
-        return tables.codes[code].time
+        return tables.time[code * tables.microbatches + microbatch]
     return sampled.duration[code * tables.microbatches + microbatch, sample]
 
 

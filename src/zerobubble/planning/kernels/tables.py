@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.kinds import MOVES, traits_of
+from zerobubble.kinds import HELD, MOVES, traits_of
 from zerobubble.planning.problem import Objective, Problem
 from zerobubble.rules import used_stages
 
@@ -23,10 +25,12 @@ PLANNED = (Kind.F, Kind.B, Kind.W)
 _MAKER = {stuff: kind for kind in PLANNED for stuff in traits_of(kind).makes}
 
 
-CODE = np.dtype([(name, "i8") for name in ("rank", "time", "held", "maker", "lag", "user", "predecessor", "successor")])
+CODE = np.dtype([(name, "i8") for name in ("rank", "time", "held", "ahead", "over", "maker", "lag", "user", "predecessor", "successor")])
 """What is known of a code, in ns and bytes; -1 stands for no code.
 
-`held` is by how many bytes a pass changes what its rank holds. `maker` is the code whose message it waits for, which takes `lag` ns, and
+`held` is by how many bytes a pass changes what its rank holds. A B whose forward is computed again has its R right before it: `ahead` is
+the ns of that R, which does not wait for the message of B, and `over` by how many bytes the rank then holds more than before and after.
+`maker` is the code whose message a pass waits for, which takes `lag` ns, and
 `user` the code that waits for its own message. `predecessor` is the code of the same stage that must have run before it, and
 `successor` the one that comes next on the same stage.
 """
@@ -35,12 +39,15 @@ RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "fo
 """What is known of a rank: where its row starts and ends among all rows, its limit in bytes, the ns it is busy, its part of `forwards`."""
 
 Records = NDArray[np.void]
+Pair = tuple[int, int]
+"""A stage and a microbatch."""
 
 
 class Tables(NamedTuple):
     """A problem as arrays over codes, where code `k * stages + s` stands for the passes of `PLANNED[k]` and stage s.
 
-    Microbatches are alike, so a row is a sequence of codes, and the j-th time a code stands in it is microbatch j.
+    A row is a sequence of codes, and the j-th time a code stands in it is the microbatch in place j. Microbatches that are alike stand in
+    the order of their numbers; others may change places, see `place_swaps`.
     """
 
     microbatches: int
@@ -54,6 +61,14 @@ class Tables(NamedTuple):
     """Rank after rank, the codes that begin its stages, in the order a microbatch comes by."""
     chain: Ints
     """The codes one microbatch passes from the first message to the last."""
+    time: Ints
+    """The ns of a pass: of code c for the microbatch in place j at `c * microbatches + j`."""
+    held: Ints
+    """By how many bytes a pass changes what its rank holds, at the same places."""
+    ahead: Ints
+    """The ns of the R right before a pass, 0 where there is none, at the same places."""
+    over: Ints
+    """How many bytes the rank holds during a pass beyond what it holds after it, at the same places."""
 
     @property
     def size(self) -> int:
@@ -66,20 +81,70 @@ def tables_of(problem: Problem) -> Tables:
     ranks_of_stages = problem.placement.routes[0]
     codes = _codes(problem)
     chain = _chain(codes)
+    time, held = _of_passes(problem)
+    ahead, over = (np.repeat(codes[name], problem.num_microbatches) for name in ("ahead", "over"))
     begins = [code for code in chain if codes["predecessor"][code] < 0]
     return Tables(
         problem.num_microbatches,
         problem.objective is Objective.MAKESPAN,
         codes,
-        _ranks(problem, codes),
+        _ranks(problem, codes, time + ahead),
         _ints(sorted(begins, key=lambda code: ranks_of_stages[code % len(ranks_of_stages)])),
         _ints(chain),
+        time,
+        held,
+        ahead,
+        over,
     )
 
 
+def tables_with_plain(problem: Problem, tables: Tables, plain: Iterable[Pair]) -> Tables:
+    """`tables` where the forwards of the stages and microbatches `plain` are not computed again, though others of their stages are."""
+    time, held, ahead, over = tables.time, tables.held.copy(), tables.ahead.copy(), tables.over.copy()
+    stages, m, work = problem.placement.num_stages, tables.microbatches, tables.ranks.copy()
+    for stage, microbatch in plain:
+        forward, backward = (PLANNED.index(kind) * stages + stage for kind in (Kind.F, Kind.B))
+        work["work"][problem.placement.routes[0][stage]] -= ahead[backward * m + microbatch]
+        held[forward * m + microbatch] = problem.costs.memory_change(Kind.F, stage)
+        held[backward * m + microbatch] = problem.costs.memory_change(Kind.B, stage)
+        ahead[backward * m + microbatch] = over[backward * m + microbatch] = 0
+    return tables._replace(time=time, held=held, ahead=ahead, over=over, ranks=work)
+
+
+def _of_passes(problem: Problem) -> tuple[Ints, Ints]:
+    """The ns of all passes and their bytes, code after code, microbatches in the order of their numbers."""
+    costs, m = problem.costs, problem.num_microbatches
+    passes = [(kind, stage) for kind in PLANNED for stage in range(problem.placement.num_stages)]
+    if not costs.shares:
+        time, held = ([amount(*one) for one in passes] for amount in (costs.time, partial(_change, problem)))
+        return np.repeat(_ints(time), m), np.repeat(_ints(held), m)
+    shares, nothing = np.array(costs.shares), np.zeros(m, np.int64)
+
+    def sized(names: Iterable[str], stage: int) -> Ints:
+        return sum([np.rint(costs.column(name)[stage] * shares).astype(np.int64) for name in names], start=nothing)
+
+    times, changes = [], []
+    for kind, stage in passes:
+        traits = traits_of(kind)
+        used = (HELD[stuff] for stuff, hop in traits.uses if hop == 0 and stuff in HELD)
+        times.append(sized(traits.times, stage))
+        changes.append(sized((HELD[stuff] for stuff in traits.makes if stuff in HELD), stage) - sized(used, stage))
+    return np.concatenate(times), np.concatenate(changes)
+
+
+def _change(problem: Problem, kind: Kind, stage: int) -> int:
+    """By how many bytes a pass changes what its rank holds, that of B together with that of its R."""
+    costs = problem.costs
+    if not problem.recomputes(stage):
+        return costs.memory_change(kind, stage)
+    again = costs.memory_change(Kind.R, stage) if kind is Kind.B else 0
+    return again + costs.memory_change(kind, stage, Kind.R)
+
+
 def _codes(problem: Problem) -> Records:
-    """A `CODE` for each kind and stage."""
+    """A `CODE` for each kind and stage; of microbatches of unequal cost it has the time and the bytes of their mean."""
     ranks_of_stages, costs = problem.placement.routes[0], problem.costs
+    costs = costs.scaled(fmean(costs.shares)) if costs.shares else costs
     stages = len(ranks_of_stages)
     kinds = [(kind, stage) for kind in PLANNED for stage in range(stages)]
     codes = np.full(len(kinds), -1, CODE)
@@ -87,7 +152,11 @@ def _codes(problem: Problem) -> Records:
         one = codes[code]
         one["rank"] = ranks_of_stages[stage]
         one["time"] = costs.time(kind, stage)
-        one["held"] = costs.memory_change(kind, stage)
+        one["held"] = costs.memory_change(kind, stage) if problem.costs.shares else _change(problem, kind, stage)
+        one["ahead"], one["over"] = 0, 0
+        if kind is Kind.B and problem.recomputes(stage):
+            one["ahead"] = costs.time(Kind.R, stage)
+            one["over"] = max(0, costs.memory_change(Kind.R, stage) - one["held"])
         for stuff, at in used_stages(kind, stage, stages):
             before = PLANNED.index(_MAKER[stuff]) * stages + at
             if stuff in MOVES:
@@ -101,15 +170,16 @@ def _codes(problem: Problem) -> Records:
     return codes
 
 
-def _ranks(problem: Problem, codes: Records) -> Records:
+def _ranks(problem: Problem, codes: Records, time: Ints) -> Records:
     """A `RANK` for each rank."""
     m = problem.num_microbatches
+    of_codes = time.reshape(len(codes), m).sum(axis=1)
     ranks, row, forward = [], 0, 0
     for rank, limit in enumerate(problem.limits.memory):
-        times = codes["time"][codes["rank"] == rank]
+        times = of_codes[codes["rank"] == rank]
         row_end = row + m * len(times)
         forward_end = forward + problem.placement.routes[0].count(rank)
-        ranks.append((row, row_end, limit, m * int(times.sum()), forward, forward_end))
+        ranks.append((row, row_end, limit, int(times.sum()), forward, forward_end))
         row, forward = row_end, forward_end
     return np.array(ranks, RANK)
 
@@ -131,13 +201,13 @@ def _ints(values: Sequence[int]) -> Ints:
 
 
 def order_of(schedule: Schedule) -> Ints:
-    """The rows of `schedule` one after another as codes; a backward in one piece becomes B and W.
+    """The rows of `schedule` one after another as codes; a backward in one piece becomes B and W, and an R is part of its B.
 
     Raises `InputError` for a schedule that does not train every microbatch on every stage, or has passes of other kinds.
     """
     stages = schedule.num_stages
     first = {kind: k * stages for k, kind in enumerate(PLANNED)}
-    pieces = {kind: (first[kind],) for kind in PLANNED} | {Kind.BW: (first[Kind.B], first[Kind.W])}
+    pieces = {kind: (first[kind],) for kind in PLANNED} | {Kind.BW: (first[Kind.B], first[Kind.W]), Kind.R: ()}
     foreign = {kind for row in schedule.rows for kind, _, _ in row} - pieces.keys()
     if foreign:
         wrong = ", ".join(sorted(foreign))
@@ -148,14 +218,22 @@ def order_of(schedule: Schedule) -> Ints:
     return order
 
 
-def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints) -> Schedule:
-    """The schedule whose rows are `order`."""
+def schedule_of_order(
+    name: str, problem: Problem, tables: Tables, order: Ints, takers: Sequence[int] = (), plain: Collection[Pair] = ()
+) -> Schedule:
+    """The schedule whose rows are `order`, with each R right before its B, but none for the stages and microbatches `plain`.
+
+    `takers` are the microbatches in their places, if not given in the order of their numbers.
+    """
+    number = takers or range(tables.microbatches)
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)
     rows, letters = [], order.tolist()
     for start, end in tables.ranks[["first", "stop"]].tolist():
         row = []
         for code in letters[start:end]:
-            row.append(Op(PLANNED[code // stages], code % stages, count[code]))
+            op = Op(PLANNED[code // stages], code % stages, number[count[code]])
+            again = op.kind is Kind.B and problem.recomputes(op.stage) and (op.stage, op.microbatch) not in plain
+            row += [op._replace(kind=Kind.R), op] if again else [op]
             count[code] += 1
         rows.append(tuple(row))
     return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))

@@ -6,19 +6,21 @@ for nothing else; what was sent is the mailbox's, which keeps it no longer than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.ir import Op, Step
+from zerobubble.ir import Kind, Op, Step
 from zerobubble.kinds import MOVES, Stuff, traits_of
 from zerobubble.lowering.rollback import RollbackPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value, makes, uses
+from zerobubble.runtime.executor.endings import Endings, RowListener
+from zerobubble.runtime.executor.gathering import Gathering
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.runs import Task, run_of
 from zerobubble.runtime.mailbox.handshake import StepHandshake
@@ -27,12 +29,13 @@ from zerobubble.runtime.measure.clock import Instant, clock_for
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_keywords
 from zerobubble.runtime.values.shapes import KnownMessages
 from zerobubble.timeline import Doing
 
 Call = Callable[[], object]
+Named = TypeVar("Named", Op, Value)
 
 
 class Batch(NamedTuple):
@@ -41,6 +44,7 @@ class Batch(NamedTuple):
     `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
     rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
     where messages with the ranks `announced` tell them. `named_arguments[stage][j]` are those that a stage's own rank was given.
+    `order` has the microbatch that takes each place of the program: passes and messages have the numbers of places.
     """
 
     inputs: list[Tensors]
@@ -49,6 +53,7 @@ class Batch(NamedTuple):
     known: KnownMessages
     announced: frozenset[int]
     named_arguments: dict[int, list[dict[str, Any]]]
+    order: Sequence[int]
 
 
 class Overlapped:
@@ -78,51 +83,60 @@ class _Pass(NamedTuple):
 
 
 class Executor:
-    """Plays `program.rows[transport.rank]` on `stages`, this rank's by index.
+    """Plays `program.rows[peers.rank]` on `stages`, this rank's by index.
 
     The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
-    `records` tells what ran when; while `recording`, when messages were sent and waited for; with a `meter` set, what was held.
+    `records` tells what ran when; while `recording`, when messages were sent and waited for; with a `meter` set, what was held. They and
+    `place` name the microbatches that have taken the program's places, as `order` says.
     While it runs, `at` is the action in hand, for whoever has to explain a failure. A row with a `rollback` point can be asked to start
-    over there. `stage_is_done(stage)` is called when the last pass has run that adds to the gradients of a stage.
-    `handshake` opens its steps.
+    over there. `listener` is told which step is next and when gradients are complete.
+    `handshake` opens its steps. Of weights that lie in shards not more than `gathered_bytes` are gathered at a time, as `gathering` says.
     """
 
     def __init__(
         self,
         program: Program,
         stages: dict[int, Stage],
-        transport: Transport,
+        peers: Peers,
         handshake: StepHandshake,
         pace: Pace | None,
         overlap: Overlap | None = None,
         rollback: RollbackPoint | None = None,
-        stage_is_done: Callable[[int], None] | None = None,
+        listener: RowListener | None = None,
+        gathered_bytes: int | None = None,
     ) -> None:
         self.program = program
         self.handshake = handshake
         self.overlap = overlap
-        self.row = program.rows[transport.rank]
+        self.row = program.rows[peers.rank]
         self.at = 0
         self.rollback = rollback
         self.meter: Meter | None = None
         self._marks: list[tuple[Op, Instant, Instant]] = []
         self._held: list[tuple[Instant, int]] = []
-        self._clock = clock_for(transport.device)
+        self._clock = clock_for(peers.device)
         self._stages = stages
+        steps = [action.step for action in self.row if isinstance(action, Compute)]
+        self.gathering = Gathering(steps, stages, gathered_bytes, f"rank {peers.members[peers.rank]}")
+        self._listener = listener
+        self._endings = Endings(self.row, stages, self.gathering, listener, self.record_reduction)
         self._num_stages = program.num_stages
         self._training = not program.is_forward_only
         for kind in program.kinds:  # those of all rows, so that no rank begins what another has to refuse
             run_of(kind)
+        for again in {*program.recomputed.values()}:
+            run_of(Kind.F, again)
         self._pace = pace
-        self._mailbox = Mailbox(program, transport)
-        self._tells_gradients = transport.capabilities.carries_whole_messages
+        self._mailbox = Mailbox(program, peers)
+        self._tells_gradients = peers.capabilities.carries_whole_messages
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
         self._values: dict[Value, Any] = {}
         self._kept: dict[tuple[int, int], dict[Stuff, Any]] = {}
         self._batch: Batch | None = None
-        self._stage_is_done = stage_is_done
+        self.order: Sequence[int] = range(program.num_microbatches)
         self._messages: list[tuple[Doing, Value, Instant, Instant]] = []
         self._optimizer: list[tuple[Instant, Instant]] = []
+        self._reductions: list[tuple[int, int, int]] = []
         self._recording = False
         self.recording = True
 
@@ -136,9 +150,10 @@ class Executor:
         if value is not self._recording:
             self._recording = value
             self._calls = [self._compile(action) for action in self.row]
-            if self._stage_is_done is not None:
-                for stage, position in self._last_passes().items():
-                    self._calls[position] = partial(_both, self._calls[position], partial(self._stage_is_done, stage))
+            computes = [position for position, action in enumerate(self.row) if isinstance(action, Compute)]
+            for number, position in enumerate(computes):
+                self._calls[position] = self.gathering.around(number, self._told(number, self._calls[position]))
+            self._calls = [self._endings.around(position, call) for position, call in enumerate(self._calls)]
 
     def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
         """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.
@@ -147,6 +162,9 @@ class Executor:
         forgotten and the row starts over.
         """
         self._optimizer = []
+        self.gathering.begin(trains=self._training)
+        self._endings.begin()
+        self._reductions = []
         self._clock.start()
         self._begin(batch)
         if goes_on is None:
@@ -156,15 +174,18 @@ class Executor:
             self._play(0, self.rollback.position)
             if not goes_on():
                 self._mailbox.drain(self.rollback.coming)
+                self.gathering.abandon()
                 self._forget()
                 self._begin(batch)
                 self._play(0, self.rollback.position)
             self._play(self.rollback.position, len(self.row))
         self.at = len(self.row)
+        self._endings.finish()
         self._batch = None
 
     def _begin(self, batch: Batch) -> None:
         self._batch = batch
+        self.order = batch.order
         self._marks = []
         self._held = []
         self._messages = []
@@ -187,10 +208,11 @@ class Executor:
         """What the last step noted, read off the clock of the device."""
         read = self._clock.read
         return Records(
-            [(op, read(begin), read(end)) for op, begin, end in self._marks],
+            [(self._taken(op), read(begin), read(end)) for op, begin, end in self._marks],
             [(read(when), held) for when, held in self._held],
-            [(doing, value, read(begin), read(end)) for doing, value, begin, end in self._messages],
+            [(doing, self._taken(value), read(begin), read(end)) for doing, value, begin, end in self._messages],
             [(read(begin), read(end)) for begin, end in self._optimizer],
+            tuple(self._reductions),
         )
 
     def settle(self) -> None:
@@ -204,13 +226,25 @@ class Executor:
         yield
         self._optimizer.append((begin, self._clock.mark()))
 
+    def record_reduction(self, stage: int, began: int, ended: int) -> None:
+        """Note when gradients of a stage were summed over replicas, in `perf_counter_ns`."""
+        self._reductions.append((stage, began, ended))
+
     @property
     def place(self) -> tuple[str, str]:
         """Where in its row the executor is, in words, and the action in hand."""
         if not 0 <= self.at < len(self.row):
             return "before its first pass" if self.at < 0 else "after its last pass", ""
-        action = str(self.row[self.at])
-        return f"at '{action}'", action
+        action = self.row[self.at]
+        if isinstance(action, Compute):
+            action = Compute(tuple(map(self._taken, action.step)))
+        else:
+            action = action._replace(value=self._taken(action.value))
+        return f"at '{action}'", str(action)
+
+    def _taken(self, named: Named) -> Named:
+        """A pass or a value of the program, under the number of the microbatch that has taken its place."""
+        return named._replace(microbatch=self.order[named.microbatch])
 
     @property
     def ends(self) -> tuple[list[int], list[int]]:
@@ -223,6 +257,7 @@ class Executor:
         """Give back all that is held for steps, whatever is in flight too: there is none any more. What the last one noted stays."""
         self.handshake.clear()
         self._mailbox.close()
+        self.gathering.close()
         self._forget()
         self._calls = []
 
@@ -235,6 +270,18 @@ class Executor:
         for stage in self._stages.values():
             stage.clear()
 
+    def _told(self, number: int, call: Call) -> Call:
+        """The call of step `number` of the row, of which the listener is told first."""
+        if self._listener is None:
+            return call
+        tell = self._listener.row_goes_on
+
+        def told() -> None:
+            tell(number)
+            call()
+
+        return told
+
     def _compile(self, action: Action) -> Call:
         if isinstance(action, Compute):
             passes = [self._compile_pass(op) for op in action.step]
@@ -244,11 +291,6 @@ class Executor:
         if isinstance(action, Send):
             return self._timed(Doing.SEND, action.value, partial(self._post_out, action.value, action.peer))
         return partial(self._mailbox.release, action.value)
-
-    def _last_passes(self) -> dict[int, int]:
-        """For each stage, where in the row the last pass is that adds to its gradients."""
-        passes = ((position, op) for position, action in enumerate(self.row) if isinstance(action, Compute) for op in action.step)
-        return {op.stage: position for position, op in passes if traits_of(op.kind).adds_gradients}
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
@@ -320,20 +362,20 @@ class Executor:
         microbatch = op.microbatch
         task = Task(stage, microbatch, self._kept_for(op))
         source, target = self._ends(op)
-        run = run_of(op.kind)
+        run = run_of(op.kind, self.program.recomputed.get(op[1:]))
 
         received = None if source is None else self._taking(source, self._inputs)
 
         def take() -> Tensors:
             assert self._batch is not None
-            inputs = self._batch.inputs[microbatch] if received is None else received()
+            inputs = self._batch.inputs[self.order[microbatch]] if received is None else received()
             named = self._batch.named_arguments
-            return with_keywords(inputs, named[op.stage][microbatch]) if op.stage in named else inputs
+            return with_keywords(inputs, named[op.stage][self.order[microbatch]]) if op.stage in named else inputs
 
         def train(inputs: Tensors) -> None:
             assert self._batch is not None
             task.taken = inputs
-            task.finish = partial(self._batch.finish, microbatch) if target is None else None
+            task.finish = partial(self._batch.finish, self.order[microbatch]) if target is None else None
             try:
                 outputs = run(task)
             finally:
@@ -344,7 +386,7 @@ class Executor:
 
         def infer(inputs: Tensors) -> None:
             assert self._batch is not None
-            outputs = stage.infer(inputs, partial(self._batch.finish, microbatch) if target is None else None)
+            outputs = stage.infer(inputs, partial(self._batch.finish, self.order[microbatch]) if target is None else None)
             if target is not None:
                 self._values[target] = outputs
 
@@ -396,7 +438,7 @@ class Executor:
 
     def _done(self, step: Step, begin: Instant) -> None:
         if self._pace is not None:
-            self._pace.hold(step, begin)
+            self._pace.hold(tuple(map(self._taken, step)), begin)
         end = self._clock.mark()
         for op in step:
             self._marks.append((op, begin, end))
@@ -405,8 +447,3 @@ class Executor:
 
     def _post_out(self, value: Value, peer: int) -> None:
         self._mailbox.send(value, peer, self._values.pop(value))
-
-
-def _both(first: Call, second: Call) -> None:
-    first()
-    second()

@@ -13,13 +13,14 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.lowering import PREFETCH, lower, prefetch_depth
 from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
 from zerobubble.program import Channel, Program
+from zerobubble.runtime.executor.endings import RowListener
 from zerobubble.runtime.executor.executor import Executor, Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.measure.profile import one_by_one
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.schedules import make
 from zerobubble.verify_program import program_faults
 
@@ -53,25 +54,27 @@ class ProgramCache:
 
     Every rank chooses the same numbers in the same order, so that all keep the same programs.
 
-    `given` is what the user asked to play, and makes the schedules for further numbers of microbatches. `stage_is_done(stage)` is called in
-    training when the last backward pass of a stage has run.
+    `given` is what the user asked to play, and makes the schedules for further numbers of microbatches. `listener` is told in training
+    which step is next and when gradients are complete. Not more than `gathered_bytes` of weights that lie in shards are gathered at a time.
     """
 
     def __init__(
         self,
         given: str | Schedule | MakeSchedule,
         stages: Stages,
-        transport: Transport,
+        peers: Peers,
         pace: Pace | None,
         overlap: Overlap | None,
-        stage_is_done: Callable[[int], None],
+        listener: RowListener,
+        gathered_bytes: int | None = None,
     ) -> None:
         self._given = given
         self._stages = stages
-        self._transport = transport
+        self._peers = peers
         self._pace = pace
         self._overlap = overlap
-        self._stage_is_done = stage_is_done
+        self._listener = listener
+        self._gathered_bytes = gathered_bytes
         self._has_rollback_points = False
         self._prefetch = PREFETCH
         self._compiled: dict[int, CompiledProgram] = {}
@@ -104,7 +107,7 @@ class ProgramCache:
         played = self._played
         if num_microbatches == played.num_microbatches:
             return played
-        schedule = schedule_for(self._given, self._transport.size, num_microbatches)
+        schedule = schedule_for(self._given, self._peers.size, num_microbatches)
         if schedule.placement != played.placement:
             raise InputError(
                 f"schedule {schedule.name!r} places the stages otherwise for {num_microbatches} microbatches than for "
@@ -128,8 +131,8 @@ class ProgramCache:
         """
         schedule = one_by_one(self.now.schedule)
         stages = self._stages.of(schedule)
-        handshake = StepHandshake(schedule, self._transport)
-        self._trial = Executor(proved(schedule), stages, self._transport, handshake, self._pace)
+        handshake = StepHandshake(schedule, self._peers)
+        self._trial = Executor(proved(schedule), stages, self._peers, handshake, self._pace, gathered_bytes=self._gathered_bytes)
         yield CompiledProgram(schedule, stages, self._trial, self._trial)
         self._trial.close()
         self._trial = None
@@ -148,12 +151,13 @@ class ProgramCache:
     def _compile(self, schedule: Schedule) -> CompiledProgram:
         stages = self._stages.of(schedule)
         forward_only = schedule.forward_only()
-        infer = Executor(proved(forward_only), stages, self._transport, StepHandshake(forward_only, self._transport), None)
+        opening = StepHandshake(forward_only, self._peers)
+        infer = Executor(proved(forward_only), stages, self._peers, opening, None, gathered_bytes=self._gathered_bytes)
         if schedule.is_forward_only:
             return CompiledProgram(schedule, stages, None, infer)
         program, rollback = self._lowered(schedule, self._prefetch)
-        handshake = StepHandshake(schedule, self._transport)
-        train = Executor(program, stages, self._transport, handshake, self._pace, self._overlap, rollback, self._stage_is_done)
+        handshake = StepHandshake(schedule, self._peers)
+        train = Executor(program, stages, self._peers, handshake, self._pace, self._overlap, rollback, self._listener, self._gathered_bytes)
         return CompiledProgram(schedule, stages, train, infer)
 
     def _lowered(self, schedule: Schedule, prefetch: int) -> tuple[Program, RollbackPoint | None]:
@@ -162,7 +166,7 @@ class ProgramCache:
         if not self._has_rollback_points:
             return program, None
         program, points = with_rollback_points(program)
-        return sound(program), points[self._transport.rank]
+        return sound(program), points[self._peers.rank]
 
     def program_for(self, schedule: Schedule, costs: Costs) -> Program:
         """What `play` would run in training."""
@@ -184,7 +188,10 @@ def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatc
     if not isinstance(made, Schedule):
         raise InputError(f"schedule must be a name, a Schedule or a function that gives one, got {type(made).__name__}")
     if made.num_ranks != ranks:
-        raise InputError(f"schedule {made.name!r} is for {made.num_ranks} ranks, the process group has {ranks}")
+        raise InputError(
+            f"schedule {made.name!r} is for {made.num_ranks} ranks, the pipeline has {ranks}, those of its process group or along 'pp' of "
+            "its mesh: give one for as many"
+        )
     if made.num_microbatches != num_microbatches:
         raise InputError(
             f"schedule {made.name!r} has {made.num_microbatches} microbatches, num_microbatches is {num_microbatches}: "

@@ -50,9 +50,14 @@ def runs(name: str) -> Callable[[Run], Run]:
     return register
 
 
-def run_of(kind: Kind) -> Run:
-    """The function that runs passes of `kind`; raises `InputError` where none is registered under the name in the table."""
-    name = traits_of(kind).run
+def run_of(kind: Kind, again: Kind | None = None) -> Run:
+    """The function that runs passes of `kind`; raises `InputError` where none is registered under the name in the table.
+
+    Where a pass of kind `again` computes the forward of the same stage and microbatch again, that forward is run by another one.
+    """
+    traits = traits_of(kind)
+    lean = None if again is None else traits_of(again).forward
+    name = traits.run if lean is None or Stuff.ACTIVATION not in traits.makes else lean.run
     if name not in _RUNS:
         known = ", ".join(map(repr, _RUNS))
         raise InputError(
@@ -82,3 +87,13 @@ def _backward_with_weight(task: Task) -> Any:
     if task.stage.splitter.splits:
         task.stage.weight(task.microbatch)
     return gradients
+
+
+@runs("forward that keeps its input")
+def _lean_forward(task: Task) -> Any:
+    return task.stage.lean_forward(task.microbatch, task.taken, task.finish)
+
+
+@runs("forward again")
+def _forward_again(task: Task) -> None:
+    task.stage.forward_again(task.microbatch)

@@ -50,13 +50,15 @@ def lost_contact(rank: int, status: RankStatus) -> str:
     return f"rank {rank} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
 
 
-def report_ended(rank: int, witness: int, status: RankStatus, kills: int) -> FailureReport:
-    """The process of `rank` is known to have ended: no answers are needed. `status` is what the `witness` did then.
+def report_ended(ended: Sequence[int], witness: int, status: RankStatus, kills: int) -> FailureReport:
+    """The processes of these ranks are known to have ended, the first is to blame: no answers are needed.
 
+    `status` is what the `witness` did then, and
     `kills` processes were ended on their machine for want of memory since the pipeline was made.
     """
-    message = f"rank {rank} is gone: its process ended while rank {witness} was {status.doing}{_for_memory(kills)}; see the log there"
-    return FailureReport(rank, "", message, (rank,))
+    first = ended[0]
+    message = f"rank {first} is gone: its process ended while rank {witness} was {status.doing}{_for_memory(kills)}; see the log there"
+    return FailureReport(first, "", message, tuple(ended))
 
 
 def report_ended_with_store(rank: int, kills: int) -> FailureReport:
@@ -73,6 +75,11 @@ def _for_memory(kills: int) -> str:
 def report_told_to_end(rank: int, status: RankStatus) -> FailureReport:
     """`rank` was told to end from outside, while it did what `status` says; nobody need wait for it."""
     return FailureReport(rank, status.op, f"rank {rank} was told to end by SIGTERM while it was {status.doing}", (rank,))
+
+
+def report_without_agent(rank: int, status: RankStatus) -> FailureReport:
+    """`rank` ends while it does what `status` says, because the agent of torchrun that started it has ended."""
+    return FailureReport(rank, status.op, f"rank {rank} ends with the agent of torchrun that started it; it was {status.doing}", (rank,))
 
 
 def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], caller: int) -> FailureReport:
@@ -142,7 +149,7 @@ def _end_of_chain(statuses: dict[int, RankStatus], caller: int) -> int | None:
             return rank
         waits_for = [status.peer]
         if status.peer == EVERYBODY:
-            waits_for = [other for other in statuses if statuses[other][:2] != status[:2]]
+            waits_for = [other for other in status.among or statuses if statuses[other][:2] != status[:2]]
         waiting_for_none = [other for peer in _NONE_HERE for other in waits_for if statuses[other].peer == peer]
         rank = (waiting_for_none or waits_for or [rank])[0]
     return None

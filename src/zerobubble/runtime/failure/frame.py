@@ -7,7 +7,7 @@ from typing import NoReturn, Protocol
 
 from zerobubble.runtime.failure.activity import Activity, words_of
 from zerobubble.runtime.failure.turn import Turn
-from zerobubble.runtime.transport.contact import LostContactError
+from zerobubble.runtime.transport.contact import EVERYBODY, LostContactError
 
 
 class AgreedError(Exception):
@@ -28,6 +28,10 @@ class Framed(Protocol):
     closed: str | None
     num_calls: int
     turn: Turn
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether what the device does was ended because a rank has failed."""
 
     def refuse_if_closed(self) -> None:
         """Raise `PipelineError` once the connections are closed."""
@@ -66,6 +70,8 @@ class Frame:
         owner = self._owner
         try:
             if owner.closed is None:
+                if error is None and owner.is_aborted:
+                    error = LostContactError(EVERYBODY, "working on its device", "another rank has failed")
                 if error is not None and not isinstance(error, AgreedError):
                     owner.fail(error, *words_of(self._activity))
             elif isinstance(error, LostContactError):  # another thread has closed it

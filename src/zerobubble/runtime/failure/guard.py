@@ -6,16 +6,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from typing import NoReturn
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure import forked, termination
 from zerobubble.runtime.failure.activity import Activity, PlaysActions, words_of
-from zerobubble.runtime.failure.blame import CLOSING, report_told_to_end
+from zerobubble.runtime.failure.agent import end_with_agent
+from zerobubble.runtime.failure.blame import CLOSING, report_told_to_end, report_without_agent
 from zerobubble.runtime.failure.elastic import forget_error_file, write_error_file
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.frame import AgreedError, Frame
-from zerobubble.runtime.failure.pipelines import enlist, status_beside
+from zerobubble.runtime.failure.pipelines import Inside, enlist, status_beside
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
 from zerobubble.runtime.failure.turn import Turn
@@ -32,7 +34,8 @@ OUTSIDE = RankStatus("outside the pipeline, in code of its own")
 class FailureGuard:
     """Runs what a rank does together with others, so that its failure is told to all of them, and theirs here.
 
-    `activity` is what this rank does now, None in code of the user's own. `closed` says, once the connections are closed, why. `num_calls`
+    `activity` is what this rank does now, None in code of the user's own. `closed` says, once the connections are closed, why, and `report`
+    has the failure that closed them, if one did. `num_calls`
     counts the calls that play steps, the same on every rank, and by its `turn` one thread at a time makes them. For reports, `schedule` is
     the name of what is played first, and `stages` are those of the program that is played now. A `release` that was set with `on_closing`
     is called once before the connections close.
@@ -41,25 +44,32 @@ class FailureGuard:
     def __init__(self, transport: Transport) -> None:
         self.activity: Activity | None = None
         self.closed: str | None = None
+        self.report: FailureReport | None = None
         self.num_calls = 0
         self.turn = Turn()
         self.schedule = ""
-        self._gave_up: tuple[float, RankStatus] | None = None
+        self._gave_up: Inside | None = None
         self.stages: Mapping[int, HoldsMicrobatches] = {}
         self._transport = transport
         self._number = enlist(self)
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._watch = FailureWatch(transport.group, self._status, transport.hang_up)
+        self._watch = FailureWatch(transport.group, self._status, transport.hang_up, transport.abort)
         self._processes: ProcessWatch | None = None
         with self.during("while meeting the other ranks"):
             forked.leave_in_children(self)
             termination.tell_before_the_end(self)
+            end_with_agent()
             forget_error_file()
 
     def is_told(self, waited_s: float) -> bool:
         """Whether this rank, which has waited for so many seconds since it asked last, has heard that one of them failed."""
         self._watch.count(waited_s)
         return self._watch.heard is not None
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether what the device does was ended because a rank has failed: tensors may hold what was never sent."""
+        return self._transport.is_aborted
 
     def on_closing(self, release: Callable[[], None]) -> None:
         """Call `release()`, a bound method that is held weakly, to give back what is held and drop whatever keeps connections open."""
@@ -115,8 +125,10 @@ class FailureGuard:
         try:
             report = self._tell(error, when, action)
         except BaseException:  # such as a second Ctrl-C
+            self._transport.abort()
             self.close(f"rank {self._transport.rank} failed {when}")
             raise
+        self._transport.abort()
         self._transport.waiting.forget()
         if report.rank == self._transport.rank:
             write_error_file(report.message, error)
@@ -131,8 +143,8 @@ class FailureGuard:
     def _tell(self, error: BaseException, when: str, action: str) -> FailureReport:
         """What all ranks tell of `error`, which may be their error, too."""
         if isinstance(error, LostContactError):
-            status = RankStatus(error.what, error.peer, error.reason, action, self._name)
-            self._gave_up = time.monotonic(), status
+            status = RankStatus(error.what, error.peer, error.reason, action, self._name, among=error.among)
+            self._gave_up = Inside(time.monotonic(), status)
             return self._watch.find_culprit(status)
         rank = self._transport.rank
         return self._watch.publish(FailureReport(rank, action, f"rank {rank} failed {when}: {describe_error(error, self.stages)}"))
@@ -149,7 +161,7 @@ class FailureGuard:
 
         All of this is done, whatever a part of it raises; then it is raised.
         """
-        self.closed = reason
+        self.closed, self.report = reason, report or self.report
         release = self._release() if self._release is not None else None
         with ExitStack() as rest:
             rest.callback(self._watch.close, report)
@@ -173,6 +185,11 @@ class FailureGuard:
         if self.closed is None and self._watch.tell_of_end(rank, self._status()):
             self._transport.hang_up(rank)
 
+    def tell_of_end_of_agent(self) -> None:
+        """Tell all ranks that this process ends with the agent that started it. This runs in a thread that watches the agent."""
+        if self.closed is None:
+            self._watch.publish(report_without_agent(self._transport.rank, self._status()))
+
     def tell_of_own_end(self) -> None:
         """Tell all ranks that this process ends by SIGTERM, and hang up. This runs in a thread that waits for the signal.
 
@@ -194,26 +211,26 @@ class FailureGuard:
         """This pipeline among those of this process; other processes may count otherwise."""
         return f"its pipeline {self._number} ({self.schedule!r})"
 
-    def inside(self) -> RankStatus | None:
+    def inside(self) -> Inside | None:
         """What this rank does in a call of this pipeline, or has given up so lately that others may ask; None between two calls."""
         if self._gave_up is not None:
-            since, status = self._gave_up
-            return status if time.monotonic() < since + self._transport.group.timing.answer_s else None
+            return self._gave_up if time.monotonic() < self._gave_up.until + self._transport.group.timing.answer_s else None
         # Read once: this runs in the listener's thread while the rank goes on.
         activity, waits_for = self.activity, self._transport.waiting.now
         if activity is None:
             return None
         if waits_for is not None:
-            peer, doing = waits_for
-            return RankStatus(doing, peer, pipeline=self._name)
+            peer, doing, among = waits_for
+            return Inside(inf, RankStatus(doing, peer, pipeline=self._name, among=among))
         when, action = words_of(activity)
-        return RankStatus(when.removeprefix("while "), op=action, pipeline=self._name)
+        return Inside(inf, RankStatus(when.removeprefix("while "), op=action, pipeline=self._name))
 
     def _status(self) -> RankStatus:
         """What this rank answers when another waits for it in vain."""
         if self.closed is not None:
             return CLOSING
-        return self.inside() or self._beside() or OUTSIDE
+        inside = self.inside()
+        return self._beside() or OUTSIDE if inside is None else inside.status
 
     def _beside(self) -> RankStatus | None:
         """What this rank does in a call of another pipeline, None where it is in none."""

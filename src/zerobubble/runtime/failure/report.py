@@ -17,7 +17,7 @@ class RankStatus(NamedTuple):
     """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass.
 
     `pipeline` names the one in whose call it is, as its own process counts them. `stood_still` are the seconds for which its process has
-    just stood still.
+    just stood still. Where it waits for everybody, these are the ranks `among` which it does something, all of them if there are none.
     """
 
     doing: str
@@ -26,6 +26,7 @@ class RankStatus(NamedTuple):
     op: str = ""
     pipeline: str = ""
     stood_still: float = 0.0
+    among: tuple[int, ...] = ()
 
 
 class FailureReport(NamedTuple):

@@ -47,8 +47,8 @@ class Standstill:
 
     def __init__(self) -> None:
         self._due: float | None = None
-        self._seconds = 0.0
-        self._went_on = 0.0
+        self._past: tuple[tuple[float, float], ...] = ()
+        """The standstills that no later one has exceeded: when this process went on, and for how many seconds it had not."""
 
     @contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
@@ -59,14 +59,16 @@ class Standstill:
         finally:
             late, self._due = time.monotonic() - self._due, None
             if late > _TICK_S:
-                self._seconds, self._went_on = late, time.monotonic()
+                self._past = (*(each for each in self._past if each[1] > late), (time.monotonic(), late))
 
     def lately(self, seconds: float) -> float:
-        """How long the last standstill was, in seconds, if it ended within the last `seconds`; else 0."""
+        """How long the longest standstill was, in seconds, that lasts or has ended within the last `seconds`; 0 if there was none.
+
+        One who was stopped for long often gets no time at first when it goes on: that is not to hide for how long it was stopped.
+        """
         due, now = self._due, time.monotonic()
-        if due is not None and now - due > _TICK_S:  # the thread that waits has not gone on yet
-            return now - due
-        return self._seconds if now - self._went_on < seconds else 0.0
+        lasting = 0.0 if due is None else now - due  # the thread that waits has not gone on yet
+        return max(lasting if lasting > _TICK_S else 0.0, *(late for went_on, late in self._past if now - went_on < seconds), 0.0)
 
 
 class StoreThread:

@@ -27,6 +27,9 @@ class ToldToEnd(Protocol):
     def tell_of_own_end(self) -> None:
         """Tell the other ranks; called in a thread of its own."""
 
+    def tell_of_end_of_agent(self) -> None:
+        """As `tell_of_own_end`, because the agent of torchrun that started this process has ended."""
+
 
 class _Handler:
     """Takes SIGTERM in the place of its default. Made in the main thread."""
@@ -79,21 +82,22 @@ class _Handler:
         while _STOP not in numbers:
             numbers = os.read(self._read, 64)
             if signal.SIGTERM in numbers and self._is_installed():
-                for owner in list(_owners):
+                for owner in open_pipelines():
                     owner.tell_of_own_end()
                 _end_by_default()
         os.close(self._read)
         os.close(self._write)
 
 
-_owners: weakref.WeakSet[ToldToEnd] = weakref.WeakSet()
+_owners: weakref.WeakValueDictionary[int, ToldToEnd] = weakref.WeakValueDictionary()
+"""By their ids, and not a `WeakSet`, which cannot be iterated over while another thread adds to it."""
 _handler: _Handler | None = None
 
 
 def tell_before_the_end(owner: ToldToEnd) -> None:
     """Call `owner.tell_of_own_end()` when SIGTERM comes, until `forget`; only where it would end this process at once."""
     global _handler
-    _owners.add(owner)
+    _owners[id(owner)] = owner
     weakref.finalize(owner, _restore_if_unused)
     is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if _handler is None and os.name == "posix" and is_default and threading.current_thread() is threading.main_thread():
@@ -102,17 +106,30 @@ def tell_before_the_end(owner: ToldToEnd) -> None:
 
 def forget(owner: ToldToEnd) -> None:
     """Call nothing for `owner` any more."""
-    _owners.discard(owner)
+    _owners.pop(id(owner), None)
     _restore_if_unused()
 
 
 def _restore_if_unused() -> None:
     """Put the default back, which the main thread alone can do; until then the handler does what the default would."""
     global _handler
-    if threading.current_thread() is threading.main_thread() and not list(_owners):
+    if threading.current_thread() is threading.main_thread() and not open_pipelines():
         handler, _handler = _handler, None  # what is collected meanwhile comes here, too, and finds none
         if handler is not None:
             handler.restore()
+
+
+def open_pipelines() -> list[ToldToEnd]:
+    """All that are told when this process ends."""
+    return [owner for owner in (reference() for reference in _owners.valuerefs()) if owner is not None]
+
+
+def end_this_process() -> None:
+    """End it as SIGTERM would, once everybody has been told; whoever handles SIGTERM himself gets it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), _Handler):
+        _end_by_default()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end_by_default() -> None:

@@ -37,15 +37,15 @@ Answer = TypeVar("Answer")
 class FailureWatch:
     """This rank's access to what the ranks of one pipeline tell each other about a failure.
 
-    `status` tells what this rank does, and `hang_up(rank)` ends the connections to a rank that no longer answers. Both are bound methods
-    that are held weakly. Only the constructor raises, and only it starts a thread.
+    `status` tells what this rank does, `hang_up(rank)` ends the connections to a rank that no longer answers, and `abort()` what the device
+    does, when a report has come. They are bound methods that are held weakly. Only the constructor raises, and only it starts a thread.
     """
 
-    def __init__(self, group: Group, status: Callable[[], RankStatus], hang_up: Callable[[int], None]) -> None:
+    def __init__(self, group: Group, status: Callable[[], RankStatus], hang_up: Callable[[int], None], abort: Callable[[], None]) -> None:
         self._group = group
         self._ended: list[int] = []
         self._kills = memory_kills()
-        self._listener = _Listener(group, weakref.WeakMethod(status), weakref.WeakMethod(hang_up))
+        self._listener = _Listener(group, weakref.WeakMethod(status), weakref.WeakMethod(hang_up), weakref.WeakMethod(abort))
         try:
             listener, timing = self._listener, group.timing
             self._thread = StoreThread(group.store, listener.standstill, timing.listen_s, listener.look, listener.leave, timing.answer_s)
@@ -71,8 +71,11 @@ class FailureWatch:
 
     def find_culprit(self, status: RankStatus) -> FailureReport:
         """The report that there is, or the one that the ranks find together; `status` says with whom this rank lost contact, and how."""
+        lost = lost_contact(self._group.rank, status)
+        # A silent store may take longer to ask than a standstill counts as the last thing that happened.
+        before = self._own_standstill(lost)
         found = self._listener.heard or self._ask(lambda: self._diagnose_together(status))
-        still = self._own_standstill(lost_contact(self._group.rank, status))
+        still = before or self._own_standstill(lost)
         return found or self._heard_of_host() or still or self._report_without_store(status)
 
     def _heard_of_host(self) -> FailureReport | None:
@@ -96,13 +99,13 @@ class FailureWatch:
         return self._ask(lambda: self._report_end(status) is not None) is not False
 
     def _report_end(self, status: RankStatus) -> FailureReport | None:
-        """The report, if a process is known to have ended that had not left in order: then there is nobody to be waited for."""
+        """The report, if a process is known to have ended that had not left in order: then there is nobody to be waited for.
+
+        A process that had given up on this one, because this one stood still, would have left and published its own report before.
+        """
         rank, store = self._group.rank, self._thread.store
         ended = [other for other in self._ended if not store.check([_left_key(other)])]
-        if not ended:
-            return None
-        still = self._own_standstill(f"the process of rank {ended[0]} had ended")
-        return _publish(store, rank, still or report_ended(ended[0], rank, status, memory_kills() - self._kills))
+        return _publish(store, rank, report_ended(ended, rank, status, memory_kills() - self._kills)) if ended else None
 
     def abandon(self) -> None:
         """Leave everything to the parent: this is a forked child."""
@@ -166,9 +169,11 @@ class FailureWatch:
     def _leave(self, absent: tuple[int, ...]) -> bool:
         store = self._thread.store
         store.set(_left_key(self._group.rank), "1")
-        others = [_left_key(rank) for rank in range(self._group.size) if rank not in absent]
         end = time.monotonic() + self._group.timing.stay_s
-        while not store.check(others) and time.monotonic() < end:
+        while time.monotonic() < end:
+            gone = {*absent, *self._ended}  # more may end meanwhile
+            if store.check([_left_key(rank) for rank in range(self._group.size) if rank not in gone]):
+                break
             time.sleep(_POLL_S)
         return True
 
@@ -177,7 +182,11 @@ class _Listener:
     """What the thread looks for while its rank is busy, in frames that keep no pipeline alive. `heard` is the report, once it has come."""
 
     def __init__(
-        self, group: Group, status: weakref.WeakMethod[Callable[[], RankStatus]], hang_up: weakref.WeakMethod[Callable[[int], None]]
+        self,
+        group: Group,
+        status: weakref.WeakMethod[Callable[[], RankStatus]],
+        hang_up: weakref.WeakMethod[Callable[[int], None]],
+        abort: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         self.heard: FailureReport | None = None
         self.standstill = Standstill()
@@ -185,6 +194,7 @@ class _Listener:
         self._lately_s = group.timing.answer_s
         self._status = status
         self._hang_up = hang_up
+        self._abort = abort
 
     def look(self, store: MeasuredStore) -> bool:
         """Answer an alarm, if there is one, and keep the report, if there is one: then there is no more to look for."""
@@ -195,7 +205,7 @@ class _Listener:
             return False
         self.heard = _read_report(store.get(_REPORT))
         store.set(_left_key(self._rank), "1")
-        self._hang_up_on(self.heard.absent)
+        self._wake(self.heard.absent)
         return True
 
     def leave(self, store: MeasuredStore) -> None:
@@ -203,8 +213,11 @@ class _Listener:
         store.compare_set(_status_key(self._rank), "", _write_status(CLOSING))
         store.set(_left_key(self._rank), "1")
 
-    def _hang_up_on(self, absent: tuple[int, ...]) -> None:
-        """Wake this rank if it waits for one of these: their connections may be held open by other processes of another machine."""
+    def _wake(self, absent: tuple[int, ...]) -> None:
+        """Wake this rank if it waits for its device, or for one of these: other processes of another machine may hold their connections."""
+        abort = self._abort()
+        if abort is not None:
+            abort()
         hang_up = self._hang_up()
         if hang_up is not None:
             for rank in absent:
@@ -238,7 +251,8 @@ def _write_status(status: RankStatus) -> str:
 
 
 def _read_status(text: bytes) -> RankStatus:
-    return RankStatus(*json.loads(text))
+    status = RankStatus(*json.loads(text))
+    return status._replace(among=tuple(status.among))
 
 
 def _read_report(text: bytes) -> FailureReport:

@@ -2,7 +2,8 @@
 
 It trains from the first step on: microbatches go through one by one, which needs the least memory and measures passes undisturbed, then in
 the best published schedule until the plan is there. Later steps are held against the plan's costs, and where passes have come to
-take another time, there is a new plan.
+take another time, or messages a longer one, there is a new plan. What messages on a bad link take differs from one to the next, which no
+plan knows: so a plan for one has to be faster than the published schedules without W in steps that are measured.
 
 A plan is advice. Where none can be made, for whatever reason, a warning says why and training goes on in the schedule there is.
 """
@@ -17,12 +18,13 @@ from typing import Any
 
 from zerobubble.arguments import WHOLE, each, either, instance, optional, require
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import InputError
-from zerobubble.fit import fit_costs
+from zerobubble.errors import InputError, ScheduleError
+from zerobubble.fit import fit_costs, late_messages
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Problem, Solved, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
+from zerobubble.runtime.hooks.race import Race
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
 from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
@@ -36,6 +38,8 @@ REVIEW = 50
 """Steps between two looks at whether the plan's costs still hold."""
 DRIFT = 0.2
 """By how much of itself the time of a stage's passes must be off in two steps running before it is planned anew."""
+LATE = 0.2
+"""The share of a link's messages that a plan lets come later than it allows for."""
 MOST_FAILURES = 3
 """Searches that may fail before no more are started."""
 
@@ -78,6 +82,8 @@ class AutoPlanner(StepHook):
         self._is_waiting = False
         self._steps = 0
         self._drifted = False
+        self._has_bad_links = False
+        self._race: Race | None = None
         self._pipeline: AttachedPipeline
 
     @property
@@ -126,6 +132,7 @@ class AutoPlanner(StepHook):
         self.on_close()
         self._problem = solved.problem
         self._is_waiting = False
+        self._race = None
         better = self._change(solved)
         if better is not None:
             self._pipeline.change_schedule(better, solved.problem.costs)
@@ -136,6 +143,8 @@ class AutoPlanner(StepHook):
             return self._measure(self._pipeline.timeline())
         if self._is_waiting:
             return self._wait()
+        if self._race is not None:
+            return self._race_on(self._race)
         self._steps += 1
         if self._steps < REVIEW:
             return None
@@ -218,7 +227,32 @@ class AutoPlanner(StepHook):
         self.on_close()
         self._is_waiting, self._steps = False, 0
         solved = None if plan is None else Solved.from_dict(plan)
-        return self._change(solved) if solved is not None and self._fits(solved) else None
+        if solved is None or not self._fits(solved):
+            return None
+        if not self._has_bad_links:
+            return self._change(solved)
+        self._race = Race([solved, *self._rivals(solved)])
+        return self._change(self._race.next)
+
+    def _race_on(self, race: Race) -> Schedule | None:
+        """After a step of a race: what runs next in it, or what has won."""
+        race.took(self._pipeline.timeline().makespan)
+        if race.is_over:
+            self._race, self._has_bad_links = None, False
+            _log.info("with messages that come late, %s", race)
+        return self._change(race.next)
+
+    def _rivals(self, plan: Solved) -> list[Solved]:
+        """What a plan for bad links has to be faster than: the schedule at hand, and the published ones that fit and have no W."""
+        problem, found = plan.problem, {plan.schedule.rows if plan.schedule else (): plan}
+        published = (schedule for schedule in seeds.published(problem.placement, problem.num_microbatches) if not schedule.split_stages)
+        for schedule, how in ((self.schedule, "as before"), *((schedule, "published") for schedule in published)):
+            if schedule.rows not in found:
+                try:
+                    found[schedule.rows] = Solved.of(problem, plan.bound, schedule, 0.0, how)
+                except ScheduleError:
+                    continue  # it holds more than the limits allow
+        return [solved for solved in found.values() if solved is not plan and self._fits(solved)]
 
     def _search(self) -> tuple[bool, dict[str, Any] | None]:
         """Whether the search is over, and the plan in its JSON form, None where there is none."""
@@ -240,8 +274,8 @@ class AutoPlanner(StepHook):
         """Hold a step against the plan's costs; the second in a row that is off starts a new plan, and so it does where there is none."""
         assert self._problem is not None
         now = corrected(self._problem.costs, timeline)
-        off = how_far(self._problem.costs, now)
-        if off <= DRIFT and self.solved is not None:
+        off, late = how_far(self._problem.costs, now), how_late(self._problem.costs, now)
+        if max(off, late) <= DRIFT and self.solved is not None:
             self._steps, self._drifted = 0, False
             return None
         if not self._drifted:
@@ -249,6 +283,9 @@ class AutoPlanner(StepHook):
             return None
         if off > DRIFT:
             _log.info("passes take up to %.0f %% more or less than planned: planning anew", 100 * off)
+        if late > DRIFT:
+            _log.info("messages come later than planned, by up to %.0f %% of the passes of a microbatch: planning anew", 100 * late)
+            self._has_bad_links = True
         self._problem = replace(self._problem, costs=now)
         self._is_waiting, self._drifted = True, False
         return self._wait()
@@ -268,7 +305,7 @@ def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
     require("placement of Auto", placement, instance(str, Placement))
     laid = family(placement, num_ranks) if isinstance(placement, str) else placement
     if laid.num_ranks != num_ranks:
-        raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the process group has {num_ranks}")
+        raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the pipeline has {num_ranks}")
     if len(laid.routes) > 1:
         raise InputError(f"plans are made for one route, the placement {laid.name!r} has {len(laid.routes)}: give its schedule by name")
     return laid
@@ -285,7 +322,10 @@ def _limits_for(memory: int | Sequence[int] | None, num_ranks: int) -> Limits | 
 
 
 def corrected(planned: Costs, timeline: Timeline) -> Costs:
-    """`planned` with the times of passes measured in `timeline`; B and W of a stage that ran them in one are scaled alike."""
+    """`planned` with the times of passes measured in `timeline`, and those of messages that came late.
+
+    B and W of a stage that ran them in one are scaled alike. What is not known of a link, because nobody waited for it, is as planned.
+    """
     found = fit_costs(replace(timeline, memory=()))
     backward, weight = list(found.backward), list(found.weight)
     for stage, alone in enumerate(found.weight):
@@ -293,13 +333,22 @@ def corrected(planned: Costs, timeline: Timeline) -> Costs:
         if not alone and whole:
             weight[stage] = found.backward[stage] * planned.weight[stage] // whole
             backward[stage] = found.backward[stage] - weight[stage]
-    return replace(planned, forward=found.forward, backward=tuple(backward), weight=tuple(weight))
+    late = late_messages(timeline, LATE)
+    comm = tuple(was if now is None else max(was, now) for was, now in zip(planned.comm, late, strict=True))
+    return replace(planned, forward=found.forward, backward=tuple(backward), weight=tuple(weight), comm=comm)
 
 
 def how_far(planned: Costs, found: Costs) -> float:
     """The most by which F, or B and W together, of any stage are off, as a share of what was planned."""
     pairs = [*zip(planned.forward, found.forward, strict=True), *zip(_back(planned), _back(found), strict=True)]
     return max((abs(now - was) / was for was, now in pairs if was), default=0.0)
+
+
+def how_late(planned: Costs, found: Costs) -> float:
+    """The most by which messages of a link take longer than planned, as a share of the mean time of a stage's F, B and W."""
+    work = sum(found.forward) + sum(_back(found))
+    later = (now - was for was, now in zip(planned.comm, found.comm, strict=True))
+    return max(later, default=0) * found.num_stages / work if work else 0.0
 
 
 def _back(costs: Costs) -> list[int]:

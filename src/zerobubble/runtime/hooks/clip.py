@@ -15,31 +15,40 @@ from torch import Tensor, nn
 
 from zerobubble.arguments import shown
 from zerobubble.errors import InputError
+from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.values.gradients import Gradients
-
-Norms = dict[int, Tensor]
-"""The norms of the gradients of each stage that has any, one after another on the CPU."""
+from zerobubble.runtime.values.memory import local_part
 
 
-def clip_grad_norm(
+class StageNorms(NamedTuple):
+    """The norms of the gradients of some `parameters` of a stage, those that have one: `values`, one after another on the CPU."""
+
+    parameters: list[nn.Parameter]
+    values: Tensor
+
+
+Norms = dict[int, StageNorms]
+"""By stage, for those that have gradients."""
+
+
+def norm_to_clip_by(
     pipeline: AttachedPipeline, max_norm: float, norm_type: float, *, error_if_nonfinite: bool, losses: Tensor | None
 ) -> Tensor:
-    """Clip the gradients of all ranks by their common norm, which is given back; see `Pipeline.clip_grad_norm_`."""
+    """The common norm of the gradients of all ranks, by which each has to `scale` its own; see `Pipeline.clip_grad_norm_`."""
     gradients = pipeline.gradients
     arguments = ClipArguments.of(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     with pipeline.activity("while clipping gradients"):
         parts = {} if arguments.fault else counted(pipeline.modules, pipeline.counted_elsewhere)
-        norm_type = norm_type if arguments.fault else float(norm_type)
-        mine = norms_of(parts, norm_type, gradients)
-        norms, spoilt, told = gather_norms(mine, spoilt_in(pipeline.modules, parts, mine, gradients), arguments, pipeline)
+        norm_type = 2.0 if arguments.fault else float(norm_type)
+        mine = norms_of(parts, norm_type, gradients, pipeline.divided)
+        norms, spoilt, told = gather_norms(mine, spoilt_in(pipeline.modules, mine), arguments, pipeline)
         with pipeline.alike():
-            refuse_wrong_arguments(told)
+            refuse_wrong_arguments(told, pipeline.peers.members)
         total = total_norm(norms, norm_type).to(pipeline.device)
         if error_if_nonfinite:
             with pipeline.alike():
                 refuse(total, norm_type, spoilt, losses)
-        scale(pipeline.parameters(), max_norm, total, gradients)
     return total
 
 
@@ -54,26 +63,46 @@ def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] 
     return found
 
 
-def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients) -> Norms:
-    """The norms of the gradients of a rank's parameters, by stage; `counted` gives those that a norm of the whole model counts."""
-    norms: Norms = {}
+def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients, divided: DividedTensors) -> Norms:
+    """The norms of the gradients of a rank's parameters, by stage; `counted` gives those that a norm of the whole model counts.
+
+    Those that ranks divide have the norm of the whole on each: all that hold parts of them call it.
+    """
+    found: dict[nn.Parameter, float] = {}
+    dtypes: dict[int, torch.dtype] = {}
     for stage, parameters in parts.items():
-        found = [gradient.detach() for parameter in parameters if (gradient := gradients.of(parameter)) is not None]
-        if found:
-            norms[stage] = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in found]).cpu()
-    return norms
+        there = [(parameter, gradient.detach()) for parameter in parameters if (gradient := gradients.of(parameter)) is not None]
+        if there:
+            norms = torch.stack([_norm(gradient, norm_type, in_parts=divided.is_known(parameter)) for parameter, gradient in there]).cpu()
+            dtypes[stage] = norms.dtype
+            found.update(zip((parameter for parameter, _ in there), norms.tolist(), strict=True))
+    found |= divided.whole_norms(found, norm_type)
+    result: Norms = {}
+    for stage, parameters in parts.items():
+        held = [parameter for parameter in parameters if parameter in found]
+        if held:
+            values = torch.tensor([found[parameter] for parameter in held], dtype=dtypes.get(stage, held[0].dtype))
+            result[stage] = StageNorms(held, values)
+    return result
 
 
-def spoilt_in(
-    modules: Mapping[int, nn.Module], parts: Mapping[int, list[nn.Parameter]], norms: Norms, gradients: Gradients
-) -> dict[int, list[str]]:
+def _norm(gradient: Tensor, norm_type: float, *, in_parts: bool) -> Tensor:
+    """The norm of what this rank holds of a gradient that is known `in_parts`, else of all of it: then all that hold parts ask for it."""
+    if in_parts:
+        part = local_part(gradient)
+        return torch.linalg.vector_norm(part, norm_type) if part.numel() else part.new_zeros(())
+    norm: Tensor = torch.linalg.vector_norm(gradient, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def spoilt_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, list[str]]:
     """The parameters of each stage of a rank whose gradients' norms, as `norms_of` gives them, are not finite, by name."""
     spoilt: dict[int, list[str]] = {}
     for stage, found in norms.items():
-        fine = found.isfinite()
+        fine = found.values.isfinite()
         if not fine.all():
             names = {parameter: name for name, parameter in modules[stage].named_parameters()}
-            held = [names[parameter] for parameter in parts[stage] if gradients.of(parameter) is not None]
+            held = [names[parameter] for parameter in found.parameters]
             spoilt[stage] = [name for name, is_fine in zip(held, fine.tolist(), strict=True) if not is_fine]
     return spoilt
 
@@ -105,24 +134,25 @@ class ClipArguments(NamedTuple):
         return cls(repr(numbers[0]), repr(numbers[1]), str(bool(error_if_nonfinite)))
 
 
-def refuse_wrong_arguments(told: Sequence[ClipArguments]) -> None:
-    """Raise `InputError`, the same on every rank, where ranks were called with wrong arguments, or with other ones."""
-    faults = [f"rank {rank}: clip_grad_norm_: {arguments.fault}" for rank, arguments in enumerate(told) if arguments.fault]
+def refuse_wrong_arguments(told: Sequence[ClipArguments], members: Sequence[int]) -> None:
+    """Raise `InputError`, the same on every rank, where ranks, `members` in all, were called with wrong arguments, or with other ones."""
+    told_by = list(zip(members, told, strict=True))
+    faults = [f"rank {rank}: clip_grad_norm_: {arguments.fault}" for rank, arguments in told_by if arguments.fault]
     if faults:
         raise InputError("; ".join(faults))
     if len(set(told)) > 1:
-        found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in enumerate(told))
+        found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in told_by)
         raise InputError(f"clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}")
 
 
 def gather_norms(
     mine: Norms, spoilt: Mapping[int, list[str]], arguments: ClipArguments, pipeline: AttachedPipeline
-) -> tuple[Norms, dict[int, list[str]], list[ClipArguments]]:
+) -> tuple[dict[int, Tensor], dict[int, list[str]], list[ClipArguments]]:
     """The norms of all stages, in order, what is `spoilt` of them, and the `arguments` of each rank, on every rank.
 
     Of copies of a stage, whose gradients are the same, the norms are the first rank's.
     """
-    entries = {stage: (norms.tolist(), norms.dtype, spoilt.get(stage)) for stage, norms in mine.items()}
+    entries = {stage: (norms.values.tolist(), norms.values.dtype, spoilt.get(stage)) for stage, norms in mine.items()}
     gathered = pipeline.gather((entries, arguments), "gathering the norms of gradients")
     told = [theirs for theirs, _ in gathered]
     found = {stage: entry for norms in reversed(told) for stage, entry in norms.items()}
@@ -134,7 +164,7 @@ def gather_norms(
     )
 
 
-def total_norm(norms: Norms, norm_type: float) -> Tensor:
+def total_norm(norms: Mapping[int, Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients as one vector, 0 without any."""
     return torch.linalg.vector_norm(torch.cat(list(norms.values())), norm_type) if norms else torch.tensor(0.0)
 
@@ -158,12 +188,13 @@ def _listed(names: list[str], most: int = 3) -> str:
 
 
 def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
-    """Scale gradients as `torch.nn.utils.clip_grads_with_norm_` does, wherever they are."""
+    """Scale gradients as `torch.nn.utils.clip_grads_with_norm_` does, wherever they are, and this rank's part of divided ones."""
+    held = list(parameters)
+    found = [(parameter, gradient) for parameter in held if (gradient := gradients.of(parameter)) is not None]
+    divided = {parameter for parameter, gradient in found if local_part(gradient) is not gradient}
     if gradients.dtype is None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-        return
+        torch.nn.utils.clip_grads_with_norm_([parameter for parameter in held if parameter not in divided], max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        gradient = gradients.of(parameter)
-        if gradient is not None:
-            gradient.mul_(factor.to(gradient.device))
+    for parameter, gradient in found:
+        if parameter in divided or gradients.dtype is not None:
+            local_part(gradient).mul_(factor.to(gradient.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def _are_enabled(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler) -> bo
     """Whether the scalers of all ranks are enabled; raises `InputError` where some are and some are not."""
     told: list[bool] = pipeline.gather(scaler.is_enabled(), "comparing scalers")
     if len(set(told)) > 1:
-        listed = ", ".join(f"rank {rank} has one that is {'enabled' if is_enabled else 'disabled'}" for rank, is_enabled in enumerate(told))
+        told_by = zip(pipeline.peers.members, told, strict=True)
+        listed = ", ".join(f"rank {rank} has one that is {'enabled' if is_enabled else 'disabled'}" for rank, is_enabled in told_by)
         raise InputError(f"the scalers of some ranks are disabled: {listed}; make them alike")
     return told[0]
 
@@ -61,22 +63,22 @@ def _share_what_is_not_finite(pipeline: AttachedPipeline, scaler: torch.amp.Grad
     told: list[tuple[float, float, bool]] = pipeline.gather(
         (mine, scaler.get_scale(), pipeline.was_given_scaler), "sharing which gradients are not finite"
     )
-    _refuse_differences([scale for _, scale, _ in told], [was_given for _, _, was_given in told], pipeline.schedule)
-    anywhere = max(flag for flag, _, _ in told)
+    _refuse_differences([scale for _, scale, _ in told], [was_given for _, _, was_given in told], pipeline.schedule, pipeline.peers.members)
+    anywhere = pipeline.divided.largest(max(flag for flag, _, _ in told), "sharing which gradients are not finite")
     for flag in found.values():
         flag.fill_(anywhere)
     found.setdefault(pipeline.device, torch.full((), anywhere, device=pipeline.device))
 
 
-def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule) -> None:
-    """Raise `InputError` for scalers that differ, by what each rank has told of its own."""
+def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule, members: Sequence[int]) -> None:
+    """Raise `InputError` for scalers that differ, by what each rank of the pipeline, one of `members`, has told of its own."""
     if len(set(scales)) > 1:
-        listed = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in enumerate(scales))
+        listed = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in zip(members, scales, strict=True))
         remedy = "make them alike, and unscale with all of them in every step"
         raise InputError(f"the scalers of the ranks differ in their scale: {listed}; {remedy}")
     lacking = sorted({route[-1] for route in schedule.placement.routes if not was_given[route[-1]]})
     if lacking and any(was_given):
-        where = f"rank {was_given.index(True)}, but not on rank {lacking[0]}, whose last stage begins the backward pass"
+        where = f"rank {members[was_given.index(True)]}, but not on rank {members[lacking[0]]}, whose last stage begins the backward pass"
         raise InputError(f"the last step was given a scaler on {where}: give it to step on every rank")
 
 

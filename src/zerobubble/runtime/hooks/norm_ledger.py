@@ -78,8 +78,8 @@ class NormLedger:
     def write(self, ledger: Tensor, norms: Norms, *, overflown: bool) -> None:
         """Write down what this rank has. It waits with its step where one before it does or what is written so far is not fine."""
         for place, stage, parameters in self._mine:
-            values = iter(norms[stage].tolist() if stage in norms else ())
-            row = [_ABSENT if parameter.grad is None else next(values) for parameter in parameters]
+            there = dict(zip(norms[stage].parameters, norms[stage].values.tolist(), strict=True)) if stage in norms else {}
+            row = [there.get(parameter, _ABSENT) for parameter in parameters]
             ledger[place : place + len(row)] = torch.tensor(row, dtype=torch.float64)
         if overflown:
             ledger[_OVERFLOWN] = 1.0

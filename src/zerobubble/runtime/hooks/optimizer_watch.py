@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,20 +13,37 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerobubble.runtime.step.runner import StepRunner
 
+_watched: weakref.WeakValueDictionary[int, StepRunner] = weakref.WeakValueDictionary()
+"""By numbers, and not a `WeakSet`, which cannot be iterated over while another thread adds to it."""
+_numbers = count()
 
-def watch_optimizers(runner: StepRunner) -> None:
+
+def watch_optimizers(runner: StepRunner) -> Callable[[], object]:
     """Call `runner.before_optimizer` when an optimizer over any of its parameters steps, for as long as the runner lives.
 
-    PyTorch calls the registered function for every optimizer of the process, so it asks first what costs least.
+    What is given back ends it sooner.
     """
-    alive = weakref.ref(runner)
+    _register_once()
+    number = next(_numbers)
+    _watched[number] = runner
+    return partial(_watched.pop, number, None)
 
-    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        watched = alive()
-        if watched is None or not watched.hooks:
-            return
-        own = set(watched.parameters())
+
+@cache
+def _register_once() -> None:
+    """Have PyTorch call `_before_step` for every optimizer of the process.
+
+    It is registered once and stays: an optimizer that steps iterates over PyTorch's own table of such functions, and the garbage collector
+    may end a runner meanwhile. If each runner took a function of its own out of that table then, the step of any optimizer would fail.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Tell each runner with hooks that owns a parameter of `optimizer`; what costs least is asked first."""
+    for runner in [reference() for reference in _watched.valuerefs()]:
+        if runner is None or not runner.hooks:
+            continue
+        own = set(runner.parameters())
         if any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
-            watched.before_optimizer()
-
-    weakref.finalize(runner, register_optimizer_step_pre_hook(before_step).remove)
+            runner.before_optimizer()

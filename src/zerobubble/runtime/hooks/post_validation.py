@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from zerobubble.arguments import NUMBER, shown
 from zerobubble.errors import InputError
-from zerobubble.runtime.hooks.clip import counted, norms_of
+from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.forward_snapshot import Snapshot
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
@@ -87,16 +87,15 @@ class PostValidation(StepHook):
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Agree with all ranks on the arguments. Raises `InputError` on every rank when one of them is wrong or they disagree."""
         self._pipeline = pipeline
-        self._transport = pipeline.transport
+        self._peers = pipeline.peers
         self._is_last = pipeline.rank == pipeline.num_ranks - 1
         self._parts = counted(pipeline.modules, pipeline.counted_elsewhere)
         terms = (self._max_norm, self._scaler is not None)
         told = pipeline.gather((self._fault(pipeline), terms, dtypes_of(self._parts)), "making the optimizer")
-        faults = [f"rank {rank}: {fault}" for rank, (fault, _, _) in enumerate(told) if fault]
+        told_by = list(zip(pipeline.peers.members, told, strict=True))
+        faults = [f"rank {rank}: {fault}" for rank, (fault, _, _) in told_by if fault]
         if not faults and len({theirs for _, theirs, _ in told}) > 1:
-            listed = [
-                f"rank {rank} has {norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in enumerate(told)
-            ]
+            listed = [f"rank {rank} has {norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in told_by]
             faults = [f"ranks disagree on max_norm or scaler: {', '.join(listed)}"]
         if faults:
             raise InputError("; ".join(faults))
@@ -171,21 +170,21 @@ class PostValidation(StepHook):
         """Step early, if this rank may; the last rank knows all."""
         self._wait_until_told()
         overflown = self._unscale()
-        norms = norms_of(self._parts, 2.0, IN_GRAD)
+        norms = norms_of(self._parts, 2.0, IN_GRAD, self._pipeline.divided)
         ledger = self._receive_down()
         self._expect()
         self._form.write(ledger, norms, overflown=overflown)
-        rank, size = self._transport.rank, self._transport.size
+        rank, size = self._peers.rank, self._peers.size
         if self._is_last:
-            self._telling = [self._transport.tell(NormsOfAll(ledger), other) for other in range(size - 1)]
+            self._telling = [self._peers.tell(NormsOfAll(ledger), other) for other in range(size - 1)]
         else:
-            self._telling = [self._transport.tell(NormsSoFar(ledger), rank + 1)]
+            self._telling = [self._peers.tell(NormsSoFar(ledger), rank + 1)]
         self._keep()
         if self._is_last:
             self._conclude(ledger)
         else:
             self._verdict = None
-            self._back = self._transport.listen(NormsOfAll, self._form.length, size - 1)
+            self._back = self._peers.listen(NormsOfAll, self._form.length, size - 1)
             self._has_stepped = not self._form.waits(ledger)
             if self._has_stepped:
                 self._step_early()
@@ -195,8 +194,8 @@ class PostValidation(StepHook):
 
         The rank before may close its pipeline as soon as the last rank has judged this step, so it comes before the ledger goes on.
         """
-        if self._transport.rank > 0:
-            self._down = self._transport.listen(NormsSoFar, self._form.length, self._transport.rank - 1)
+        if self._peers.rank > 0:
+            self._down = self._peers.listen(NormsSoFar, self._form.length, self._peers.rank - 1)
 
     def _receive_down(self) -> Tensor:
         if self._down is None:
@@ -213,7 +212,8 @@ class PostValidation(StepHook):
         if self._scaler is None:
             return False
         self._scaler.unscale_(self.optimizer)
-        return any(found.item() for found in self._scaler._found_inf_per_device(self.optimizer).values())
+        found = any(found.item() for found in self._scaler._found_inf_per_device(self.optimizer).values())
+        return self._pipeline.divided.largest(float(found), "sharing which gradients are not finite") > 0
 
     def _keep(self) -> None:
         """Keep what it takes to make this step again: its gradients and its options."""
@@ -267,7 +267,7 @@ class PostValidation(StepHook):
             self._undo.undo()
         if not self._form.is_skipped(ledger):
             if self._max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._pipeline.parameters(), self._max_norm, norm)
+                scale(self._pipeline.parameters(), self._max_norm, norm, IN_GRAD)
             self.optimizer.step()
 
     def _fault(self, pipeline: AttachedPipeline) -> str:

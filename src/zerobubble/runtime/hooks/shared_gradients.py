@@ -29,11 +29,12 @@ from zerobubble.runtime.hooks.shared_parameters import (
 )
 from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Sending, Topic
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.memory import as_memory
 
 _DOING = "summing the gradients of a parameter that several ranks hold"
+_EQUALIZING = "making what is tied or copied equal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class SharedGradients(StepHook):
         self,
         placement: Placement,
         modules: dict[int, nn.Module],
-        transport: Transport,
+        peers: Peers,
         tied: tuple[tuple[ParameterName, ...], ...],
         gradients: Gradients = IN_GRAD,
     ) -> None:
@@ -73,7 +74,7 @@ class SharedGradients(StepHook):
         self._modules = modules
         self._copied_modules = {stage: module for stage, module in modules.items() if stage in self._copied}
         self._buffers = CopiedBuffers(self._copied_modules)
-        self._transport = transport
+        self._peers = peers
         self._gradients = gradients
         self._tied = tied
         # The shared parameters of this rank, each under all its names.
@@ -92,31 +93,36 @@ class SharedGradients(StepHook):
         """Whether anything on this rank is shared."""
         return bool(self.completes_at_end or self._copied_modules)
 
-    def broadcast_initial_values(self) -> None:
+    def broadcast_initial_values(self, *, are_equal: bool = False) -> None:
         """Give every copy the values of the first: of a tied parameter, that named first; of a copied stage, that of the first route.
+
+        Where they `are_equal` already, nothing is sent but what they are.
 
         Raises `InputError` with all faults, the same on every rank.
         """
         infos = self._agree_on_parameters()
         groups = shared_groups(self._tied, infos, self._copied)
-        self._keep_own(groups, infos[self._transport.rank])
+        self._keep_own(groups, infos[self._peers.rank])
         pairs = {pair for group in groups for pair in permutations(group.ranks, 2)}
-        self._transport.open_channels({Channel(source, destination, Stuff.WORK) for source, destination in pairs})
+        self._peers.open_channels({Channel(source, destination, Stuff.WORK) for source, destination in pairs})
+        if are_equal:
+            return
         for group in groups:
             for shared in group.parameters:
                 self._broadcast_parameter(shared, group.ranks)
         for stage, ranks in self._copied.items():
             if stage in self._modules:
                 for buffer in self._modules[stage].buffers():
-                    self._broadcast(buffer if self._transport.rank == ranks[0] else None, [buffer], ranks[0], ranks)
+                    self._peers.replicate(buffer, ranks[0], _EQUALIZING, ranks)
 
     def _agree_on_parameters(self) -> list[ParameterInfos]:
         """What each rank tells of its parameters; raises `InputError` where ranks name others as tied, or copies of a stage differ."""
         mine = parameter_infos(self._modules) if self._tied or self._copied else {}
-        with self._transport.collective("comparing what is tied and the copies of stages"):
-            told = self._transport.gather_objects((self._tied, mine, self._buffer_shapes()))
+        with self._peers.collective("comparing what is tied and the copies of stages"):
+            told = self._peers.gather_objects((self._tied, mine, self._buffer_shapes()))
         if any(tied != self._tied for tied, _, _ in told):
-            raise InputError("ranks disagree on tied: " + "; ".join(f"rank {r} has {_text(tied)}" for r, (tied, _, _) in enumerate(told)))
+            listed = "; ".join(f"rank {rank} has {_text(tied)}" for rank, (tied, _, _) in zip(self._peers.members, told, strict=True))
+            raise InputError(f"ranks disagree on tied: {listed}")
         infos = [theirs for _, theirs, _ in told]
         self._compare_copies(infos, [buffers for _, _, buffers in told])
         return infos
@@ -138,35 +144,25 @@ class SharedGradients(StepHook):
 
     def _keep_own(self, groups: list[SharedGroup], infos: ParameterInfos) -> None:
         """Keep what concerns this rank, which told `infos`."""
-        rank = self._transport.rank
+        rank = self._peers.rank
         own = [group for group in groups if rank in group.ranks]
         by_name = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in self._modules.items()}
         shared_names = {name for group in own for shared in group.parameters for name in shared.names[rank]}
         self._parameters = {name: by_name[name.stage][name.name] for name, info in infos.items() if info.first_name in shared_names}
-        self._sums = [_GroupSum(group, self._parameters, self._transport, self._gradients) for group in own]
+        self._sums = [_GroupSum(group, self._parameters, self._peers, self._gradients) for group in own]
         self._stages = {stage for group_sum in self._sums for stage in group_sum.stages}
         counted_here = {self._parameters.get(shared.counted_name) for group in own for shared in group.parameters}
         self.counted_elsewhere = set(self._parameters.values()) - counted_here
         self.completes_at_end = frozenset(self._parameters.values())
 
     def _broadcast_parameter(self, shared: SharedParameter, ranks: tuple[int, ...]) -> None:
-        source, rank = shared.source, self._transport.rank
+        source, rank = shared.source, self._peers.rank
         held = [self._parameters[name].detach() for name in shared.names.get(rank, ())]
-        first = self._parameters[source.name].detach() if source.rank == rank else None
-        self._broadcast(first, held, source.rank, ranks)
-
-    def _broadcast(self, first: Tensor | None, held: Sequence[Tensor], source: int, ranks: tuple[int, ...]) -> None:
-        """Give `held` the values of `first`, which the rank `source` has, None elsewhere."""
-        if not held:
-            return
-        if first is None:
-            first = _receive(self._transport, held[0], source)
-        else:
-            for rank in ranks:
-                if rank != source:
-                    self._transport.wait(_send(self._transport, first, rank), rank, "sending what is tied or copied")
-        for tensor in held:
-            tensor.copy_(first)
+        if held:
+            first = self._parameters[source.name].detach() if source.rank == rank else held[0]
+            self._peers.replicate(first, source.rank, _EQUALIZING, ranks)
+            for tensor in held:
+                tensor.copy_(first)
 
     def on_step_begin(self, step: TrainingStep) -> None:
         """Take the gradients of earlier steps out of `.grad`."""
@@ -224,17 +220,15 @@ class _GroupSum:
     autograd where stages lie on ranks in order. All ranks add in this order, so all get the same bits.
     """
 
-    def __init__(
-        self, group: SharedGroup, parameters: dict[ParameterName, nn.Parameter], transport: Transport, gradients: Gradients
-    ) -> None:
-        self._transport = transport
+    def __init__(self, group: SharedGroup, parameters: dict[ParameterName, nn.Parameter], peers: Peers, gradients: Gradients) -> None:
+        self._peers = peers
         self._gradients = gradients
         self._ranks = group.ranks
-        self._others = [rank for rank in group.ranks if rank != transport.rank]
+        self._others = [rank for rank in group.ranks if rank != peers.rank]
         # For each shared parameter, those of this rank that are it.
-        self._held = [[parameters[name] for name in shared.names[transport.rank]] for shared in group.parameters]
+        self._held = [[parameters[name] for name in shared.names[peers.rank]] for shared in group.parameters]
         self._own: list[Tensor | None] = []
-        self.stages = group.stages[transport.rank]
+        self.stages = group.stages[peers.rank]
         self._sending: list[tuple[Any, int]] = []
         self._telling: list[Sending] = []
 
@@ -243,8 +237,8 @@ class _GroupSum:
         self._own = [self._as_added(_total([self._gradients.of(parameter) for parameter in held])) for held in self._held]
         present = GradientFlags(tuple(gradient is not None for gradient in self._own))
         for other in self._others:
-            self._telling.append(self._transport.tell(present, other))
-            self._sending += [(_send(self._transport, gradient, other), other) for gradient in self._own if gradient is not None]
+            self._telling.append(self._peers.tell(present, other))
+            self._sending += [(_send(self._peers, gradient, other), other) for gradient in self._own if gradient is not None]
 
     def _as_added(self, gradient: Tensor | None) -> Tensor | None:
         """A gradient as every rank adds it: a sparse one is made dense where it goes to others."""
@@ -252,22 +246,22 @@ class _GroupSum:
 
     def finish(self) -> None:
         """Wait for the others' gradients and leave the sum in `.grad`, a tensor for each parameter."""
-        found = {self._transport.rank: self._own}
+        found = {self._peers.rank: self._own}
         for other in self._others:
-            flags = self._transport.listen(GradientFlags, len(self._held), other).wait(_DOING)
+            flags = self._peers.listen(GradientFlags, len(self._held), other).wait(_DOING)
             found[other] = [self._receive(held[0], other) if there else None for held, there in zip(self._held, flags.present, strict=True)]
         for held, *gradients in zip(self._held, *(found[rank] for rank in self._ranks), strict=True):
             total = _total(gradients)
             for parameter in held:
                 self._gradients.put(parameter, total if parameter is held[0] or total is None else total.clone())
         for work, other in self._sending:
-            self._transport.wait(work, other, _DOING)
+            self._peers.wait(work, other, _DOING)
         for sending in self._telling:
             sending.wait(_DOING)
         self.clear()
 
     def _receive(self, like: Tensor, peer: int) -> Tensor:
-        return _receive(self._transport, like, peer, self._gradients.dtype)
+        return _receive(self._peers, like, peer, self._gradients.dtype)
 
     def clear(self) -> None:
         """Let go of everything in flight."""
@@ -282,13 +276,13 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return sum(found[1:], found[0]) if found else None
 
 
-def _send(transport: Transport, tensor: Tensor, peer: int) -> Any:
-    return transport.sender(Stuff.WORK, peer)(as_memory(tensor))
+def _send(peers: Peers, tensor: Tensor, peer: int) -> Any:
+    return peers.sender(Stuff.WORK, peer)(as_memory(tensor))
 
 
-def _receive(transport: Transport, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
+def _receive(peers: Peers, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
     room = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    transport.wait(transport.receiver(Stuff.WORK, peer)(room), peer, "receiving what is tied or copied")
+    peers.wait(peers.receiver(Stuff.WORK, peer)(room), peer, "receiving what is tied or copied")
     return room
 
 

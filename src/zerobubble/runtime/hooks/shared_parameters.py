@@ -26,6 +26,13 @@ class KnowsTied(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTied(Protocol):
+    """The module of a stage that was cut from a model, with the model's groups that this stage has a place in."""
+
+    tied_in_the_model: Sequence[Sequence[tuple[int, str]]]
+
+
 class ParameterName(NamedTuple):
     """The name of a parameter, or of a module with parameters, in a stage."""
 
@@ -103,6 +110,22 @@ def read_tied(tied: Tied, num_stages: int) -> tuple[tuple[ParameterName, ...], .
     if faults:
         raise InputError("; ".join(faults))
     return tuple(groups)
+
+
+def refuse_forgotten(modules: Mapping[int, nn.Module]) -> None:
+    """Raise `InputError` where a rank's stages share parameters with other ranks' in the model that was cut, and nobody said so.
+
+    That is where `Pipeline` is given a function around the split, or the modules that it gave: such parameters would train apart.
+    """
+    groups = [group for module in modules.values() if isinstance(module, HasTied) for group in module.tied_in_the_model]
+    apart = next((group for group in groups if any(stage not in modules for stage, _ in group)), None)
+    if apart is not None:
+        (stage, name), (other_stage, other), *_ = apart
+        raise InputError(
+            f"the model that was cut has one parameter as {name!r} of stage {stage} and {other!r} of stage {other_stage}, and Pipeline is "
+            "not given the split itself, which would tell it so: give it zb.split(model), or with what is made of that "
+            "tied=split.tied(num_stages)"
+        )
 
 
 def _is_pair(pair: Any) -> bool:

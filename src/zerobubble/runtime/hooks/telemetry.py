@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerobubble.errors import InputError
-from zerobubble.ir import Op
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 
@@ -73,15 +72,11 @@ class Telemetry(StepHook):
         """Report the step."""
         assert step.loss is not None
         seconds = step.seconds()
-        bubble = 1 - busy_seconds(step.spans()) / seconds
+        busy = sum(end - begin for begin, end in step.times()) / 1e9
+        bubble = 1 - busy / seconds
         mfu = None if self._peak is None else step.memo["flops"] / (seconds * self._peak)
         added = {name: part.item() for name, part in step.added_losses.items()}
         self.report(StepReport(step.number, seconds, bubble, step.loss.item(), mfu, added))
-
-
-def busy_seconds(spans: Sequence[tuple[Op, int, int]]) -> float:
-    """How long passes ran, in seconds, from (pass, begin, end) in ns; overlapped passes, which have the same times, count once."""
-    return sum(end - begin for begin, end in {(begin, end) for _, begin, end in spans}) / 1e9
 
 
 def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None = None) -> Telemetry:

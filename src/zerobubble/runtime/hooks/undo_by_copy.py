@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from zerobubble.runtime.values.memory import local_part
 
 
 class SavedCopy:
@@ -29,16 +32,17 @@ class SavedCopy:
             key: {name: value if isinstance(value, Tensor) else deepcopy(value) for name, value in entry.items()}
             for key, entry in state.items()
         }
-        _copy(list(self._room), list(self._room.values()))
+        _copy(self._room, self._room.values())
 
     def undo(self) -> None:
         """Make parameters and state what they were."""
-        _copy(list(self._room.values()), list(self._room))
+        _copy(self._room.values(), self._room)
         self._optimizer.state.clear()
         self._optimizer.state.update({key: dict(entry) for key, entry in self._state.items()})
 
 
 @torch.no_grad()
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    if sources:
-        torch._foreach_copy_(targets, sources)
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    given = [local_part(source) for source in sources]
+    if given:
+        torch._foreach_copy_([local_part(target) for target in targets], given)

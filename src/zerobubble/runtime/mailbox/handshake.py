@@ -3,11 +3,16 @@
 What it tells travels along the stages of the first route: each rank hears it from the rank before its first stage there and passes it on. A
 rank whose stages were frozen or unfrozen since adds that, from itself on, messages are to announce their shapes again. Ranks before it do
 not hear of that, and need not where activations only go from one rank to ranks behind it.
+
+Where microbatches are ordered by what they cost, the first rank chooses the order, and tells it behind the step.
+
+Where stages talk to those of other pipelines, the first ranks of these pipelines compare what they begin before they tell it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple
 
@@ -16,7 +21,7 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.transport.control import Sending, Topic
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Payload, Structure, Tensors
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes, shapes_of
 
@@ -29,7 +34,8 @@ class StepStart:
     """What a step plays: inputs of the kind `key`, cut from `batch_size` samples. `call` numbers the calls of the rank that tells it.
 
     Messages between ranks from the place `announced_from` of the chain on announce their shapes: all with 0, none with the number of ranks.
-    The last three say which schedule the step follows, `digest` by its text. A call that the first rank refuses has no microbatches.
+    Then three say which schedule the step follows, `digest` by its text, and with `is_ordered` a `StepOrder` comes next. A call that the
+    first rank refuses has no microbatches.
     """
 
     topic: ClassVar[Topic] = Topic.STEP
@@ -41,14 +47,20 @@ class StepStart:
     num_microbatches: int
     evaluating: bool
     digest: int
+    is_ordered: bool = False
 
-    def numbers(self) -> tuple[float, ...]:
-        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule)
+    def numbers(self) -> tuple[int, ...]:
+        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule, self.is_ordered)
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepStart:
-        call, key, announced_from, batch_size, num_microbatches, evaluating, digest = map(int, numbers.tolist())
-        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest)
+        return cls.of_numbers(list(map(int, numbers.tolist())))
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> StepStart:
+        """What `numbers` gave."""
+        call, key, announced_from, batch_size, num_microbatches, evaluating, digest, is_ordered = numbers
+        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, bool(is_ordered))
 
     @property
     def schedule(self) -> tuple[int, bool, int]:
@@ -61,10 +73,35 @@ class StepStart:
         return self.num_microbatches == 0
 
     def __str__(self) -> str:
+        if self.is_refused:
+            return "a call that it refuses"
         return f"{'an evaluation' if self.evaluating else 'a training step'} of {self.num_microbatches} microbatches"
 
 
 _NUMBERS = len(fields(StepStart))
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """Which microbatch takes each place of the schedule in the step that was told before it."""
+
+    topic: ClassVar[Topic] = Topic.ORDER
+
+    order: tuple[int, ...]
+
+    def numbers(self) -> tuple[int, ...]:
+        return self.order
+
+    @classmethod
+    def read(cls, numbers: Tensor) -> StepOrder:
+        return cls(tuple(map(int, numbers.tolist())))
+
+
+class MicrobatchCosts(NamedTuple):
+    """What the microbatches of a step `cost`, relative to each other, and how to `choose` their order by that."""
+
+    costs: tuple[float, ...]
+    choose: Callable[[tuple[float, ...]], tuple[int, ...]]
 
 
 class RefusedError(Exception):
@@ -72,23 +109,29 @@ class RefusedError(Exception):
 
 
 class StepMessages(NamedTuple):
-    """What is `known` of a step's messages, the ranks with which they are `announced` instead, and the size of the first rank's batch."""
+    """What is `known` of a step's messages, the ranks with which they are `announced` instead, and the size of the first rank's batch.
+
+    `order` has the microbatch that takes each place of the schedule.
+    """
 
     known: KnownMessages
     announced: frozenset[int]
     batch_size: int
+    order: tuple[int, ...]
 
 
 class StepHandshake:
     """Keeps what was learnt of the messages of `schedule` for each kind of inputs, under a number that all ranks share."""
 
-    def __init__(self, schedule: Schedule, transport: Transport) -> None:
+    def __init__(self, schedule: Schedule, peers: Peers) -> None:
         placement, route = schedule.placement, schedule.placement.routes[0]
         parents = {rank: route[0] for rank in range(placement.num_ranks) if rank != route[0]}
         parents |= {rank: route[route.index(rank) - 1] for rank in set(route) if route.index(rank) > 0}
-        self._transport = transport
-        self._parent = parents.get(transport.rank)
-        self._children = [rank for rank, parent in parents.items() if parent == transport.rank]
+        self._peers = peers
+        # The pipeline's ranks as errors name them.
+        self._members, self._me = peers.members, peers.members[peers.rank]
+        self._parent = parents.get(peers.rank)
+        self._children = [rank for rank, parent in parents.items() if parent == peers.rank]
         self._chain = list(dict.fromkeys(route))
         self._num_ranks = placement.num_ranks
         self._trained: dict[int, tuple[bool, ...]] = {}
@@ -97,26 +140,43 @@ class StepHandshake:
         self._keys: dict[tuple[tuple[Shapes, Structure], ...], int] = {}
         self._known: dict[int, KnownMessages] = {}
         self._telling: list[Sending] = []
+        self._data_order = tuple(range(schedule.num_microbatches))
 
-    def open(self, call: int, inputs: list[Tensors], batch_size: int, trained: tuple[bool, ...] = ()) -> StepMessages:
+    def open(
+        self,
+        call: int,
+        inputs: list[Tensors],
+        batch_size: int,
+        trained: tuple[bool, ...] = (),
+        costs: MicrobatchCosts | None = None,
+    ) -> StepMessages:
         """Start a step with these `inputs`, which the first rank has, where `trained` says which parameters of this rank train.
 
         It belongs to the `call` of this number. Where messages tell by themselves whether a gradient flows back, `trained` is left out.
+        With `costs`, which the first rank has, microbatches take the places that these choose, and otherwise those of the data.
         Raises `InputError` when this rank is at another call, or is to play something else, than the one that tells it, and `RefusedError`
         when the first rank refuses the call.
         """
         if self._parent is None:
-            start = self._begin(call, inputs, batch_size)
+            told = self._compare_lockstep(StepStart(call, 0, 0, batch_size, *self._played), () if costs is None else costs.costs)
+            order = self._data_order if costs is None else costs.choose(told)
+            in_places = inputs if costs is None else [inputs[microbatch] for microbatch in order]
+            start = self._begin(call, in_places, batch_size, is_ordered=order != self._data_order)
         else:
             start = self._receive(self._parent, call)
             self._compare(start, self._parent)
-        if self._trained.get(start.key, trained) != trained and self._transport.rank in self._chain:
-            start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._transport.rank)))
+            order = self._data_order
+            if start.is_ordered:
+                order = self._peers.listen(StepOrder, len(order), self._parent).wait("waiting for the order of the microbatches").order
+        if self._trained.get(start.key, trained) != trained and self._peers.rank in self._chain:
+            start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
         self._trained[start.key] = trained
         self._tell(start)
+        if start.is_ordered:
+            self._telling += [self._peers.tell(StepOrder(order), rank) for rank in self._children]
         if start.announced_from == 0:
             self._known[start.key] = KnownMessages()
-        return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size)
+        return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size, order)
 
     def refuse(self, call: int) -> StepStart | None:
         """Tell the ranks behind that the `call` is refused; where this rank is not the first, what it was told to play, None if nothing.
@@ -124,7 +184,9 @@ class StepHandshake:
         Raises `InputError` when this rank is at another call than the one that tells it.
         """
         if self._parent is None:
-            self._tell(StepStart(call, 0, 0, 0, 0, evaluating=False, digest=0))
+            start = StepStart(call, 0, 0, 0, 0, evaluating=False, digest=0)
+            self._compare_lockstep(start, ())
+            self._tell(start)
             return None
         start = self._receive(self._parent, call)
         if not start.is_refused:
@@ -133,38 +195,58 @@ class StepHandshake:
         return None
 
     def _tell(self, start: StepStart) -> None:
-        self._telling = [self._transport.tell(start, rank) for rank in self._children]
+        self._telling = [self._peers.tell(start, rank) for rank in self._children]
 
     def _announced(self, first: int) -> frozenset[int]:
         """The other ranks whose messages with this one announce their shapes: those that know it as this one does."""
         if first == 0:
-            return frozenset(range(self._num_ranks)) - {self._transport.rank}
+            return frozenset(range(self._num_ranks)) - {self._peers.rank}
         knowing = self._chain[first:]
-        return frozenset(knowing) - {self._transport.rank} if self._transport.rank in knowing else frozenset()
+        return frozenset(knowing) - {self._peers.rank} if self._peers.rank in knowing else frozenset()
 
     def clear(self) -> None:
         """Let go of messages: one that was sent keeps its connection open."""
         self._telling = []
 
-    def _begin(self, call: int, inputs: list[Tensors], batch_size: int) -> StepStart:
+    def _begin(self, call: int, inputs: list[Tensors], batch_size: int, *, is_ordered: bool) -> StepStart:
         signature = tuple((shapes_of(part), part.structure if isinstance(part, Payload) else None) for part in inputs)
         key = self._keys.pop(signature, None)
         announced_from = 0 if key is None else self._num_ranks
         if key is None:
             key = len(self._keys) if len(self._keys) < MOST_KEPT else self._keys.pop(next(iter(self._keys)))
         self._keys[signature] = key
-        return StepStart(call, key, announced_from, batch_size, *self._played)
+        return StepStart(call, key, announced_from, batch_size, *self._played, is_ordered)
 
     def _receive(self, parent: int, call: int) -> StepStart:
         """What `parent` tells of this call."""
-        start = self._transport.listen(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")
+        start = self._peers.listen(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")
         if start.call != call:
             raise InputError(
-                f"rank {parent} is at call {start.call} of step, eval_step, profile or describe, and rank {self._transport.rank} at call "
-                f"{call}: one of them has left a call out, or has caught an error that the other did not have; "
+                f"rank {self._members[parent]} is at call {start.call} of step, eval_step, profile or describe, and rank {self._me} at "
+                f"call {call}: one of them has left a call out, or has caught an error that the other did not have; "
                 "make the same calls on every rank, and a new Pipeline after an error"
             )
         return start
+
+    def _compare_lockstep(self, start: StepStart, costs: tuple[float, ...]) -> tuple[float, ...]:
+        """What microbatches cost where their stages talk to those of other pipelines: as much as the longest with which each talks.
+
+        Raises where these pipelines begin other passes, which would wait for each other for ever.
+        """
+        others = self._peers.lockstep
+        if others is None:
+            return costs
+        with others.collective("comparing what pipelines begin whose stages talk to each other"):
+            gathered = others.gather_objects((start.numbers(), costs))
+        told = [StepStart.of_numbers(numbers) for numbers, _ in gathered]
+        if len({(one.call, one.schedule) for one in told}) > 1:
+            begun = ", ".join(f"rank {rank} {one} in call {one.call}" for rank, one in zip(others.members, told, strict=True))
+            differs = "" if len({(one.call, one.schedule[:2]) for one in told}) > 1 else " in another order"
+            raise InputError(
+                f"the stages of ranks {', '.join(map(str, others.members))} talk to each other in every pass, and these ranks begin other "
+                f"steps{differs}: {begun}; call the same methods with the same num_microbatches and schedule on each"
+            )
+        return tuple(map(max, zip(*(theirs for _, theirs in gathered), strict=True)))
 
     def _compare(self, start: StepStart, parent: int) -> None:
         """Raise where this rank is not to play what `parent` has told it."""
@@ -175,6 +257,6 @@ class StepHandshake:
             mine = StepStart(start.call, start.key, start.announced_from, start.batch_size, *self._played)
             differs = " in another order" if start.schedule[:2] == self._played[:2] else ""
             raise InputError(
-                f"rank {parent} begins {start}, rank {self._transport.rank} {mine}{differs}; "
+                f"rank {self._members[parent]} begins {start}, rank {self._me} {mine}{differs}; "
                 "every rank must call the same method with the same num_microbatches, and have the same schedule for it"
             )

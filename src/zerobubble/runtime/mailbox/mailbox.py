@@ -23,8 +23,9 @@ from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
 from zerobubble.runtime.mailbox.refusals import changed_shapes, changed_structure, describe, lacking_gradient, unfrozen
 from zerobubble.runtime.mailbox.whole_messages import WholeMessages
 from zerobubble.runtime.transport.contact import Exchange
-from zerobubble.runtime.transport.endpoint import Line, Work
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.endpoint import Line
+from zerobubble.runtime.transport.peers import Peers
+from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.memory import as_memory, is_plain, why_not_sent
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, structure_of
 from zerobubble.runtime.values.shapes import (
@@ -41,32 +42,32 @@ from zerobubble.runtime.values.shapes import (
 class Mailbox:
     """The messages of one rank's row. Call `begin` before each step."""
 
-    def __init__(self, program: Program, transport: Transport) -> None:
-        self._device = transport.device
-        self._rank = transport.rank
+    def __init__(self, program: Program, peers: Peers) -> None:
+        self._device = peers.device
+        self._rank = peers.rank
         self._num_stages = program.num_stages
-        self._wait = transport.wait
+        self._wait = peers.wait
         self._peer: dict[Value, int] = {}
         self._exchange: dict[Value, Exchange] = {}
         self._send: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
         self._receive: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
-        for action in program.rows[transport.rank]:
+        for action in program.rows[peers.rank]:
             if isinstance(action, Send):
-                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"sending {describe(action.value)}")
-                self._send[action.peer, action.value.stuff] = transport.sender(action.value.stuff, action.peer)
+                self._exchange[action.value] = peers.exchange(action.peer, f"sending {describe(action.value)}")
+                self._send[action.peer, action.value.stuff] = peers.sender(action.value.stuff, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
-                self._exchange[action.value] = transport.waiting.exchange(action.peer, f"waiting for {describe(action.value)}")
-                self._receive[action.peer, action.value.stuff] = transport.receiver(action.value.stuff, action.peer)
-        can = transport.capabilities
-        self._whole_messages = WholeMessages(program, transport) if can.carries_whole_messages else None
+                self._exchange[action.value] = peers.exchange(action.peer, f"waiting for {describe(action.value)}")
+                self._receive[action.peer, action.value.stuff] = peers.receiver(action.value.stuff, action.peer)
+        can = peers.capabilities
+        self._whole_messages = WholeMessages(program, peers) if can.carries_whole_messages else None
         self._missing_out: dict[int, MissingGradientsOut] = {}
         # The transport's own dictionary: what is dropped there when connections close must not be kept here.
-        self._missing_in: dict[Line, MissingGradientsIn] = transport.standing
+        self._missing_in: dict[Line, MissingGradientsIn] = peers.standing
         self._notices: dict[int, Line] = {}
         self._place: dict[Value, int] = {}
         if can.completes_in_order and not can.carries_whole_messages:
-            self._watch_missing(program, transport)
+            self._watch_missing(program, peers)
         self._known = KnownMessages()
         # The ranks with which messages announce their shapes in this step.
         self._announced: frozenset[int] = frozenset()
@@ -82,19 +83,19 @@ class Mailbox:
         # For gradients whose sender does not know that some of their tensors need none any more: which of them are still needed.
         self._frozen: dict[Value, list[bool]] = {}
 
-    def _watch_missing(self, program: Program, transport: Transport) -> None:
+    def _watch_missing(self, program: Program, peers: Peers) -> None:
         """Number the gradients of each channel, and be ready to tell and to be told that some are missing."""
         places: dict[Channel, int] = defaultdict(int)
-        for action in program.rows[transport.rank]:
+        for action in program.rows[peers.rank]:
             if isinstance(action, (Send, Recv)) and action.value.stuff is Stuff.GRADIENT:
-                channel = channel_of(transport.rank, action)
+                channel = channel_of(peers.rank, action)
                 self._place[action.value] = places[channel]
                 places[channel] += 1
         for source, destination, _ in places:
-            if source == transport.rank:
-                self._missing_out[destination] = MissingGradientsOut(transport, destination)
+            if source == peers.rank:
+                self._missing_out[destination] = MissingGradientsOut(peers, destination)
             else:
-                self._notices[source] = expect_notices(transport, source)
+                self._notices[source] = expect_notices(peers, source)
 
     def begin(self, known: KnownMessages, announced: frozenset[int]) -> None:
         """Start a step with the shapes `known` from an earlier one, and learn into `known` those of messages with the ranks `announced`."""

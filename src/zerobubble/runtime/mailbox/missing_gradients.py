@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from zerobubble.rules import Stuff
-from zerobubble.runtime.transport.endpoint import Line, Work
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.endpoint import Line
+from zerobubble.runtime.transport.peers import Peers
+from zerobubble.runtime.transport.work import Work
 
 _NOTICE, _FIRST_LIST = 1, 2
 """Numbers of the lines beside the channel: one for the notice, and one for the list of each message by its place on the channel."""
@@ -28,8 +29,8 @@ _NOTICE_FORM = struct.Struct("<q?")
 class MissingGradientsOut:
     """The sender's end. Call `begin` before each step."""
 
-    def __init__(self, transport: Transport, peer: int) -> None:
-        self._transport = transport
+    def __init__(self, peers: Peers, peer: int) -> None:
+        self._peers = peers
         self._peer = peer
         self._has_told = False
 
@@ -53,26 +54,26 @@ class MissingGradientsOut:
         return sent
 
     def _send(self, number: int, tensor: Tensor) -> tuple[Tensor, Work]:
-        return tensor, self._transport.sender(Stuff.GRADIENT, self._peer, number)(tensor)
+        return tensor, self._peers.sender(Stuff.GRADIENT, self._peer, number)(tensor)
 
 
-def expect_notices(transport: Transport, peer: int) -> Line:
+def expect_notices(peers: Peers, peer: int) -> Line:
     """Have a `MissingGradientsIn` for the notices of `peer` among the transport's standing receives; gives the line it is found by.
 
     There is one for all programs of a pipeline: its receive stays posted from step to step, and another one posted on the same line would
     get the notice in its place.
     """
-    line = Line(peer, transport.rank, Stuff.GRADIENT, _NOTICE)
-    if line not in transport.standing:
-        transport.standing[line] = MissingGradientsIn(transport, peer)
+    line = peers.line_from(peer, Stuff.GRADIENT, _NOTICE)
+    if line not in peers.standing:
+        peers.standing[line] = MissingGradientsIn(peers, peer)
     return line
 
 
 class MissingGradientsIn:
     """The receiver's end. Call `begin` before each step."""
 
-    def __init__(self, transport: Transport, peer: int) -> None:
-        self._transport = transport
+    def __init__(self, peers: Peers, peer: int) -> None:
+        self._peers = peers
         self._peer = peer
         self._room = bytearray(_NOTICE_FORM.size)
         self._post()
@@ -80,7 +81,7 @@ class MissingGradientsIn:
     def _post(self) -> None:
         self._room[:] = bytes(_NOTICE_FORM.size)
         self._first: int | None = None
-        self._work = self._transport.receiver(Stuff.GRADIENT, self._peer, _NOTICE)(torch.frombuffer(self._room, dtype=torch.uint8))
+        self._work = self._peers.receiver(Stuff.GRADIENT, self._peer, _NOTICE)(torch.frombuffer(self._room, dtype=torch.uint8))
 
     def begin(self) -> None:
         """A step begins: be ready for its notice."""
@@ -92,11 +93,11 @@ class MissingGradientsIn:
         if not self._room[-1]:
             return None
         if self._first is None:
-            self._transport.wait(self._work, self._peer, what)
+            self._peers.wait(self._work, self._peer, what)
             self._first = _NOTICE_FORM.unpack(self._room)[0]
         if place < self._first:
             return None
         there = torch.empty(count, dtype=torch.uint8)
-        work = self._transport.receiver(Stuff.GRADIENT, self._peer, _FIRST_LIST + place)(there)
-        self._transport.wait(work, self._peer, what)
+        work = self._peers.receiver(Stuff.GRADIENT, self._peer, _FIRST_LIST + place)(there)
+        self._peers.wait(work, self._peer, what)
         return [bool(flag) for flag in there.tolist()]

@@ -10,7 +10,7 @@ from torch import Tensor
 from zerobubble.program import Channel, Compute, Program, Recv, Send, channel_of
 from zerobubble.rules import Stuff, Value, uses
 from zerobubble.runtime.transport.endpoint import MessageLane, Put, Take, Traffic
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes
 
 MOST_KEPT = 8
@@ -20,11 +20,11 @@ MOST_KEPT = 8
 class WholeMessages:
     """This rank's ends of the lanes. Call `begin` before each step that uses them: `put[value]` and `take[value]` are its messages."""
 
-    def __init__(self, program: Program, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, program: Program, peers: Peers) -> None:
+        self._peers = peers
         self._messages: dict[Channel, list[Value]] = defaultdict(list)
         for _, _, channel, action in program.channels():
-            if isinstance(action, Recv) and transport.rank in channel[:2]:
+            if isinstance(action, Recv) and peers.rank in channel[:2]:
                 self._messages[channel].append(action.value)
         self._at_once = _at_once_on(program, self._messages)
         self._made: dict[int, tuple[KnownMessages, dict[Channel, MessageLane], dict[Value, Put], dict[Value, Take]]] = {}
@@ -60,7 +60,7 @@ class WholeMessages:
     def _make(self, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
         """The lanes of all channels."""
         for channel, values in self._messages.items():
-            self._lanes[channel] = self._transport.message_lane(channel, [largest(value) for value in values], self._at_once[channel])
+            self._lanes[channel] = self._peers.message_lane(channel, [largest(value) for value in values], self._at_once[channel])
             for value in values:
                 self._use(channel, value, shapes(value))
 
@@ -68,7 +68,7 @@ class WholeMessages:
         lane = self._lanes[channel]
         if channel.stuff is Stuff.GRADIENT and not shapes:  # no tensor needs one: nothing is sent, and nothing waited for
             self.put[value], self.take[value] = _put_nothing, tuple
-        elif channel.source == self._transport.rank:
+        elif channel.source == self._peers.rank:
             self.put[value] = lane.sender(shapes)
         else:
             self.take[value] = lane.receiver(shapes, differentiable=channel.stuff is Stuff.ACTIVATION)

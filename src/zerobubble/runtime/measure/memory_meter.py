@@ -34,6 +34,14 @@ class Meter:
         self._excluded = addresses_of(excluded)
         self._storages: dict[int, list[int]] = {}
 
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count what is saved of `tensors` from here on."""
+        self._excluded |= addresses_of(tensors)
+
+    def include(self, tensors: Iterable[Tensor]) -> None:
+        """The memory of `tensors`, which were excluded, will be others'."""
+        self._excluded -= addresses_of(tensors)
+
     def hold(self, tensor: Tensor) -> Held:
         """Count the storage of `tensor` until the returned token goes."""
         return Held(tensor, self, tuple([self._count(storage) for storage in storages_of(tensor)]))

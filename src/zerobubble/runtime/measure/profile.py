@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median_low
@@ -16,6 +16,7 @@ from torch import nn
 from zerobubble.costs import Costs
 from zerobubble.fit import fit_comm, fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.rules import recomputed
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
@@ -27,20 +28,24 @@ _TIMES = ("forward", "backward", "weight", "comm")
 def one_by_one(schedule: Schedule) -> Schedule:
     """The placement of `schedule` with a microbatch at a time: down through all stages and back, then each rank's W.
 
+    Stages some of whose forwards `schedule` computes again have all of them computed again, right before their backward.
+
     A rank computes nothing while it waits for a message, but for W of a microbatch that is on its way elsewhere.
     """
+    again = {stage: kind for row in schedule.rows for (stage, _), kind in recomputed(row).items()}
     rows = tuple(
-        tuple(op for microbatch in range(schedule.num_microbatches) for op in _passes(schedule, rank, microbatch))
+        tuple(op for microbatch in range(schedule.num_microbatches) for op in _passes(schedule, rank, microbatch, again))
         for rank in range(schedule.num_ranks)
     )
     return Schedule(f"{schedule.name} (one by one)", schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
 
 
-def _passes(schedule: Schedule, rank: int, microbatch: int) -> list[Op]:
-    """What `rank` does for one microbatch, one after another."""
+def _passes(schedule: Schedule, rank: int, microbatch: int, again: Mapping[int, Kind]) -> list[Op]:
+    """What `rank` does for one microbatch, one after another, where stages are computed `again` by passes of these kinds."""
     down = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage, microbatch) == rank]
-    order = ((Kind.F, down), (Kind.B, down[::-1]), (Kind.W, down[::-1]))
-    return [Op(kind, stage, microbatch) for kind, stages in order for stage in stages]
+    back = [(kind, stage) for stage in down[::-1] for kind in (again.get(stage), Kind.B) if kind is not None]
+    order = [*((Kind.F, stage) for stage in down), *back, *((Kind.W, stage) for stage in down[::-1])]
+    return [Op(kind, stage, microbatch) for kind, stage in order]
 
 
 @contextmanager
@@ -88,5 +93,6 @@ def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline])
     Times are medians over the microbatches of a step, and over the steps.
     """
     steps = [replace(fit_costs(timeline), comm=fit_comm(timeline)) for timeline in timed]
-    times = {name: tuple(map(median_low, zip(*(getattr(step, name) for step in steps), strict=True))) for name in _TIMES}
-    return replace(fit_costs(metered), **times, placement=placement)
+    names = [*_TIMES, *(name for name in steps[0].time_columns if name in dict(steps[0].further))]
+    times = {name: tuple(map(median_low, zip(*(step.column(name) for step in steps), strict=True))) for name in names}
+    return replace(fit_costs(metered).with_columns(**times), placement=placement)

@@ -13,8 +13,8 @@ from zerobubble.ir import Op
 from zerobubble.rules import Value
 from zerobubble.runtime.transport.contact import exchanging
 from zerobubble.runtime.transport.control import Topic
-from zerobubble.runtime.transport.transport import Transport
-from zerobubble.timeline import Doing, Mark, Span, Timeline
+from zerobubble.runtime.transport.peers import Peers
+from zerobubble.timeline import Doing, Mark, Reduction, Span, Timeline
 
 PINGS = 8
 
@@ -36,53 +36,61 @@ class ClockReading:
 
 
 class Records(NamedTuple):
-    """What one rank noted in a step, in `perf_counter_ns`: passes, (time, bytes) held, messages, and steps of the optimizer."""
+    """What one rank noted in a step, in `perf_counter_ns`.
+
+    That is passes, (time, bytes) held, messages, steps of the optimizer, and (stage, begin, end) of sums over replicas.
+    """
 
     spans: Sequence[tuple[Op, int, int]]
     memory: Sequence[tuple[int, int]] = ()
     messages: Sequence[tuple[Doing, Value, int, int]] = ()
     optimizer: Sequence[tuple[int, int]] = ()
+    reductions: Sequence[tuple[int, int, int]] = ()
 
-    def shifted(self, shift: int) -> tuple[list[Any], list[Any], list[Any]]:
-        """Spans, memory and marks as plain lists, `shift` ns later."""
+    def shifted(self, shift: int) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """Spans, memory, marks and sums over replicas as plain lists, `shift` ns later."""
         spans = [(str(op), begin + shift, end + shift) for op, begin, end in self.spans]
         messages = [(doing.value, begin + shift, end + shift, str(value)) for doing, value, begin, end in self.messages]
         optimizer = [(Doing.OPTIMIZER.value, begin + shift, end + shift, "") for begin, end in self.optimizer]
-        return spans, [(time + shift, held) for time, held in self.memory], messages + optimizer
+        sums = [(stage, begin + shift, end + shift) for stage, begin, end in self.reductions]
+        return spans, [(time + shift, held) for time, held in self.memory], messages + optimizer, sums
 
 
-def gather(name: str, records: Records, transport: Transport) -> Timeline:
+def gather(name: str, records: Records, peers: Peers) -> Timeline:
     """The measured timeline of the last step; every rank of the pipeline must call it. Times start at the first pass."""
     with exchanging():
-        shift = clock_shift(transport)
-    rows = transport.gather_objects(records.shifted(shift))
-    origin = min((spans[0][1] for spans, _, _ in rows if spans), default=0)
-    parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in spans) for spans, _, _ in rows)
-    memory = tuple(tuple((time - origin, held) for time, held in steps) for _, steps, _ in rows)
-    marks = tuple(tuple(Mark(Doing(d), begin - origin, end - origin, value) for d, begin, end, value in row) for _, _, row in rows)
-    return Timeline(name, parsed, memory if any(memory) else (), "measured", marks if any(marks) else ())
+        shift = clock_shift(peers)
+    rows = peers.gather_objects(records.shifted(shift))
+    origin = min((spans[0][1] for spans, *_ in rows if spans), default=0)
+    parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in spans) for spans, *_ in rows)
+    memory = tuple(tuple((time - origin, held) for time, held in steps) for _, steps, *_ in rows)
+    marks = tuple(tuple(Mark(Doing(d), begin - origin, end - origin, value) for d, begin, end, value in row) for _, _, row, _ in rows)
+    sums = tuple(tuple(Reduction(stage, begin - origin, end - origin) for stage, begin, end in row) for *_, row in rows)
+    return Timeline(
+        name, parsed, memory if any(memory) else (), "measured", marks if any(marks) else (), reductions=sums if any(sums) else ()
+    )
 
 
-def clock_shift(transport: Transport) -> int:
+def clock_shift(peers: Peers) -> int:
     """Nanoseconds to add to this rank's clock to read rank 0's; 0 where the difference is within the error of measuring it.
 
     Rank 0 answers pings with its clock; the fastest round trip tells best. Ranks of one machine share a clock and get 0.
     """
-    for peer in range(1, transport.size):
-        if transport.rank == 0:
+    for peer in range(1, peers.size):
+        if peers.rank == 0:
             for _ in range(PINGS):
-                transport.listen(ClockReading, 1, peer).wait()
-                transport.tell(ClockReading(perf_counter_ns()), peer).wait()
-        elif transport.rank == peer:
-            trips = [_ping(transport) for _ in range(PINGS)]
+                peers.listen(ClockReading, 1, peer).wait()
+                peers.tell(ClockReading(perf_counter_ns()), peer).wait()
+        elif peers.rank == peer:
+            trips = [_ping(peers) for _ in range(PINGS)]
             shift, trip = min(trips, key=lambda pair: pair[1])
             return shift if abs(shift) > trip else 0
     return 0
 
 
-def _ping(transport: Transport) -> tuple[int, int]:
+def _ping(peers: Peers) -> tuple[int, int]:
     begin = perf_counter_ns()
-    transport.tell(ClockReading(), 0).wait()
-    answer = transport.listen(ClockReading, 1, 0).wait()
+    peers.tell(ClockReading(), 0).wait()
+    answer = peers.listen(ClockReading, 1, 0).wait()
     end = perf_counter_ns()
     return answer.nanoseconds - (begin + end) // 2, end - begin

@@ -51,8 +51,13 @@ class _Convolution(torch.autograd.Function):
         if not ctx.work.may_take(ctx):
             return shape.backward(dy, x, weight, False), dx, bias_gradient, None, None
         parameter = ctx.parameter
-        ctx.work.defer(parameter, lambda x, dy: shape.backward(dy, x, parameter.detach(), False), x, dy)
+        ctx.work.defer(parameter, lambda x, dy: shape.backward(dy, x, _of_its_size(parameter, dy), False), x, dy)
         return None, dx, bias_gradient, None, None
+
+
+def _of_its_size(parameter: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the size of `parameter`, for a kernel that reads no more of it: the parameter where its numbers are there."""
+    return parameter.detach() if parameter.untyped_storage().nbytes() else like.new_empty(1).expand(parameter.shape)
 
 
 def forward(layer: Conv, x: Tensor) -> Tensor:

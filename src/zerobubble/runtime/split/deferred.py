@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.autocast import AutocastCopies
-from zerobubble.runtime.split.eligibility import reasons_not_to_wait
+from zerobubble.runtime.split.eligibility import fsdp2_parts, reasons_not_to_wait
 from zerobubble.runtime.split.layers import shadowing
 from zerobubble.runtime.split.report import SplitReport, at_once
 from zerobubble.runtime.split.splitter import arguments_of, go_back
 from zerobubble.runtime.split.weight_flops import WeightFlops, flops_of, is_compiled
+from zerobubble.runtime.split.weight_tail import Complete, WeightTail
 from zerobubble.runtime.split.weight_work import StepContext, WeightWork
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
@@ -24,13 +25,16 @@ class DeferredSplitter:
     """Lets the layers of `module` that are known leave their weight gradients to W; W adds them to `gradients`."""
 
     splits = True
+    ends_by_parameter = True
 
     def __init__(self, module: nn.Module, index: int, gradients: Gradients) -> None:
         self._module = module
         self._index = index
         self._gradients = gradients
         self._copies = AutocastCopies()
+        self._lets_go = bool(fsdp2_parts(module))
         self._works: dict[int, WeightWork] = {}
+        self._tail: WeightTail | None = None
         self._counts = False
         self._sample: int | None = None
         self._flops = 0
@@ -40,9 +44,9 @@ class DeferredSplitter:
 
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
         self._parameters = parameters
-        self._reasons = reasons_not_to_wait(self._module, parameters)
+        self._reasons = reasons_not_to_wait(self._module, parameters, in_grad=self._gradients.dtype is None)
         can_wait = frozenset(id(parameter) for parameter in parameters if parameter not in self._reasons)
-        self._context = StepContext(can_wait, meter, self._gradients, self._copies)
+        self._context = StepContext(can_wait, meter, self._gradients, self._copies, self._lets_go)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -87,7 +91,18 @@ class DeferredSplitter:
             trained = (parameter for parameter in self._parameters if parameter.grad is not None)
             self._at_once = at_once(self._module, work.weights(), trained, self._reasons)
 
+    def begin_tail(self, microbatches: Sequence[int], complete: Complete) -> None:
+        if self._flops and self._sample in microbatches:
+            return  # each W does its own work, so that it can be counted
+        works = [self._works.pop(microbatch) for microbatch in microbatches]
+        self._tail = WeightTail(works, self._parameters, complete)
+
     def weight(self, microbatch: int) -> None:
+        if self._tail is not None:
+            self._tail.run_part()
+            if self._tail.is_over:
+                self._tail = None
+            return
         work = self._works.pop(microbatch)
         if microbatch == self._sample and self._flops:
             self._share = min(1.0, flops_of(work.run) / self._flops)
@@ -97,10 +112,12 @@ class DeferredSplitter:
 
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
         works = self._works.values() if microbatch is None else (self._works[microbatch],)
-        return [tensor for work in works for tensor in work.held]
+        in_tail = self._tail.held if microbatch is None and self._tail is not None else []
+        return [*in_tail, *(tensor for work in works for tensor in work.held)]
 
     def clear(self) -> None:
         self._works.clear()
+        self._tail = None
 
     def count(self) -> None:
         self._counts = True

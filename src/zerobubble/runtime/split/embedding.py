@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,25 @@ class _Embedding(torch.autograd.Function):
 
         if not ctx.work.may_take(ctx):
             return gradient(tokens, dy), None, None, None
-        ctx.work.defer(ctx.parameter, gradient, tokens, dy)
+        ctx.work.defer(ctx.parameter, gradient, tokens, dy, add_to=_adding_rows(tokens, rows, padding_idx))
         return None, None, None, None
+
+
+def _adding_rows(tokens: Tensor, rows: int, padding_idx: int) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """Adds to the rows of the tokens alone, where there are fewer tokens than rows; the rows of one token are summed first, as ever.
+
+    None on a GPU, which would have to wait until it knows how many tokens differ.
+    """
+    return partial(_add_rows, padding_idx) if tokens.device.type == "cpu" and tokens.numel() < rows else None
+
+
+def _add_rows(padding_idx: int, so_far: Tensor, tokens: Tensor, dy: Tensor) -> None:
+    if padding_idx >= 0:
+        counts = tokens != padding_idx
+        tokens, dy = tokens[counts], dy[counts]
+    used, places = torch.unique(tokens, return_inverse=True)
+    sums = torch.ops.aten.embedding_dense_backward(dy, places, len(used), -1, False)
+    so_far.index_add_(0, used, sums.to(so_far.dtype))
 
 
 def forward(layer: nn.Embedding, tokens: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from zerobubble.runtime.split.weight_flops import GROUPED
+
 _WITH_ADDEND = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
@@ -126,7 +128,8 @@ def num_bytes(node: fx.Node) -> int:
 
 def flops(node: fx.Node) -> int:
     """The FLOPs of a matrix product, convolution or attention, at least 1; 0 for every other node."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    operation: Any = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(operation) or GROUPED.get(operation)
     if count is None:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])

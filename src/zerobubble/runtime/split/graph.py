@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.capture import Part, Slots
-from zerobubble.runtime.split.compiled_part import PartMaker, require_compiler
+from zerobubble.runtime.split.compiled_part import PartMaker
+from zerobubble.runtime.split.compiler import Compiler, require_compiler
 from zerobubble.runtime.split.pending_weights import PendingWeights
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import go_back
@@ -35,6 +36,7 @@ class GraphSplitter:
     """
 
     splits = True
+    ends_by_parameter = False
 
     def __init__(self, module: nn.Module, index: int, gradients: Gradients, *, compiled: bool = False, cuda_graphs: bool = False) -> None:
         self._module = module
@@ -46,7 +48,8 @@ class GraphSplitter:
         self._slots = Slots() if cuda_graphs else None
         self._left_by_b: PendingWeights | None = None
         self._pending: dict[int, PendingWeights] = {}
-        make_part = PartMaker(lambda: self.traces.owned.tensors, compiles=compiled, slots=self._slots)
+        self._compiler = Compiler(f"stage {index}") if compiled else None
+        make_part = PartMaker(lambda: self.traces.owned.tensors, compiler=self._compiler, slots=self._slots)
         try:
             self.traces = Traces(module, make_part, self._leave, f"stage {index}")
         except InputError as error:
@@ -87,6 +90,9 @@ class GraphSplitter:
         if self._slots is not None:
             self._slots.leave(microbatch)
 
+    def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
+        """A graph computes the gradients of all parameters together."""
+
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
         chosen = [pending for number, pending in self._pending.items() if microbatch in (None, number)]
         return [tensor for pending in chosen for tensor in pending.kept]
@@ -108,7 +114,8 @@ class GraphSplitter:
         share = split.flops_in_w / split.weight_flops if split.weight_flops else None
         names = [name for name, _ in self._module.named_parameters()]
         at_once = tuple(f"{names[i]}: {reason}" for i, reason in split.reasons.items())
-        return SplitReport(self._index, self._way, share, at_once)
+        notes = () if self._compiler is None else tuple(self._compiler.notes)
+        return SplitReport(self._index, self._way, share, at_once, notes=notes)
 
     def _leave(self, w: Part, waiting: tuple[int, ...], kept: list[Tensor]) -> None:
         """Called by the backward of a trace with what this B leaves for W."""

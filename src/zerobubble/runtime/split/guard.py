@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import nn
 
-from zerobubble.runtime.split.python_state import State, read_state
+from zerobubble.runtime.split.python_state import Place, State, read_state
 
 MOST_STATES = 8
 """States whose traces are kept: a flag that goes to and fro is not traced again, and a number that always changes does not fill memory."""
@@ -48,6 +48,11 @@ class Guard:
             self._read()
         self._is_code_checked = True
         return self._number
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Where the module holds tensors beside its parameters and buffers, in the state that was met last."""
+        return () if self._state is None else self._state.places
 
     def _is_unchanged(self) -> bool:
         if self._state is None or not self._state.watched.is_unchanged():

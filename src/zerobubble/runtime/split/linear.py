@@ -53,8 +53,8 @@ def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear`, whose weight gradient waits where it can."""
-    work = work_for(weight, x)
-    if work is None:
+    work = work_for(weight, x, divided=True)
+    if work is None or (type(x) is not Tensor and torch.is_autocast_enabled(x.device.type)):
         return nn.functional.linear(x, weight, bias)
     lower = None
     region = None

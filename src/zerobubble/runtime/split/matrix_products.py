@@ -6,6 +6,7 @@ Other modules pay nothing. What a checkpoint inside such a `forward` runs is lef
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,8 +64,12 @@ def _saving_hooks() -> Any:
 
 
 def owns_matrices(module: nn.Module) -> bool:
-    """Whether `module` has parameters of its own, in lists of parameters too, whose products in its `forward` can be caught."""
+    """Whether `module` has parameters of its own, in lists of parameters too, whose products in its `forward` can be caught.
+
+    So do the parts of a traced model, which are given them: their `given_parameters` tell of which kinds.
+    """
     if not CAN_SEE_HOOKS:
         return False
     lists = (part for part in module.children() if isinstance(part, (nn.ParameterList, nn.ParameterDict)))
-    return any(p.dim() >= 2 and p.requires_grad for owner in (module, *lists) for p in owner.parameters(recurse=False))
+    held = (parameter for owner in (module, *lists) for parameter in owner.parameters(recurse=False))
+    return any(p.dim() >= 2 and p.requires_grad for p in itertools.chain(held, getattr(module, "given_parameters", ())))

@@ -28,10 +28,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.cached_tensors import cached_tensors
@@ -63,6 +64,22 @@ class _Identity:
         return isinstance(other, _Identity) and self._of is other._of
 
 
+class Place(NamedTuple):
+    """Where a `tensor` is held: `table[key]`, in the dict of an object's attributes, a dict or a list; `path` says it to the user."""
+
+    table: Any
+    key: Any
+    tensor: Tensor
+    path: str
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether this tensor is there now."""
+        try:
+            return self.table[self.key] is tensor
+        except LookupError:
+            return False
+
+
 @dataclass
 class State:
     """What `read_state` found.
@@ -71,6 +88,7 @@ class State:
     - `advanced` has, by path, what eager code may move on but no traced forward: random number generators and caches of functions. It is
       compared before and after tracing alone.
     - `caches` are functions that remember their results, each with the tensors in its cache.
+    - `places` are the attributes and entries of containers that hold a tensor: those beside the tables of parameters and buffers.
     - `watched` are the places looked at before every pass: attributes of objects, submodules and containers.
     - `watched_per_step` are those looked at once a step: classes, functions and globals, the tables of parameters and buffers, and large
       containers.
@@ -78,7 +96,8 @@ class State:
 
     values: dict[str, Hashable] = field(default_factory=dict)
     advanced: dict[str, Hashable] = field(default_factory=dict)
-    caches: list[tuple[Any, frozenset[int]]] = field(default_factory=list)
+    caches: list[tuple[Any, frozenset[WeakIdRef]]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     watched: Watch = field(default_factory=Watch)
     watched_per_step: Watch = field(default_factory=Watch)
 
@@ -180,6 +199,7 @@ class _Reader:
         self.state.watched_per_step.add_table(module._buffers)
         self._read_class(module, path)
         attributes = {name: vars(module)[name] for name in names}
+        self._note_places(vars(module), attributes.items(), path)
         for parts in (attributes, module._parameters, module._buffers, module._modules):
             self._read_parts(parts, path)
 
@@ -215,6 +235,7 @@ class _Reader:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._watch.add_table(attributes)
+            self._note_places(attributes, attributes.items(), path)
             self._read_parts(attributes, path)
         slots = _slots(type(value))
         self._watch.add_slots(value, slots)
@@ -222,14 +243,21 @@ class _Reader:
 
     def _read_mapping(self, mapping: Mapping[Any, Any], path: str) -> None:
         self._add_container(mapping, path)
+        self._note_places(mapping, items_of(mapping), path)
         for i, (key, value) in enumerate(items_of(mapping)):
             self.read(key, f"{path}[key {i}]")
             self.read(value, f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[value {i}]")
 
     def _read_sequence(self, sequence: Iterable[Any], path: str) -> None:
         self._add_container(sequence, path)
+        self._note_places(sequence, enumerate(sequence), path)
         for i, value in enumerate(sequence):
             self.read(value, f"{path}[{i}]")
+
+    def _note_places(self, table: Any, entries: Iterable[tuple[Any, Any]], path: str) -> None:
+        if isinstance(table, (dict, list)) and not self._is_in_code:
+            tensors = [(key, value) for key, value in entries if isinstance(value, Tensor)]
+            self.state.places += [Place(table, key, value, f"{path}.{key}".lstrip(".")) for key, value in tensors]
 
     def _add_container(self, container: Any, path: str) -> None:
         self.state.values[path] = type(container), len(container)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.eligibility import WATCHED, is_watched
+from zerobubble.runtime.split.eligibility import WATCHED, is_divided, is_watched
 from zerobubble.runtime.split.layers import STAND_INS
 
 
@@ -19,7 +19,7 @@ class SplitReport:
     (B does all). `share` is the part of the FLOPs of weight gradients that W does, None where they cannot be counted: a stage with compiled
     parts, and one that trains nothing. `at_once` has a line for each parameter whose gradient was computed in B, and why. `passes` are
     those that have something to compute: "F" where nothing trains here and no input needs a gradient, "FB" where nothing trains here, or
-    "FBW".
+    "FBW". `notes` tells, in a line each, where the stage falls short of the way it was given.
     """
 
     stage: int
@@ -27,6 +27,7 @@ class SplitReport:
     share: float | None
     at_once: tuple[str, ...]
     passes: str = "FBW"
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.passes == "F":
@@ -34,7 +35,13 @@ class SplitReport:
         if self.passes == "FB":
             return f"stage {self.stage}: F and B alone, nothing trains here"
         share = "share not known" if self.share is None else f"W does {self.share:.1%} of weight gradients"
-        return "\n".join([f"stage {self.stage}: {self.way}, {share}", *(f"  in B: {line}" for line in self.at_once)])
+        return "\n".join(
+            [
+                f"stage {self.stage}: {self.way}, {share}",
+                *(f"  in B: {line}" for line in self.at_once),
+                *(f"  {note}" for note in self.notes),
+            ]
+        )
 
 
 class SplitReports(tuple[SplitReport, ...]):
@@ -61,6 +68,8 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str
         return f"a vector of {kind}, whose gradient costs little"
     if known is not None:
         return known
+    if is_divided(parameter) and type(owner) is not nn.Linear:
+        return "it is divided over ranks (a DTensor), and only Linear layers are known to leave such gradients to W"
     if is_watched(parameter):
         return WATCHED
     if type(owner).forward in STAND_INS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ class Splitter(Protocol):
     def splits(self) -> bool:
         """Whether W has something to do; a pass BW is then B and W."""
 
+    @property
+    def ends_by_parameter(self) -> bool:
+        """Whether the last W's of a step can go parameter by parameter, as `begin_tail` asks."""
+
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
         """A step begins: find out what the module is now, whose parameters are these. `meter` counts the bytes that wait for W."""
 
@@ -42,6 +46,13 @@ class Splitter(Protocol):
 
     def weight(self, microbatch: int) -> None:
         """W: add the weight gradients that B of this microbatch has left."""
+
+    def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
+        """The W's that come next are the last of the step, those of `microbatches` in this order, and no B comes any more.
+
+        Where the splitter `ends_by_parameter`, they do their work parameter by parameter, each about as much as by itself, and `complete`
+        is told of the parameters to whose gradients nothing is added any more. Elsewhere nothing changes, and nothing is told.
+        """
 
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
         """The tensors kept for the W of `microbatch`, or of all."""

@@ -26,11 +26,12 @@ from zerobubble.runtime.split.capture import Part
 from zerobubble.runtime.split.compiled_part import PartMaker
 from zerobubble.runtime.split.culprit import culprit
 from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
+from zerobubble.runtime.split.grouped_products import TraceableGroupedProducts
 from zerobubble.runtime.split.joint_graph import ForwardNodes, forward_and_backward
 from zerobubble.runtime.split.module_tensors import TensorsOfModule, replacing_tensors
 from zerobubble.runtime.split.python_state import State, random_state, read_state
 from zerobubble.runtime.split.recompute import recording_checkpoints
-from zerobubble.runtime.split.traceable import refuse_untraceable
+from zerobubble.runtime.split.traceable import refuse_recurrent_dropout, refuse_untraceable
 from zerobubble.runtime.split.value_guard import AnsweringMode, ValueGuard
 from zerobubble.runtime.values.added_losses import add_loss, collecting_losses
 from zerobubble.runtime.values.payload import Structure, unflatten_pytree
@@ -64,10 +65,12 @@ class Trace:
         leave_work: LeaveWork,
     ) -> None:
         refuse_untraceable(structure, inputs, owned.tensors)
+        refuse_recurrent_dropout(module)
         self._module = module
         self._owned = owned.tensors
         self._given = (*owned.tensors, *inputs)
         self._num_owned = owned.num
+        self._places = owned.places
         self._structure = structure
         self._autocast = autocast
         self._make_part = make_part
@@ -89,7 +92,7 @@ class Trace:
             num_params_buffers=owned.num.tensors,
         )
         self._trace(inputs)
-        self._owned = self._given = ()  # a trace outlives parameters that are replaced
+        self._owned = self._given = self._places = ()  # a trace outlives parameters that are replaced
 
     @property
     def split(self) -> BackwardSplit | None:
@@ -139,9 +142,10 @@ class Trace:
         """The module as a function of its parameters, buffers and inputs, which AOTAutograd calls with the tensors of a trace."""
         num_owned = self._num_owned.tensors
         positional, named = unflatten_pytree(self._structure, iter(tensors[num_owned:]))
-        with replacing_tensors(self._module, dict(zip(self._owned, tensors[:num_owned], strict=True))):
+        with replacing_tensors(self._module, self._places, dict(zip(self._owned, tensors[:num_owned], strict=True))):
             answering = AnsweringMode(tensors, self._given, self._positions_of_known())
-            with recording_checkpoints(tensors) as checkpoint_of, answering, within(self._autocast), collecting_losses() as added:
+            noting = recording_checkpoints(tensors)
+            with noting as checkpoint_of, answering, TraceableGroupedProducts(), within(self._autocast), collecting_losses() as added:
                 output = self._module(*positional, **named)
             self._refuse_new_buffers(tensors[:num_owned])
         self.values = answering.guard()
@@ -156,7 +160,7 @@ class Trace:
         return tuple(result.resolve_conj().resolve_neg() for result in results)
 
     def _positions_of_known(self) -> list[int]:
-        """Which of the given tensors may be read again before each forward: buffers and inputs that have no gradient."""
+        """Which of the given tensors may be read again before each forward: all but parameters that have no gradient."""
         first = self._num_owned.parameters
         return [i for i, tensor in enumerate(self._given[first:], first) if not tensor.requires_grad]
 
@@ -173,11 +177,22 @@ class Trace:
         draw_again = not self._make_part.compiles  # inductor cannot draw from a kept state
         forward, backward = forward_and_backward(joint, num_fwd_outputs, self._forward_nodes, draw_again=draw_again)
         primals = [node for node in inputs_of(joint) if not is_cotangent(node)]
-        if num_results(backward) != len(primals):
-            raise InputError("its inputs are views of each other")
+        if num_results(backward) != len(primals) or self._are_merged(len(primals)):
+            raise InputError("it changes a tensor in place of which another of its inputs, parameters or buffers is a view")
         parameters = {node.name for node in primals[: self._num_owned.parameters]}
         self._made_of_weights = names_made_of(backward, names_made_of(forward, parameters))
         return forward, backward
+
+    def _are_merged(self, num_inputs: int) -> bool:
+        """Whether AOTAutograd gave this many inputs to the graph since it took views of one memory together, in an order of its own.
+
+        It also takes together a tensor that is given twice, in the order in which they come.
+        """
+        distinct = set(self._given)
+        if num_inputs == len(self._given):
+            return False
+        memories = {tensor.untyped_storage().data_ptr() for tensor in distinct}
+        return num_inputs < len(distinct) or len(memories) < len(distinct)
 
     def _make_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
         run = self._make_part(graph, examples, self._num_outputs)
@@ -234,7 +249,7 @@ def _why_untraceable(error: Exception) -> str:
     first_line = (str(error).strip().splitlines() or [""])[0]
     other_experts = "model.set_experts_implementation('batched_mm') of Transformers chooses experts that a graph takes"
     if "Expected inputs of BF16 type" in first_line:
-        return f"torch has graphs of grouped products in bfloat16 alone, and these are of another type ({other_experts})"
+        return f"torch has graphs of such grouped products in bfloat16 alone, and these are of another type ({other_experts})"
     if isinstance(error, DynamicOutputShapeException):
         first_line += f", the shape of whose result depends on numbers ({other_experts})"
     return f"tracing raised {type(error).__name__}: {first_line}"

@@ -12,8 +12,9 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.eligibility import accumulator_is_kept, is_watched
 from zerobubble.runtime.values.payload import Structure, opaque_types_in
 
-_PASSING_ON = ("transformers.utils.output_capturing", "zerobubble.models.stage_model")
-"""Where forward hooks come from that a graph repeats: they hand outputs to the forward that runs, which returns them, and keep nothing."""
+_PASSING_ON = ("transformers.utils.output_capturing", "transformers.modeling_utils", "zerobubble.models.stages.stage_model")
+"""Where forward hooks come from that a graph repeats, since they keep nothing: they hand outputs to the forward that runs, which returns
+them, or give the output of an embedding a gradient, as the switch for checkpoints of Transformers does."""
 
 
 def kind_of(tensor: Tensor) -> Hashable:
@@ -48,6 +49,16 @@ def refuse_untraceable(structure: Structure, inputs: Iterable[Tensor], owned: It
         raise InputError(f"it is given a {kind.__name__}, and a graph takes tensors and constants")
 
 
+def refuse_recurrent_dropout(module: nn.Module) -> None:
+    """Raise `InputError` for recurrent layers with dropout between them, for which a graph draws other numbers than eager mode."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.RNNBase) and part.training and part.dropout and part.num_layers > 1:
+            called = name or type(part).__name__
+            raise InputError(
+                f"module {called}: its layers drop out between them what torch draws in another way in a graph than in eager mode"
+            )
+
+
 def _described(tensor: Tensor) -> str:
     kind = type(tensor).__name__
     return f"nested {kind}" if tensor.is_nested else f"{kind} of type {tensor.dtype} and layout {tensor.layout}"
@@ -75,6 +86,7 @@ def refuse_hooks(module: nn.Module, hooked: Collection[str]) -> None:
         called = f"module {name or type(part).__name__}"
         if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
             raise InputError(f"{called} is compiled already, and a graph is traced from plain modules")
-        watching = [hook for hook in part._forward_hooks.values() if hook.__module__ not in _PASSING_ON]
-        if watching or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        forward = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+        watching = [hook for hook in forward if hook.__module__ not in _PASSING_ON]
+        if watching or part._backward_hooks or part._backward_pre_hooks:
             raise InputError(f"{called} has a hook, which would run while tracing alone")

@@ -18,9 +18,6 @@ from zerobubble.runtime.split.trace import Trace
 from zerobubble.runtime.split.traceable import hooked_parameters, kind_of, refuse_hooks, shared_memory
 from zerobubble.runtime.values.payload import Tensors, flatten_pytree
 
-MOST_COMPILED = 4
-"""How many traces of a stage are compiled: to compile one of a large model takes minutes, to trace it seconds."""
-
 
 class Traced(NamedTuple):
     """A trace and the tensors to run it with, the inputs of one microbatch."""
@@ -43,7 +40,6 @@ class Traces:
         self._leave_work = leave_work
         self._name = name
         self._has_warned = False
-        self._num_compiled = 0
         self._guard = Guard(module, self._forget, name=name)
         self._by_key: dict[tuple[Hashable, ...], list[Trace]] = {}
         self._hooked = hooked_parameters(module)
@@ -64,37 +60,23 @@ class Traces:
         """The trace for what the module is now and for these inputs, made if it is new."""
         if not self._is_step_checked:
             self._check_step()
+        state = self._guard.number()
+        if self.owned.places is not self._guard.places:
+            self.owned = TensorsOfModule(self._module, self._guard.places)
         tensors: list[Tensor] = []
         structure = flatten_pytree(arguments_of(inputs), tensors, opaque=True)
         autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
         kinds = tuple([kind_of(tensor) for tensor in tensors])
-        state = self._guard.number()
         key = state, structure, kinds, shared_memory(tensors), autocast, global_state(), self.owned.kinds
         same = self._by_key.setdefault(key, [])
         trace = next((trace for trace in same if trace.values.holds_for(self.owned.tensors, tensors)), None)
         if trace is None:
             self._prepare(inputs)
-            trace = Trace(self._module, self.owned, structure, tensors, autocast, self._part_maker(tensors), self._leave_work)
+            self._make_part.new_trace(tensors)
+            trace = Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work)
             self._keep(trace, same)
         self.last = trace
         return Traced(trace, tensors)
-
-    def _part_maker(self, inputs: list[Tensor]) -> PartMaker:
-        """What makes the parts of the next trace, for such inputs: without the compiler after `MOST_COMPILED` traces."""
-        if not self._make_part.compiles:
-            return self._make_part
-        self._num_compiled += 1
-        if self._num_compiled <= MOST_COMPILED:
-            return self._make_part
-        if self._num_compiled == MOST_COMPILED + 1:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-            warnings.warn(
-                f"{self._name} has been compiled {MOST_COMPILED} times, for inputs of other kinds or other branches of its forward, and to "
-                f'compile takes long: what is new from here on, such as inputs of shapes {shapes}, runs as with split="graph"; '
-                "give microbatches of few lengths, for instance by padding them",
-                stacklevel=2,
-            )
-        return self._make_part.without_compiler()
 
     def _prepare(self, inputs: Tensors) -> None:
         """Let the module see the inputs with their numbers before it is traced without them, if it asks for that: a stage of `zb.split`."""
@@ -120,7 +102,7 @@ class Traces:
     def _check_step(self) -> None:
         """Once a step: look at what the passes of a step leave as it is."""
         refuse_hooks(self._module, self._hooked)
-        self.owned = TensorsOfModule(self._module)
+        self.owned = TensorsOfModule(self._module, self._guard.places)
         self._is_step_checked = True
 
     def _forget(self, state: int) -> None:

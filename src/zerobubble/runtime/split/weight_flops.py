@@ -18,16 +18,17 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from zerobubble.runtime.measure.storages import addresses_of
 
 
-def _grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+def grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """The FLOPs of `torch._grouped_mm`. Groups are a dimension of their own where both `a` and `b` have three, else rows or columns."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-_grouped_product_flops._get_raw = True  # type: ignore[attr-defined]  # torch's counter is to call it with tensors, not with shapes
-_GROUPED = {torch.ops.aten._grouped_mm: _grouped_product_flops} if hasattr(torch.ops.aten, "_grouped_mm") else {}
-_FLOPS = {**_GROUPED, **flop_registry}
-"""FLOPs by operation: torch's table, with the products that it lacks."""
+grouped_product_flops._get_raw = True  # type: ignore[attr-defined]  # torch's counter is to call it with tensors, not with shapes
+GROUPED: dict[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: grouped_product_flops} if hasattr(torch, "_grouped_mm") else {}
+"""The products that torch's table lacks."""
+_FLOPS = {**GROUPED, **flop_registry}
+"""FLOPs by operation."""
 _UNCOUNTED = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_trilinear"}
 """Operations that multiply weights and whose FLOPs nobody has written down."""
 
@@ -85,7 +86,7 @@ def _tensors_in(nest: Any) -> list[Tensor]:
 
 def flops_of(call: Callable[[], object]) -> int:
     """The FLOPs that `call` takes."""
-    with FlopCounterMode(display=False, custom_mapping=_GROUPED) as counter:
+    with FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
         call()
     return int(counter.get_total_flops())
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
+from zerobubble.runtime.measure.storages import storages_of
 from zerobubble.runtime.split.autocast import AutocastCopies
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients, Part
 
@@ -46,12 +47,30 @@ class StepContext:
     `can_wait` are the parameters whose gradients may wait for W: those of the stage, but for some that others watch, sum or shard. They go
     by their `id`, because torch hashes a tensor in Python, and every layer asks.
     `meter` counts the bytes that wait, None where nobody asks. `gradients` is where W adds. `copies` are autocast's copies of parameters.
+    `lets_go` says whether weights are freed between passes, as those that lie in shards are.
     """
 
     can_wait: frozenset[int]
     meter: Meter | None = None
     gradients: Gradients = IN_GRAD
     copies: AutocastCopies = field(default_factory=AutocastCopies)
+    lets_go: bool = False
+
+
+class _Entry(NamedTuple):
+    """The gradient of a weight, or of a part of it, that waits, and what is kept for it. `counted` is its share in the meter."""
+
+    weight: Tensor
+    part: Part | None
+    cast: object
+    gradient: Callable[..., Tensor]
+    add_to: Callable[..., None] | None
+    held: list[Tensor]
+    counted: list[Held]
+
+
+Entries = list[_Entry]
+"""The entries of one weight, or of one part of it, in one microbatch."""
 
 
 class WeightWork:
@@ -61,14 +80,13 @@ class WeightWork:
     of the microbatch. In its B `goes_back` is set, and gradients may be left for W.
     """
 
-    __slots__ = ("_accumulating_task", "_counted", "_entries", "_outer", "_versions", "context", "goes_back", "held")
+    __slots__ = ("_accumulating_task", "_entries", "_outer", "_versions", "context", "goes_back", "held")
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
         self.held: list[Tensor] = []
         self._versions: list[int] = []
-        self._entries: list[tuple[Tensor, Part | None, object, Callable[..., Tensor], list[Tensor]]] = []
-        self._counted: list[Held] = []
+        self._entries: list[_Entry] = []
         self._accumulating_task: int | None = None
         self._outer: WeightWork | None = None
         self.goes_back = False
@@ -96,64 +114,115 @@ class WeightWork:
             self._accumulating_task = task
         return True
 
-    def defer(self, weight: Tensor, gradient: Callable[..., Tensor], *held: Tensor, cast: object = None, part: Part | None = None) -> None:
+    def defer(
+        self,
+        weight: Tensor,
+        gradient: Callable[..., Tensor],
+        *held: Tensor,
+        cast: object = None,
+        part: Part | None = None,
+        add_to: Callable[..., None] | None = None,
+    ) -> None:
         """Leave `gradient(*held)` of `weight`, or of a `part` of it, for W; nobody may change what is held until then.
 
         It is held apart from its graph: what autograd saved would keep all behind it, down to the stage's input and its gradient.
         Where the model used a copy of the weight in another type, `cast` tells one copy from another: the gradients of one are summed
-        before they get the weight's type.
+        before they get the weight's type. `add_to(sum, *held)` adds the gradient to a dense sum, with the numbers that `sum.add_(gradient)`
+        would give, where less than all of the sum changes.
         """
         apart = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
-        self._entries.append((weight, part, cast, gradient, apart))
+        meter = self.context.meter
+        counted = [] if meter is None else [meter.hold(tensor) for tensor in apart]
+        self._entries.append(_Entry(weight, part, cast, gradient, add_to, apart, counted))
         self.held += apart
         self._versions += [tensor._version for tensor in apart]
-        meter = self.context.meter
-        if meter is not None:
-            self._counted += [meter.hold(tensor) for tensor in apart]
 
     def weights(self) -> set[Tensor]:
         """The weights whose gradients wait."""
-        return {weight for weight, *_ in self._entries}
+        return {entry.weight for entry in self._entries}
 
     def run(self) -> None:
         """Add every queued gradient to those of its weight. A weight used twice is summed first, as autograd does.
 
+        A gradient is added before the next one is computed, which so finds memory that is in the cache; what was kept for it is let go.
         Raises `InputError` when a tensor that W reads was changed in place after B.
         """
+        self._refuse_changes()
+        groups = self.waiting()
+        self._let_go()
+        was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what `torch.no_grad` does, in a tenth of its time: every W comes by here
+        try:
+            for group in groups:
+                self._add(group)
+        finally:
+            torch._C._set_grad_enabled(was_enabled)
+
+    @torch.no_grad()
+    def add(self, group: Entries) -> None:
+        """Do the part of `run` that `waiting` gave as `group`, once the entries were handed over; they are taken out of it."""
+        self._add(group)
+
+    def hand_over(self) -> None:
+        """Keep no entry any longer: whoever has those of `waiting` will `add` them. Raises as `run` does."""
+        self._refuse_changes()
+        self._let_go()
+
+    def _add(self, group: Entries) -> None:
+        """Add the gradients of one weight, or of one part of it, to the sum; the entries are taken out of `group`."""
+        weight, part, add_to = group[0].weight, group[0].part, group[0].add_to
+        gradients = self.context.gradients
+        if part is not None:
+            gradients.add_part(weight, part, _sum_of(group))
+            return
+        so_far = None if add_to is None or len(group) > 1 else gradients.dense(weight)
+        if add_to is None or so_far is None:
+            gradients.add(weight, _sum_of(group))
+        else:
+            add_to(so_far, *group[0].held)
+
+    def waiting(self) -> Collection[Entries]:
+        """The entries, those of one weight or of one part of it together."""
+        groups: dict[tuple[int, Part | None], Entries] = {}
+        for entry in self._entries:
+            groups.setdefault((id(entry.weight), entry.part), []).append(entry)
+        return groups.values()
+
+    def _let_go(self) -> None:
+        self._entries.clear()
+        self._versions.clear()
+        self.held.clear()
+
+    def _refuse_changes(self) -> None:
+        lets_go = self.context.lets_go
         for tensor, version in zip(self.held, self._versions, strict=True):
+            if lets_go and tensor.numel() and not any(storage.nbytes() for storage in storages_of(tensor)):
+                raise InputError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was let go between B and W, with the gathered "
+                    "weights of its stage: let the Function hold a copy, or compute that gradient in backward"
+                )
             if tensor._version != version:
                 raise InputError(
                     f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was changed in place between B and W; "
                     "give the layer a copy (x.clone()), or choose a schedule that does not split this stage"
                 )
-        was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # what `torch.no_grad` does, in a tenth of its time: every W comes by here
-        try:
-            for weight, part, gradient in self._totals():
-                if part is None:
-                    self.context.gradients.add(weight, gradient)
-                else:
-                    self.context.gradients.add_part(weight, part, gradient)
-        finally:
-            torch._C._set_grad_enabled(was_enabled)
-        self._entries.clear()
-        self._counted.clear()
-        self._versions.clear()
-        self.held.clear()
 
-    def _totals(self) -> Iterable[tuple[Tensor, Part | None, Tensor]]:
-        """Each weight, or part of one, with the sum of its gradients, those of one cast first."""
-        sums: dict[tuple[int, Part | None, object], tuple[Tensor, Tensor]] = {}
-        for weight, part, cast, compute, held in self._entries:
-            found = compute(*held)
-            before = sums.get((id(weight), part, cast))
-            sums[id(weight), part, cast] = weight, found if before is None else before[1] + found
-        totals: dict[tuple[int, Part | None], tuple[Tensor, Part | None, Tensor]] = {}
-        for (number, part, _), (weight, found) in sums.items():
-            gradient = found.to(weight.dtype)
-            so_far = totals.get((number, part))
-            totals[number, part] = weight, part, gradient if so_far is None else so_far[2] + gradient
-        return totals.values()
+
+def _sum_of(group: Entries) -> Tensor:
+    """The sum of the gradients of one weight, or of a part of it, those of one cast summed first; the entries are taken out of `group`."""
+    dtype = group[0].weight.dtype
+    if len(group) == 1:
+        entry = group.pop()
+        return entry.gradient(*entry.held).to(dtype)
+    sums: dict[object, Tensor] = {}
+    for entry in group:
+        found = entry.gradient(*entry.held)
+        sums[entry.cast] = sums[entry.cast] + found if entry.cast in sums else found
+    group.clear()
+    total, *others = [found.to(dtype) for found in sums.values()]
+    for other in others:
+        total = total + other
+    return total
 
 
 def _accumulates(node: Any) -> bool:

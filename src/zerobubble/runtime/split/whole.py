@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ class WholeSplitter:
     """Leaves nothing for W. `reason` tells in the report why."""
 
     splits = False
+    ends_by_parameter = False
 
     def __init__(self, module: nn.Module, index: int, reason: str) -> None:
         self._module = module
@@ -39,6 +40,9 @@ class WholeSplitter:
         go_back(edges, gradients)
 
     def weight(self, microbatch: int) -> None:
+        """B has done it."""
+
+    def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
         """B has done it."""
 
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
+from zerobubble.rules import recomputed
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.stage import Stage, make_stage
@@ -18,6 +19,15 @@ from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import tensors_in
 
 Build = Callable[[int, int], nn.Module]
+
+
+@runtime_checkable
+class CutsForSchedules(Protocol):
+    """A function that builds stages and cuts the model for the schedule that they are played in, such as `zb.split` gives."""
+
+    def for_schedule(self, schedule: Schedule, first_parts: Sequence[str]) -> Build:
+        """The function that builds the stages of `schedule`; `first_parts` are those with which a plan begins its stages, if it does."""
+        ...
 
 
 class Stages:
@@ -43,12 +53,18 @@ class Stages:
         self._traced: dict[int, Stage] = {}
 
     def of(self, schedule: Schedule) -> dict[int, Stage]:
-        """The stages for `schedule`; what was traced serves every schedule."""
+        """The stages for `schedule`; what was traced serves every schedule.
+
+        Raises `InputError` for stages whose forwards the schedule computes again, and that cannot.
+        """
         stages = {}
+        again = {stage for row in schedule.rows for stage, _ in recomputed(row)}
         for index, module in self.modules.items():
             way = self._ways[index]
             splits = index in schedule.split_stages
             stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
+            if index in again:
+                _refuse_to_recompute(stage, way)
             if way in TRACED:
                 self._traced[index] = stage
             stages[index] = stage
@@ -80,6 +96,15 @@ class Stages:
         """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return Meter([*own, *tensors_in(batch)])
+
+
+def _refuse_to_recompute(stage: Stage, way: str) -> None:
+    """Raise `InputError` where the forward of `stage` cannot run twice for a microbatch."""
+    leave = f"leave stage {stage.index} out of the schedule's R passes"
+    if way in TRACED:
+        raise InputError(f"split={way!r} traces stage {stage.index}, whose forwards run once: give split='deferred', or {leave}")
+    if stage.shards is not None:
+        raise InputError(f"stage {stage.index} is divided by FSDP2, which gathers its weights for one forward a microbatch: {leave}")
 
 
 def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,8 @@ from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocas
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
+from zerobubble.runtime.stage.first_run import FirstRun
+from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree
@@ -40,10 +42,12 @@ class Stage:
 
     `forward` takes and gives the tensors at the stage's boundaries, detached. `backward` takes a gradient, or None, for each output that
     requires one and gives one, or None, for each input that requires one. `weight` does what the splitter left to it. `gradients` says
-    where weight gradients are summed.
+    where weight gradients are summed. `lean_forward` and, later, `forward_again` are together what `forward` is.
 
     `forward` runs under the caller's autocast; `backward` and `weight` run outside of it, as torch asks, so that what was computed in full
     precision goes back in full precision.
+
+    `shards` are what FSDP2 divides of the module, None where it divides nothing: whoever plays the passes gathers them before.
 
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
@@ -58,18 +62,52 @@ class Stage:
         self.module = module
         self.index = index
         self.splitter = splitter
+        self.shards = shards_of(module, index)
         self.parameters = tuple(module.parameters())
+        self._knows_gathered = False
+        self._collected = self.parameters
         self._gradients = gradients
         self.meter: Meter | None = None
         self._after_forward: dict[int, tuple[Tensors, list[Any]]] = {}
         self._before_weight: set[int] = set()
+        self._first_runs: dict[int, FirstRun] = {}
         self._goes_back = True
 
     def begin(self, meter: Meter | None = None) -> None:
         """A step begins, whose bytes `meter` counts; its parameters are those that the module has now."""
         self.meter = meter
         self.parameters = tuple(self.module.parameters())
+        self._collected = self.parameters
         self.splitter.begin(self.parameters, meter)
+        self._knows_gathered = False
+
+    def use_gathered(self) -> None:
+        """Wait for the gathered weights; the passes from here on compute with them, and their gradients belong to them."""
+        assert self.shards is not None
+        self.shards.wait()
+        gathered = tuple(self.module.parameters())
+        if self.meter is not None:
+            self.meter.exclude(gathered)
+        if not self._knows_gathered:
+            self._knows_gathered = True
+            before = set(self.parameters)
+            self._collected = tuple(parameter for parameter in gathered if parameter in before)
+            self.parameters = gathered
+            self.splitter.begin(gathered, self.meter)
+
+    def let_go(self) -> None:
+        """Free the gathered weights."""
+        assert self.shards is not None
+        if self.meter is not None:
+            self.meter.include(self.module.parameters())
+        self.shards.let_go()
+
+    def end_reductions(self) -> None:
+        """FSDP2 has summed the gradients of a step over the ranks that hold the shards: have them where gradients are summed."""
+        assert self.shards is not None
+        self.shards.end_reductions()
+        if self._gradients.dtype is not None:
+            self._gradients.collect(self.shards.parameters)
 
     @contextmanager
     def stepping(self, meter: Meter | None = None) -> Iterator[None]:
@@ -85,6 +123,37 @@ class Stage:
         leaves = tuple(x for x in inputs if x.requires_grad)
         self._after_forward[microbatch] = (leaves, edges)
         return outputs
+
+    def lean_forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
+        """F that keeps its inputs alone: `forward_again` makes what the backward pass needs."""
+        first = self._first_runs[microbatch] = FirstRun(self.module, self.index, inputs, finish, self.meter)
+
+        def run(arguments: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
+            return self._outputs_of(self.splitter.forward(microbatch, arguments), arguments, finish)
+
+        with first.running():
+            outputs = carry(run, inputs, finish, self.index, trains=True)
+        first.num_to_go_back_from = sum(y.requires_grad for y in outputs)
+        apart = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+        return outputs.with_tensors(apart) if isinstance(outputs, Payload) else apart
+
+    def forward_again(self, microbatch: int) -> None:
+        """R: run the module once more on the inputs that `lean_forward` kept; where nothing goes back, nothing is computed.
+
+        Raises `InputError` where the second run gives something else to go back from than the first one.
+        """
+        first = self._first_runs.pop(microbatch)
+        if not first.num_to_go_back_from:
+            self._after_forward[microbatch] = (tuple(x for x in first.inputs if x.requires_grad), [])
+            return
+        with first.again():
+            self.forward(microbatch, first.inputs, first.finish)
+        now = len(self._after_forward[microbatch][1])
+        if now != first.num_to_go_back_from:
+            raise InputError(
+                f"stage {self.index} gave {first.num_to_go_back_from} outputs that wait for a gradient, and {now} when computed again: "
+                "leave the stage out of the schedule's R passes"
+            )
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
@@ -129,10 +198,20 @@ class Stage:
             self._before_weight.add(microbatch)
         outputs = tuple(x.grad for x in leaves)
         if self._gradients.dtype is not None:
-            self._gradients.collect(self.parameters)
+            self._gradients.collect(self._collected)
         elif without_gradient:
             _set_apart(without_gradient, (*gradients, *outputs, *self.splitter.held(microbatch)))
         return outputs
+
+    @property
+    def ends_by_parameter(self) -> bool:
+        """Whether gradients are complete one after another in the last W's of a step: those of shards are once FSDP2 has reduced them."""
+        return self.splitter.ends_by_parameter and self.shards is None
+
+    def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
+        """The W's of `microbatches` come next, the last of the step: as `Splitter.begin_tail` says, with gathered weights for shards."""
+        if self.splitter.ends_by_parameter:
+            self.splitter.begin_tail(microbatches, complete)
 
     def weight(self, microbatch: int) -> None:
         """W: add the weight gradients that B of this microbatch left."""
@@ -147,9 +226,11 @@ class Stage:
         """The microbatches that wait for a backward pass, and the bytes held for them without parameters and buffers."""
         saved = self._after_forward.values()
         tensors = [tensor for leaves, _ in saved for tensor in leaves]
+        tensors += [tensor for first in self._first_runs.values() for tensor in first.inputs]
         nodes = [edge.node for _, edges in saved for edge in edges]
         owned = (*self.parameters, *self.module.buffers())
-        return len(self._after_forward) + len(self._before_weight), held_bytes([*tensors, *self.splitter.held()], nodes, owned)
+        waiting = len(self._first_runs) + len(self._after_forward) + len(self._before_weight)
+        return waiting, held_bytes([*tensors, *self.splitter.held()], nodes, owned)
 
     def report(self) -> SplitReport:
         """How the backward pass comes apart, as far as it is known by now, and which passes compute anything."""
@@ -162,6 +243,7 @@ class Stage:
         """Forget every microbatch in flight."""
         self._after_forward.clear()
         self._before_weight.clear()
+        self._first_runs.clear()
         self.splitter.clear()
 
 

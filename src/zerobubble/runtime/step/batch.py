@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -110,14 +111,19 @@ def as_arguments(microbatch: Any) -> Tensors:
 def join_outputs(outputs: Sequence[Any]) -> Any:
     """The outputs of all microbatches as one: tensors concatenated along dimension 0, scalars stacked, what is equal in all kept.
 
-    What cannot be joined comes as a list with an item for each microbatch, such as tensors of other lengths.
+    Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. What cannot be joined comes as a list with
+    an item for each microbatch, such as tensors of other lengths.
     """
     first = outputs[0]
     kind = type(first)
     if all(isinstance(output, Tensor) for output in outputs):
         return _joined_tensors(list(outputs))
     if isinstance(first, Mapping) and all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
-        return {key: join_outputs([output[key] for output in outputs]) for key in first}
+        joined = {key: join_outputs([output[key] for output in outputs]) for key in first}
+        return kind(**joined) if is_dataclass(kind) else joined
+    if is_dataclass(kind) and not isinstance(first, Mapping) and all(type(output) is kind for output in outputs):
+        names = [field.name for field in fields(kind) if field.init]
+        return replace(first, **{name: join_outputs([getattr(output, name) for output in outputs]) for name in names})
     if isinstance(first, (tuple, list)) and all(type(output) is kind and len(output) == len(first) for output in outputs):
         items = [join_outputs(of_each) for of_each in zip(*outputs, strict=True)]
         return kind(*items) if hasattr(kind, "_make") else kind(items)

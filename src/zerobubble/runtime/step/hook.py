@@ -6,9 +6,9 @@ ready, before an optimizer uses gradients, and when the step ends. Evaluation, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
+from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.step.forecast import MemoryForecasts
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
@@ -29,13 +30,14 @@ from zerobubble.timeline import Timeline
 class TrainingStep:
     """One training step of this rank, as its hooks see it.
 
-    `number` counts the pipeline's training steps from 0. `memo` is one dict for all steps whose inputs have the same shapes: a hook may
-    keep there, under a key of its own, what it worked out about such a step. A hook that sets `measures_memory` when the step begins has
-    the bytes held for backward recorded in the timeline of the step. `loss`, the mean loss as a scalar tensor, is there when the step ends,
-    and so is `added_losses`, the parts of it that stages added by name.
+    `number` counts the pipeline's training steps from 0, `schedule` is what this one plays. `memo` is one dict for all steps whose inputs
+    have the same shapes: a hook may keep there, under a key of its own, what it worked out about such a step. A hook that sets
+    `measures_memory` when the step begins has the bytes held for backward recorded in the timeline of the step. `loss`, the mean loss as a
+    scalar tensor, is there when the step ends, and so is `added_losses`, the parts of it that stages added by name.
     """
 
     number: int
+    schedule: Schedule
     memo: dict[str, Any]
     measures_memory: bool = False
     loss: Tensor | None = None
@@ -57,6 +59,10 @@ class TrainingStep:
         """
         self.questions.append(forwards_stand)
 
+    def times(self) -> list[tuple[int, int]]:
+        """When each step of the rank's row began and ended, in `perf_counter_ns`; two overlapped passes are one step. When it ends."""
+        return list(dict.fromkeys((begin, end) for _, begin, end in self.spans()))
+
     def seconds(self) -> float:
         """The time since the step began, after the device has finished what it was given."""
         self.wait_for_device()
@@ -68,7 +74,8 @@ class AttachedPipeline(Protocol):
 
     `modules` are this rank's, by stage. `gradients` tells where their gradients are summed (`.grad` or `.main_grad`).
     `schedule` is what is played now. `counted_elsewhere` are shared parameters that another rank, or another stage, already counts in the
-    norm of the whole model. `was_given_scaler` says whether the last training step was called with a scaler on this rank.
+    norm of the whole model, `divided` tells of which ranks hold parts. `was_given_scaler` says whether the last training step was called
+    with a scaler on this rank.
     """
 
     rank: int
@@ -77,7 +84,8 @@ class AttachedPipeline(Protocol):
     modules: Mapping[int, nn.Module]
     gradients: Gradients
     counted_elsewhere: AbstractSet[nn.Parameter]
-    transport: Transport
+    divided: DividedTensors
+    peers: Peers
     schedule: Schedule
     was_given_scaler: bool
 
@@ -109,6 +117,9 @@ class AttachedPipeline(Protocol):
     def record_optimizer(self) -> AbstractContextManager[None]:
         """Put what runs inside into the timeline of the last step as a step of the optimizer."""
 
+    def record_reduction(self, stage: int, began: int, ended: int) -> None:
+        """Put a sum of the gradients of `stage` over replicas into the timeline of the last step; times in `perf_counter_ns`."""
+
     def memory_forecast_of(self, schedule: Schedule, costs: Costs) -> MemoryForecasts:
         """What each rank would hold in the steps of `schedule`, if `change_schedule` were called with it; all ranks must call it."""
 
@@ -127,6 +138,12 @@ class StepHook:
     needs_rollback_point = False
     """Whether steps must be able to start over (`TrainingStep.start_over_unless`); their forwards then run as early as that allows."""
 
+    takes_gradients_early = False
+    """Whether the last W's of each stage are to go parameter by parameter, for `on_gradients_complete`; gradients keep all their bits."""
+
+    hears_of_row = False
+    """Whether `before_step_of_row` is called before each step of the rank's row."""
+
     completes_at_end: frozenset[nn.Parameter] = frozenset()
     """Parameters whose gradients this hook completes in `on_step_end`: hooks after it hear of them as ready only then."""
 
@@ -136,10 +153,25 @@ class StepHook:
     def on_step_begin(self, step: TrainingStep) -> None:
         """A training step begins: its inputs are cut and known to be legal, no pass has run."""
 
+    def before_step_of_row(self, number: int) -> None:
+        """This rank is about to wait for what step `number` of its row (from 0) uses: one pass, or two overlapped.
+
+        Called on hooks that ask for it (`hears_of_row`). Where forwards start over, it is called again for these.
+        """
+
+    def on_gradients_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
+        """No pass of this step adds to the gradients of `parameters` any more, while the last W's of `stage` still have others to do.
+
+        Called within these W's, on hooks that take gradients early (`takes_gradients_early`), for stages whose split lets parameters be
+        done one after another: "deferred", and not divided by FSDP2. `on_stage_gradients_ready` names all parameters once more.
+        """
+
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
         """The last B or W of `stage` has run on this rank, so no pass of this step adds to the gradients of `parameters` any more.
 
-        It is called between two passes, as early as the schedule allows, once for each stage. Parameters that several stages or ranks share
+        Where FSDP2 divides the stage, its reductions are over, too; after which pass that is may differ between ranks.
+        It is called between two passes, as early as the schedule allows, once for each stage; a parameter that several stages of this
+        rank hold comes with the last of them. Parameters that several stages or ranks share
         come with a second call at the end of the step, once the sum of their gradients is there. On a GPU the passes are enqueued on the
         current stream, and what is enqueued there now runs behind them.
         """
@@ -155,6 +187,9 @@ class StepHook:
 
     def settle(self) -> None:
         """Something else than a training step is about to look at weights or gradients: make what is still pending final."""
+
+    def before_close(self) -> None:
+        """`Pipeline.close` was called, on every rank: end what is under way together with the other ranks, who can still be reached."""
 
     def on_close(self) -> None:
         """The pipeline is closing or has failed: let go of messages and of everything else that is still under way."""
@@ -223,22 +258,45 @@ class StepHooks:
             hook.on_start_over(self._step)
         return False
 
+    @property
+    def takes_gradients_early(self) -> bool:
+        """Whether any hook hears of gradients while the last W's of their stage run."""
+        return self._step is not None and any(hook.takes_gradients_early for hook in self._hooks)
+
+    def gradients_are_complete(self, stage: int, parameters: Collection[nn.Parameter]) -> None:
+        """Nothing adds to the gradients of these parameters of `stage` any more but what other stages may."""
+        used_elsewhere = self._used_by(self._stages_under_way - {stage})
+        left: Sequence[nn.Parameter] = [parameter for parameter in parameters if parameter not in used_elsewhere]
+        for hook in self._hooks:
+            if hook.takes_gradients_early and left:
+                with _noting("on_gradients_complete", hook):
+                    hook.on_gradients_complete(stage, left)
+            left = _without(left, hook.completes_at_end)
+
+    def _used_by(self, stages: Iterable[int]) -> set[nn.Parameter]:
+        return {parameter for stage in stages for parameter in self._parameters(stage)}
+
+    def row_goes_on(self, number: int) -> None:
+        """Step `number` of the rank's row is the next; nothing to tell outside of training steps."""
+        if self._step is not None:
+            for hook in self._hooks:
+                if hook.hears_of_row:
+                    with _noting("before_step_of_row", hook):
+                        hook.before_step_of_row(number)
+
     def stage_is_done(self, stage: int) -> None:
         """The last backward pass of `stage` in this step has run; nothing to tell outside of training steps."""
         if self._step is not None and self._hooks:
             self._stages_under_way.discard(stage)
-            self._tell_ready(0, stage, self._parameters(stage))
+            used_later = self._used_by(self._stages_under_way)
+            self._tell_ready(0, stage, [parameter for parameter in self._parameters(stage) if parameter not in used_later])
 
     def _tell_ready(self, first: int, stage: int, parameters: Sequence[nn.Parameter]) -> None:
         """Tell the hooks from number `first` on, each without the parameters that one before it has still to complete."""
         for hook in self._hooks[first:]:
-            try:
+            with _noting("on_stage_gradients_ready", hook):
                 hook.on_stage_gradients_ready(stage, parameters)
-            except Exception as error:
-                error.add_note(f"in on_stage_gradients_ready of {type(hook).__name__}")
-                raise
-            if hook.completes_at_end:
-                parameters = [parameter for parameter in parameters if parameter not in hook.completes_at_end]
+            parameters = _without(parameters, hook.completes_at_end)
 
     def end(self, step: TrainingStep, stages: Iterable[int]) -> None:
         """The passes of a training step are over."""
@@ -277,6 +335,12 @@ class StepHooks:
             with self._activity(f"in settle of {type(hook).__name__}"):
                 hook.settle()
 
+    def before_close(self) -> None:
+        """End what is under way together with the other ranks."""
+        for hook in self._hooks:
+            with self._activity(f"in before_close of {type(hook).__name__}"):
+                hook.before_close()
+
     def close(self) -> None:
         """Let go of everything under way, in every hook, whatever one of them raises; then it is raised."""
         self._step = None
@@ -300,3 +364,17 @@ class StepHooks:
             )
         for name, state in states.items():
             hooks[name].load_state_dict(state)
+
+
+def _without(parameters: Sequence[nn.Parameter], left_out: AbstractSet[nn.Parameter]) -> Sequence[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter not in left_out] if left_out else parameters
+
+
+@contextmanager
+def _noting(method: str, hook: StepHook) -> Iterator[None]:
+    """Note on an error raised inside in which method of a hook that was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {method} of {type(hook).__name__}")
+        raise

@@ -13,7 +13,7 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.loss_reports import DTYPES, AddedLossReport, LossReport
 from zerobubble.runtime.transport.control import Expected, Sending
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.added_losses import losses_so_far
 from zerobubble.runtime.values.payload import tensors_in
 
@@ -34,17 +34,25 @@ class StepLosses:
     sent with the last forward, so that nobody waits for it at the end of the step; otherwise it is sent at the end, because reading a
     loss makes a GPU's host wait. `on_loss(microbatch, loss)` is called with each on the rank that computes it.
 
+    With `replicas`, the ranks that end the microbatches of other shares of the batch, shares and the mean are those of the whole batch.
+
     The loss of a microbatch has in it what stages added. After `close`, `losses` are those of all microbatches, and `added` is the part of
     the mean that was added under each name.
     """
 
     def __init__(
-        self, transport: Transport, loss_fn: LossFunction, loss_weight: LossWeight | None = None, on_loss: OnLoss | None = None
+        self,
+        peers: Peers,
+        loss_fn: LossFunction,
+        loss_weight: LossWeight | None = None,
+        on_loss: OnLoss | None = None,
+        replicas: Peers | None = None,
     ) -> None:
-        self._transport = transport
+        self._peers = peers
         self._loss_fn = loss_fn
         self._loss_weight = loss_weight
         self._on_loss = on_loss
+        self._replicas = replicas
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
         self.clear()
@@ -77,12 +85,13 @@ class StepLosses:
 
         `outputs`, in evaluation, is filled with what the model gives. Raises `InputError` for weights that no mean can be taken by.
         """
-        rank = self._transport.rank
+        rank = self._peers.rank
         self._loss_ranks = loss_ranks
         self._summing_rank = loss_ranks[0]
         self._targets = None if targets is None else [_without_tuple(target) for target in targets]
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
+        self._part_of_batch = self._compare_replicas() if rank in loss_ranks else 1.0
         self._weights = weights if len(set(weights)) > 1 else None
         self._weighing = hash(tuple(weights)) % _WEIGHINGS if len(set(loss_ranks)) > 1 else 0
         self._outputs = outputs
@@ -95,19 +104,25 @@ class StepLosses:
         self._added, self.added = {}, {}
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
-        self._expected = {source: self._transport.listen(LossReport, LossReport.num_numbers(len(loss_ranks)), source) for source in sources}
+        self._expected = {source: self._peers.listen(LossReport, LossReport.num_numbers(len(loss_ranks)), source) for source in sources}
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
-        """The share of one microbatch in the mean loss; the output itself when evaluating without targets."""
+        """The share of one microbatch in the mean loss; the output itself when evaluating without targets.
+
+        When it is called again for a microbatch, whose forward is then computed again, nobody hears of the loss a second time.
+        """
         if self._outputs is not None:
             self._outputs[microbatch] = output
-        result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch])
+        if self._known[microbatch] is not None and self._targets is not None:
+            return self._loss(microbatch, output, self._targets[microbatch], tells=False)
+        result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch], tells=True)
         self._num_unfinished -= 1
-        if self._num_unfinished == 0 and self._transport.device.type == "cpu" and len(set(self._loss_ranks)) == 1:
+        is_alone = len(set(self._loss_ranks)) == 1 and self._replicas is None
+        if self._num_unfinished == 0 and self._peers.device.type == "cpu" and is_alone:
             self._tell_all()
         return result
 
-    def _loss(self, microbatch: int, output: Any, target: Any) -> Tensor:
+    def _loss(self, microbatch: int, output: Any, target: Any, *, tells: bool) -> Tensor:
         loss = self._loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -118,29 +133,56 @@ class StepLosses:
         added = losses_so_far()
         if added:
             loss = loss + sum(added.values())
-            self._added[microbatch] = {name: value.detach().to(loss.dtype) for name, value in added.items()}
-        known = self._known[microbatch] = loss.detach()
-        if self._on_loss is not None:
-            self._on_loss(microbatch, known)
+        if tells:
+            if added:
+                self._added[microbatch] = {name: value.detach().to(loss.dtype) for name, value in added.items()}
+            known = self._known[microbatch] = loss.detach()
+            if self._on_loss is not None:
+                self._on_loss(microbatch, known)
         share = self._share(microbatch, loss)
         if self._weights is not None and not self._weights[microbatch]:
             share = _zero_loss((output, added), loss)
-        self._shares[microbatch] = share.detach()
+        if tells:
+            self._shares[microbatch] = share.detach()
         return share
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
-        if self._weights is None:
+        if self._weights is None and self._replicas is None:
             return loss / len(self._loss_ranks)
-        weight = self._weights[microbatch]
-        return loss * (weight / self._total_weight) if weight else torch.zeros_like(loss)
+        weight = self._total_weight / len(self._loss_ranks) if self._weights is None else self._weights[microbatch]
+        return loss * (weight / self._total_weight * self._part_of_batch) if weight else torch.zeros_like(loss)
+
+    def _compare_replicas(self) -> float:
+        """What part the weight of this replica's share of the batch has in that of the whole batch."""
+        if self._replicas is None:
+            return 1.0
+        doing = "comparing the weights of the replicas' shares of the batch"
+        with self._replicas.collective(doing):
+            told = self._replicas.gather_objects(None if self._targets is None else self._total_weight)
+        without = [rank for rank, weight in zip(self._replicas.members, told, strict=True) if weight is None]
+        if without and len(without) < len(told):
+            raise InputError(f"targets are missing on rank {without[0]}: each replica needs those of its share of the batch")
+        return 1.0 if without else self._total_weight / sum(told)
 
     def _tell_all(self) -> None:
         shares = [share for share in self._shares if share is not None]
         total = sum(shares[1:], shares[0]) if shares else None
         self._sum_added()
-        self._tell(0.0 if total is None else total.item(), [rank for rank in range(self._transport.size) if rank != self._summing_rank])
+        if self._replicas is not None and total is not None:
+            total = self._sum_over_replicas(total)
+        self._tell(0.0 if total is None else total.item(), [rank for rank in range(self._peers.size) if rank != self._summing_rank])
         self._result = total
         self._has_summed = True
+
+    def _sum_over_replicas(self, total: Tensor) -> Tensor:
+        """The mean loss of the whole batch, of which `total` is this replica's part; `added` becomes that of the whole batch, too."""
+        assert self._replicas is not None
+        parts = {name: part.item() for name, part in self.added.items()}
+        with self._replicas.collective("summing the loss over replicas"):
+            told = self._replicas.gather_objects((total.item(), parts))
+        names = dict.fromkeys(name for _, theirs in told for name in theirs)
+        self.added = {name: total.new_tensor(sum(theirs.get(name, 0.0) for _, theirs in told)) for name in names}
+        return total.new_tensor(sum(mean for mean, _ in told))
 
     def _tell(self, number: float, others: Sequence[int]) -> None:
         """Start telling `others` the losses that this rank knows, with this `number`, and behind them what was added by name."""
@@ -150,9 +192,9 @@ class StepLosses:
         behind = AddedLossReport.of(self.added) if self.added else None
         num_behind = 0 if behind is None else len(behind.numbers())
         report = LossReport(known[0].dtype if known else None, number, self._weighing, num_behind, losses)
-        self._sendings = [self._transport.tell(report, rank) for rank in others]
+        self._sendings = [self._peers.tell(report, rank) for rank in others]
         if behind is not None:
-            self._sendings += [self._transport.tell(behind, rank) for rank in others]
+            self._sendings += [self._peers.tell(behind, rank) for rank in others]
 
     def _sum_added(self) -> None:
         """Add to `added` what stages added to the microbatches whose loss is on this rank, in their order."""
@@ -166,7 +208,7 @@ class StepLosses:
 
     def close(self) -> Tensor | None:
         """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the messages of other ranks."""
-        rank = self._transport.rank
+        rank = self._peers.rank
         if rank in self._loss_ranks and rank != self._summing_rank:
             self._sum_added()
             self._tell(self._total_weight, [self._summing_rank])
@@ -188,15 +230,16 @@ class StepLosses:
             return
         if report.num_behind:
             self._take_over_added(source, report)
-        device = self._transport.device
+        device = self._peers.device
         values = torch.tensor(report.losses, dtype=report.dtype, device=device).unbind()
         if source == self._summing_rank:
             self._known = list(values)
             self._result = torch.tensor(report.number, dtype=report.dtype, device=device)
             return
         if (report.number, report.weighing) != (self._total_weight, self._weighing):
+            summing, other = (self._peers.members[rank] for rank in (self._summing_rank, source))
             raise InputError(
-                f"ranks {self._summing_rank} and {source} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all"
+                f"ranks {summing} and {other} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all"
                 f"{', and one by one otherwise' * (report.number == self._total_weight)}: "
                 "every rank with a last stage needs the targets of the whole batch, and the same loss_weight"
             )
@@ -207,9 +250,9 @@ class StepLosses:
 
     def _take_over_added(self, source: int, report: LossReport) -> None:
         """Take over what was added by name, as the message behind a `report` tells it."""
-        behind = self._transport.listen(AddedLossReport, report.num_behind, source).wait("waiting for the losses that stages added")
+        behind = self._peers.listen(AddedLossReport, report.num_behind, source).wait("waiting for the losses that stages added")
         for name, part in behind.parts.items():
-            self._add_part(name, torch.tensor(part, dtype=report.dtype, device=self._transport.device))
+            self._add_part(name, torch.tensor(part, dtype=report.dtype, device=self._peers.device))
 
 
 def _without_tuple(target: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,14 +25,28 @@ def spread_kwargs(
     Of a dict, tensors whose first dimension is `batch_size` are cut as the batch is, and everything else goes to every microbatch; a list
     has a dict for each. Raises `InputError` for other types, a list of another length, and names that no stage takes.
     """
-    each = _for_each_microbatch(kwargs, num_microbatches, batch_size, gradients)
+    each = for_each_microbatch(kwargs, num_microbatches, batch_size, gradients)
     names = list(dict.fromkeys(name for named in each for name in named))
-    taken = {stage: [name for name in names if _takes(module, name)] for stage, module in modules.items()}
+    taken = names_taken(modules, names)
     _refuse_unknown(names, taken, modules)
     return {stage: [_only(named, own) for named in each] for stage, own in taken.items() if own}
 
 
-def _for_each_microbatch(kwargs: Any, num_microbatches: int, batch_size: int, gradients: InputGradients) -> list[dict[str, Any]]:
+def names_taken(modules: Mapping[int, nn.Module], names: Sequence[str]) -> dict[int, list[str]]:
+    """By stage, those of `names` by which it can be given an argument."""
+    return {stage: [name for name in names if _takes(module, name)] for stage, module in modules.items()}
+
+
+def names_of_arguments(modules: Mapping[int, nn.Module]) -> list[str] | None:
+    """The names by which stages can be given arguments; None where one takes every name."""
+    found = {name: each for module in modules.values() for name, each in inspect.signature(module.forward).parameters.items()}
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values()):
+        return None
+    return sorted(name for name in found if any(_takes(module, name) for module in modules.values()))
+
+
+def for_each_microbatch(kwargs: Any, num_microbatches: int, batch_size: int, gradients: InputGradients) -> list[dict[str, Any]]:
+    """The named arguments of each microbatch; see `spread_kwargs`."""
     if isinstance(kwargs, dict):
         return _cut(kwargs, num_microbatches, batch_size, gradients)
     if not isinstance(kwargs, list) or not all(isinstance(named, dict) for named in kwargs):

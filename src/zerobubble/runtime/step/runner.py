@@ -15,6 +15,8 @@ from zerobubble.arguments import optional, require
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Schedule
+from zerobubble.lowering import RankGathers
+from zerobubble.planning.microbatch_order import with_numbers
 from zerobubble.program import Program
 from zerobubble.runtime.executor.executor import Batch, Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, CompiledProgram, ProgramCache
@@ -24,6 +26,7 @@ from zerobubble.runtime.mailbox.handshake import RefusedError
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
+from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
@@ -31,8 +34,8 @@ from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.named_arguments import spread_kwargs
-from zerobubble.runtime.transport.contact import LostContactError
-from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
@@ -55,7 +58,7 @@ class StepRunner:
 
     def __init__(
         self,
-        transport: Transport,
+        peers: Peers,
         guard: FailureGuard,
         stages: Stages,
         gradients: Gradients,
@@ -63,15 +66,18 @@ class StepRunner:
         step_hooks: StepHooks,
         programs: ProgramCache,
         counted_elsewhere: AbstractSet[nn.Parameter],
+        divided: DividedTensors,
+        ordering: MicrobatchOrdering | None = None,
     ) -> None:
-        self.rank = transport.rank
-        self.num_ranks = transport.size
-        self.transport = transport
+        self.rank = peers.rank
+        self.num_ranks = peers.size
+        self.peers = peers
         self.guard = guard
         self.device = stages.device
         self.modules: Mapping[int, nn.Module] = stages.modules
         self.gradients = gradients
         self.counted_elsewhere = counted_elsewhere
+        self.divided = divided
         self.recording = True
         self.measures_memory = False
         self.step_hooks = step_hooks
@@ -80,6 +86,8 @@ class StepRunner:
         self.last = programs.now.train or programs.now.infer
         self._stages = stages
         self._losses = losses
+        self._ordering = ordering
+        self._played: tuple[Schedule, Sequence[int]] | None = None
         self._input_gradients = InputGradients()
         self._num_steps = 0
         self._seed = torch.ones((), device=stages.device)
@@ -96,9 +104,25 @@ class StepRunner:
         """The parts of the last step's loss that stages added, by name."""
         return dict(self._losses.added)
 
+    @property
+    def played(self) -> Schedule | None:
+        """What the last training step played, with its microbatches in the places that they took; None before one."""
+        return None if self._played is None else with_numbers(self._played[0], self._played[1])
+
+    @property
+    def gathers(self) -> RankGathers:
+        """What this rank gathers in a step of what is played now."""
+        now = self.programs.now
+        return (now.train or now.infer).gathering.plan
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """See `AttachedPipeline`."""
-        found = tuple(nn.ModuleList(self.modules.values()).parameters())
+        shards = [stage.shards for stage in self.programs.now.stages.values()]
+        held = (
+            module.parameters() if divided is None else divided.at_rest()
+            for module, divided in zip(self.modules.values(), shards, strict=True)
+        )
+        found = tuple(dict.fromkeys(parameter for parameters in held for parameter in parameters))
         yield from found
         if not any(parameter.requires_grad for parameter in found):
             yield self._nothing
@@ -159,7 +183,7 @@ class StepRunner:
             raise AgreedError(InputError(fault))
         if fault:
             raise InputError(fault)
-        raise LostContactError(next(rank for rank, theirs in enumerate(told) if theirs), doing, "it refused the call")
+        raise self.peers.lost_contact(next(rank for rank, theirs in enumerate(told) if theirs), doing, "it refused the call")
 
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
         """One training step, which the hooks hear of; the mean loss."""
@@ -169,9 +193,11 @@ class StepRunner:
         executor = self.last = compiled.train
         self.was_given_scaler = given.scaler is not None
         with self.guard.during_step(executor):
-            batch = self._open(executor, given, None)
+            batch = self._open(executor, given, None, self._ordering)
+            self._played = compiled.schedule, batch.order
             step = TrainingStep(
                 self._num_steps,
+                compiled.schedule,
                 batch.known.memo,
                 self.measures_memory,
                 began=began,
@@ -190,6 +216,15 @@ class StepRunner:
             self._input_gradients.hand_back()
         self.step_hooks.end(step, compiled.stages)
         return step.loss
+
+    def order_ahead(self, inputs: list[Any], *, asked: bool) -> None:
+        """As `Pipeline.order_ahead` says, where orders were `asked` for."""
+        if not asked:
+            raise InputError("order_ahead is for pipelines that order microbatches: give order_by to Pipeline, or leave order_ahead out")
+        if not isinstance(inputs, list):
+            raise InputError(f"order_ahead takes the list of microbatches that the next step is given, got {type(inputs).__name__}")
+        if self._ordering is not None:
+            self._ordering.begin(self.schedule, inputs)
 
     def _play(
         self,
@@ -229,7 +264,7 @@ class StepRunner:
             loss = self._losses.close()
         return loss, outputs if self.rank in executor.ends[1] else None
 
-    def _open(self, executor: Executor, given: StepInputs, outputs: list[Any] | None) -> Batch:
+    def _open(self, executor: Executor, given: StepInputs, outputs: list[Any] | None, ordering: MicrobatchOrdering | None = None) -> Batch:
         """Cut what was given and agree with the other ranks on the step: what the executor works on."""
         executor.recording = self.recording
         count = executor.program.num_microbatches
@@ -246,15 +281,17 @@ class StepRunner:
         targets = split_batch(given.targets, count, "targets", gradients) if has_targets else NO_BATCH
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         try:
-            known, announced, size = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained)
+            costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
+            opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained, costs)
         except RefusedError:
             self._raise_refused("")
-        refuse_other_size(f"those of rank {self.rank}", batch.batch_size, size)
+        known, announced, size, order = opened
+        refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
         named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
-        return Batch(inputs, self._losses.finish, (seed,), known, announced, named)
+        return Batch(inputs, self._losses.finish, (seed,), known, announced, named, order)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -274,10 +311,10 @@ class StepRunner:
         """See `AttachedPipeline`."""
         call = f"{doing} in call {self.guard.num_calls}"
         with self.guard.during(f"while {doing}"):
-            with self.transport.collective(doing):
-                told = self.transport.gather_objects((call, value))
+            with self.peers.collective(doing):
+                told = self.peers.gather_objects((call, value))
             if len({theirs for theirs, _ in told}) > 1:
-                said = ", ".join(f"rank {rank} is {theirs}" for rank, (theirs, _) in enumerate(told))
+                said = ", ".join(f"rank {rank} is {theirs}" for rank, (theirs, _) in zip(self.peers.members, told, strict=True))
                 raise InputError(f"the ranks make different calls: {said}; make the same calls in the same order on every rank")
         return [theirs for _, theirs in told]
 
@@ -287,14 +324,18 @@ class StepRunner:
 
     def timeline_of(self, executor: Executor) -> Timeline:
         """What every rank did in the last step of `executor`; all ranks must call it."""
-        with self.transport.collective("gathering a timeline"):
-            return trace.gather(executor.program.name, executor.records, self.transport)
+        with self.peers.collective("gathering a timeline"):
+            return trace.gather(executor.program.name, executor.records, self.peers)
 
     @contextmanager
     def record_optimizer(self) -> Iterator[None]:
         """See `AttachedPipeline`."""
         with self.last.recording_optimizer():
             yield
+
+    def record_reduction(self, stage: int, began: int, ended: int) -> None:
+        """See `AttachedPipeline`."""
+        self.last.record_reduction(stage, began, ended)
 
     def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
         """See `AttachedPipeline`."""
@@ -311,7 +352,7 @@ class StepRunner:
         return self._memory_forecast(now.schedule, (now.train or now.infer).program, costs)
 
     def _memory_forecast(self, schedule: Schedule, program: Program, costs: Costs) -> MemoryForecasts:
-        messages = self.transport.bytes_for(traffic_of(program, self.rank))
+        messages = self.peers.bytes_for(traffic_of(program, self.rank))
         return forecasts(schedule, costs, self.gather(messages, "forecasting its memory"))
 
     def before_optimizer(self) -> None:
@@ -325,6 +366,20 @@ class StepRunner:
         """
         if self.guard.closed is None:
             self.step_hooks.settle()
+
+    def before_close(self) -> None:
+        """Make everything final, before the connections are closed in order; all ranks do."""
+        self.step_hooks.settle()
+        self.step_hooks.before_close()
+
+    def num_steps(self) -> int:
+        """How many training steps there have been, once what they left pending is final."""
+        self.settle()
+        return self._num_steps
+
+    def take_over(self, num_steps: int) -> None:
+        """Count steps from here on."""
+        self._num_steps = num_steps
 
     def state_dict(self) -> dict[str, Any]:
         """The number of training steps, and what the hooks want kept."""
@@ -345,4 +400,6 @@ class StepRunner:
         with ExitStack() as rest:
             rest.callback(self._losses.clear)
             rest.callback(self.step_hooks.close)
+            if self._ordering is not None:
+                rest.callback(self._ordering.wait)
             self.programs.close()

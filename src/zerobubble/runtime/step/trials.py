@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import starmap
 
 from zerobubble.arguments import WHOLE, shown
@@ -10,6 +10,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.profile import Progress, costs_of, telling
 from zerobubble.runtime.split.report import SplitReport, SplitReports
+from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
 from zerobubble.timeline import Timeline
 
@@ -42,9 +43,8 @@ def _agree_on_steps(runner: StepRunner, steps: int) -> None:
     if wrong:
         raise InputError(f"a profile takes at least 1 step, got {wrong[0]}")
     if len(set(told)) > 1:
-        raise InputError(
-            "ranks disagree on the steps of a profile: " + ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(told))
-        )
+        listed = ", ".join(f"rank {rank} has {count}" for rank, count in zip(runner.peers.members, told, strict=True))
+        raise InputError(f"ranks disagree on the steps of a profile: {listed}")
 
 
 def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
@@ -56,6 +56,16 @@ def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
             for stage in compiled.stages.values():
                 stage.splitter.count()
             runner.train_unheard(compiled, given)
-        told = runner.gather([astuple(stage.report()) for stage in compiled.stages.values()], "describing the split")
+        reports = [_with_sums(runner, stage) for stage in compiled.stages.values()]
+        told = runner.gather(list(map(astuple, reports)), "describing the split")
     found = {report.stage: report for reports in reversed(told) for report in starmap(SplitReport, reports)}
     return SplitReports(found[stage] for stage in sorted(found))
+
+
+def _with_sums(runner: StepRunner, stage: Stage) -> SplitReport:
+    """The report of a stage, with a note where a hook waits longer for its gradients than other splits would let it."""
+    report = stage.report()
+    waits = report.passes == "FBW" and any(hook.takes_gradients_early for hook in runner.hooks) and not stage.ends_by_parameter
+    if not waits:
+        return report
+    return replace(report, notes=(*report.notes, "its gradients leave together for replicas and hooks, when its last pass is over"))

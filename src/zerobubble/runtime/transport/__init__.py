@@ -8,5 +8,6 @@ the class of an endpoint.
 `gloo`, `nccl` and `shared_memory` are the endpoints that a pipeline has by itself, and `choice` is the one place that chooses among them.
 Ranks meet in `meeting`, before anything is connected. `control` has the small host-side messages: an enumeration of their topics, each
 with the type of its payload. `contact` turns what goes wrong with a message into one exception, and remembers whom this rank waits for.
-`transport.Transport` is the front of all of these.
+`transport.Transport` is the front of all of these, over all ranks of a mesh (`mesh`). What a pipeline does with its messages, or the
+replicas of a stage with their `sums`, they do among `peers`, in which ranks count from 0.
 """

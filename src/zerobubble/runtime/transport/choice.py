@@ -14,6 +14,7 @@ from zerobubble.program import Channel
 from zerobubble.runtime.transport.endpoint import Endpoint, Group
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.meeting import Arrival, meet
+from zerobubble.runtime.transport.mesh import Layout
 from zerobubble.runtime.transport.nccl import NcclEndpoint
 from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.same_machine import NoSharedMemoryError
@@ -62,14 +63,14 @@ def _choice(name: str, topics: GlooEndpoint, device: torch.device, channels: Seq
     return endpoint, "every rank shares memory with those it exchanges messages with"
 
 
-def transport_for(given: str | Endpoint, group: dist.ProcessGroup | None, timeout: float, arrival: Arrival | None = None) -> Transport:
-    """The transport of a pipeline that was given this one, by name or as this rank's endpoint; an unknown name counts as "auto".
+def transport_for(given: str | Endpoint, layout: Layout, timeout: float, arrival: Arrival | None = None) -> Transport:
+    """The transport among the ranks of `layout`, by name or as this rank's endpoint; an unknown name counts as "auto".
 
-    The ranks of a process group meet for it, and raise what `meet` raises. Those that bring an endpoint have met already.
+    Ranks of torch.distributed meet for it, and raise what `meet` raises. Those that bring an endpoint have met already.
     """
     if isinstance(given, Endpoint):
         return Transport(given)
-    topics = over_torch(group, timeout, arrival)
+    topics = over_torch(layout, timeout, arrival)
     name = given if isinstance(given, str) and given in MAKERS else AUTO
     return Transport(topics, lambda device, channels: choose(name, topics, device, channels))
 
@@ -82,28 +83,25 @@ def refuse_unknown(name: str) -> None:
         raise InputError(f"transport must be an Endpoint or one of {known}, got {name!r}; {remedy}")
 
 
-def over_torch(group: dist.ProcessGroup | None, timeout: float, arrival: Arrival | None = None) -> GlooEndpoint:
-    """The endpoint for topics among the ranks of a process group, with a part of torch's store that belongs to it alone.
+def over_torch(layout: Layout, timeout: float, arrival: Arrival | None = None) -> GlooEndpoint:
+    """The endpoint for topics among the ranks of `layout`, with a part of torch's store that belongs to it alone.
 
     All of them call it; it raises what `meet` raises.
     """
-    world = group or dist.group.WORLD
-    assert world is not None
     store = dist.distributed_c10d._get_default_store()
-    ranks = dist.get_process_group_ranks(world)
-    place = f"zerobubble/meeting/{world.group_name}/{'-'.join(map(str, ranks))}"
-    meeting = Group(dist.get_rank(group), len(ranks), dist.distributed_c10d.PrefixStore(place, store), _store_host(group))
+    ranks = layout.ranks
+    place = f"zerobubble/meeting/{layout.name}/{'-'.join(map(str, ranks))}"
+    meeting = Group(ranks.index(dist.get_rank()), len(ranks), dist.distributed_c10d.PrefixStore(place, store), _store_host(ranks))
     met = meet(meeting, arrival or Arrival("", versions(), this_process()), timeout)
     together = dist.distributed_c10d.PrefixStore(f"zerobubble/{met.session}", store)
     return GlooEndpoint(meeting._replace(store=together, name=met.session, processes=met.processes), timeout)
 
 
-def _store_host(group: dist.ProcessGroup | None) -> int | None:
-    """The rank of `group` whose process holds the store that all talk to, None when it is none of them."""
+def _store_host(ranks: Sequence[int]) -> int | None:
+    """Which of these ranks is the process that holds the store that all talk to, None when it is none of them."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosted = isinstance(store, dist.TCPStore) and not by_launcher  # type: ignore[attr-defined]
     return ranks.index(0) if hosted and 0 in ranks else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from zerobubble.runtime.transport.endpoint import PeerGoneError, Work
+from zerobubble.runtime.transport.endpoint import PeerGoneError
+from zerobubble.runtime.transport.work import Work
 
 NOBODY = -2
 """The `peer` of a rank that waits for none."""
@@ -42,30 +43,38 @@ def stood_still(rank: int, seconds: float) -> str:
 
 
 class LostContactError(Exception):
-    """A message could not be exchanged with `peer`, for this `reason`, while this rank did `what`."""
+    """A message could not be exchanged with `peer`, for this `reason`, while this rank did `what`.
 
-    def __init__(self, peer: int, what: str, reason: str) -> None:
+    Where that is EVERYBODY, they are the ranks `among` which it was done, all of them if there are none.
+    """
+
+    def __init__(self, peer: int, what: str, reason: str, among: tuple[int, ...] = ()) -> None:
         super().__init__(f"lost contact while {what}: {reason}")
         self.peer = peer
+        self.among = among
         self.what = what
         self.reason = reason
+
+
+Wait = tuple[int, str, tuple[int, ...]]
+"""The rank waited for and what for; where that is EVERYBODY, among whom, which is all if there are none. Plain, for it is made often."""
 
 
 class Waiting:
     """Whom one rank of one pipeline waits for, so that a thread which is asked can tell while the rank itself is blocked.
 
-    `now` is the rank waited for and what for, None while there is none. A wait that failed stays until `forget`, so that the other ranks,
+    `now` is what it waits for, None while it does not. A wait that failed stays until `forget`, so that the other ranks,
     which look for who keeps them waiting, can follow it.
     """
 
     __slots__ = ("now",)
 
     def __init__(self) -> None:
-        self.now: tuple[int, str] | None = None
+        self.now: Wait | None = None
 
     def wait(self, work: Work, peer: int, doing: str) -> None:
         """Wait for an exchange with `peer`; raises `LostContactError` when the connection is gone or the timeout has passed."""
-        self.now = peer, doing
+        self.now = peer, doing, ()
         try:
             work.wait()
         except RuntimeError as error:
@@ -76,11 +85,11 @@ class Waiting:
 
     def exchange(self, peer: int, doing: str) -> Exchange:
         """A context for an exchange with `peer` that raises `PeerGoneError`; it can be entered again and again."""
-        return Exchange(self, peer, doing)
+        return Exchange(self, (peer, doing, ()))
 
-    def collective(self, doing: str) -> Exchange:
-        """A context for what all ranks do together, in which `exchanging` is told as `LostContactError` with everybody."""
-        return self.exchange(EVERYBODY, doing)
+    def collective(self, doing: str, among: Sequence[int] = ()) -> Exchange:
+        """A context for what all ranks, or those `among` whom it is, do together: `exchanging` is told as `LostContactError` with them."""
+        return Exchange(self, (EVERYBODY, doing, tuple(among)))
 
     def forget(self) -> None:
         """A wait that failed has been told of."""
@@ -90,21 +99,21 @@ class Waiting:
 class Exchange:
     """What `Waiting.exchange` gives. A class, because it is entered for every message of a step."""
 
-    __slots__ = ("_doing", "_peer", "_waiting")
+    __slots__ = ("_wait", "_waiting")
 
-    def __init__(self, waiting: Waiting, peer: int, doing: str) -> None:
+    def __init__(self, waiting: Waiting, wait: Wait) -> None:
         self._waiting = waiting
-        self._peer = peer
-        self._doing = doing
+        self._wait = wait
 
     def __enter__(self) -> None:
-        self._waiting.now = self._peer, self._doing
+        self._waiting.now = self._wait
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self._waiting.now = None
         elif isinstance(error, PeerGoneError):
-            raise LostContactError(self._peer, self._doing, reason_of(error)) from error
+            peer, doing, among = self._wait
+            raise LostContactError(peer, doing, reason_of(error), among) from error
 
 
 @contextmanager

@@ -24,6 +24,8 @@ class Topic(Enum):
     NORMS_SO_FAR = 5
     NORMS_OF_ALL = 6
     ADDED_LOSSES = 7
+    BATCH = 8
+    ORDER = 9
 
 
 class ControlPayload(Protocol):

@@ -17,6 +17,8 @@ from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.rank_process import RankProcess
+from zerobubble.runtime.transport.sums import RingSums
+from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.shapes import Shapes
 
 Put = Callable[[Sequence[Tensor | None]], None]
@@ -27,17 +29,6 @@ Take = Callable[[], tuple[Tensor | None, ...]]
 
 class PeerGoneError(RuntimeError):
     """The rank at the other end has closed the line, or did not answer in time."""
-
-
-class Work(Protocol):
-    """An exchange that has been started."""
-
-    def wait(self) -> object:
-        """Return when a tensor has been received, or when a tensor that was sent may be changed again.
-
-        On a device with streams it is enough that the current stream waits for it. Raises `RuntimeError`, such as `PeerGoneError`, when the
-        connection is gone; its text has "timed out" when the other rank did not answer in time.
-        """
 
 
 class Line(NamedTuple):
@@ -120,6 +111,28 @@ class MessageLane(Protocol):
         """
 
 
+class Summing(Work, Protocol):
+    """A sum that has been started. Once it has been waited for, `times` says when it began and ended, in `perf_counter_ns`, if known."""
+
+    @property
+    def times(self) -> tuple[int, int] | None:
+        """From when it gathered its numbers to when it had scattered their sums; None where the device does not tell."""
+
+
+class Sums(Protocol):
+    """This rank's part in sums over some ranks, made one after another beside what it computes."""
+
+    def start(self, gather: Callable[[], Tensor], scatter: Callable[[Tensor], None]) -> Summing:
+        """Start a sum of what `gather()` gives, a contiguous one-dimensional tensor of one size on all ranks; `scatter` takes the result.
+
+        All ranks start theirs in one order. Both calls come in this order and before `wait` returns, perhaps from another thread, so that
+        few of the tensors are there at once.
+        """
+
+    def close(self) -> None:
+        """Start no more. A sum under way ends when the connections close."""
+
+
 class Endpoint(ABC):
     """One rank's end of a transport among the ranks of `group`.
 
@@ -167,20 +180,30 @@ class Endpoint(ABC):
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's `tensor`, in rank order; it is on the CPU and has the same size and dtype on all ranks."""
-        here, size = self.group.rank, self.group.size
-        others = [rank for rank in range(size) if rank != here]
-        gathered = [tensor if rank == here else torch.empty_like(tensor) for rank in range(size)]
-        works = [self.sender(Line(here, rank, Topic.GATHER))(tensor) for rank in others]
-        works += [self.receiver(Line(rank, here, Topic.GATHER))(gathered[rank]) for rank in others]
-        for work in works:
-            work.wait()
-        return gathered
+        return exchange_all(self, tensor, range(self.group.size))
+
+    def sums(self, members: Sequence[int], number: int = 0) -> Sums:
+        """Sums over these ranks, of which this is one, of tensors on the pipeline's device. By default they go over lines, in a ring.
+
+        Two ranks may be neighbours in several rings, whose lines are told apart by this `number`.
+        """
+        here, size = members.index(self.group.rank), len(members)
+        send = self.sender(Line(self.group.rank, members[(here + 1) % size], Stuff.WORK, number))
+        receive = self.receiver(Line(members[here - 1], self.group.rank, Stuff.WORK, number))
+        return RingSums(here, size, send, receive)
 
     def hang_up(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here
         """The process of `rank` has ended: end the lines to it, so that whoever waits for it gets an error at once.
 
         It is called from another thread, for a connection may outlive its process in children of that process.
         """
+
+    def abort(self) -> bool:
+        """A rank has failed: end what is under way on this rank's device, which would wait for others, and say whether there is such.
+
+        What has been received since then is no message. It is called from any thread, returns at once, and does nothing the second time.
+        """
+        return False
 
     def abandon(self) -> None:  # noqa: B027
         """This process was forked from the one that the endpoint belongs to: close its own descriptors of the connections, which stay open
@@ -201,3 +224,15 @@ class Endpoint(ABC):
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
         """As `held_bytes`, in steps that send this `traffic` over the channels that begin here, in messages as large as those so far."""
         return self.held_bytes()
+
+
+def exchange_all(endpoint: Endpoint, tensor: Tensor, members: Sequence[int]) -> list[Tensor]:
+    """The `tensor` of each of these ranks, in order; it is on the CPU and has the same size and dtype on all of them."""
+    here = endpoint.group.rank
+    others = [rank for rank in members if rank != here]
+    gathered = {rank: tensor if rank == here else torch.empty_like(tensor) for rank in members}
+    works = [endpoint.sender(Line(here, rank, Topic.GATHER))(tensor) for rank in others]
+    works += [endpoint.receiver(Line(rank, here, Topic.GATHER))(gathered[rank]) for rank in others]
+    for work in works:
+        work.wait()
+    return list(gathered.values())

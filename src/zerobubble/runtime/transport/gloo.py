@@ -16,9 +16,10 @@ from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.endable_store import EndableStore
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Work
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError
 from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
+from zerobubble.runtime.transport.work import Work
 
 STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
 """What stages exchange, in the order of the tags and communicators."""
@@ -108,6 +109,7 @@ def lane_of(line: Line) -> int:
 def _drop(over: threading.Event, sockets: PeerSockets, *held: list[Any]) -> None:
     """Hang up first, because children that were forked may hold the connections, and drop the backends."""
     over.set()
+    sockets.end()
     sockets.hang_up()
     sockets.clear()
     for each in held:

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.transport.background import in_background
@@ -77,7 +77,11 @@ def meet(group: Group, arrival: Arrival, timeout: float) -> Decision:
 class _Attendance:
     """One rank's part in a round. The store is asked in a thread of its own, which this rank leaves behind when the store is silent."""
 
+    newest: ClassVar[_Attendance | None] = None
+    """The attempt that this process made last. One before it that still waits for the store has no part in rounds any more."""
+
     def __init__(self, group: Group, arrival: Arrival, timeout: float) -> None:
+        _Attendance.newest = self
         self._group = group
         self._store = MeasuredStore(group.store)
         self._arrival = arrival
@@ -136,6 +140,8 @@ class _Attendance:
 
     def _attend(self) -> Decision:
         current = self._open_round()
+        if _Attendance.newest is not self:
+            return self._reason  # the store answers again, and in this round the ranks meet after this attempt
         decision = self._decision_of(current)
         self._left.set()
         if not decision.session:

@@ -1,4 +1,8 @@
-"""Lines over NCCL, for tensors on CUDA devices. Operations of one communicator run in order, so each line has a communicator of its own."""
+"""Lines over NCCL, for tensors on CUDA devices. Operations of one communicator run in order, so each line has a communicator of its own.
+
+A rank that fails leaves the others in kernels that wait for its messages, and their hosts in waits for these kernels, until NCCL's timeout.
+So each rank, the one that fails and those that hear of it, aborts its own communicators, which ends its kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, Work
+from zerobubble.runtime.transport.abort import Abort
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Sums
 from zerobubble.runtime.transport.gloo import STUFF, lane_of
+from zerobubble.runtime.transport.work import Work
 
 
 class NcclEndpoint(Endpoint):
@@ -30,15 +36,22 @@ class NcclEndpoint(Endpoint):
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device("cuda")
         self._lanes: list[Any] = []
-        self._end = weakref.finalize(self, self._lanes.clear)
+        self._abort = Abort()
+        self._end = weakref.finalize(self, _drop, self._abort, self._lanes)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._device = device
-        self._lanes += [self.backend(f"lane{lane}") for lane in range(2 * len(STUFF))]
+        self._lanes += [self._abortable(self.backend(f"lane{lane}")) for lane in range(2 * len(STUFF))]
 
-    def backend(self, name: str) -> Any:
-        """The communicators between any two ranks for one kind of tensors and direction."""
+    def _abortable(self, backend: Any) -> Any:
+        self._abort.add(backend)
+        return backend
+
+    def backend(self, name: str, members: Sequence[int] | None = None) -> Any:
+        """The communicators between any two ranks for one kind of tensors and direction, or one of these `members` together."""
         rank, size, shared, *_ = self.group
+        if members is not None:
+            rank, size = members.index(rank), len(members)
         # Communicators wait in the store, which meanwhile serves nobody else on the same connection. Before torch 2.8 there is but one.
         store = shared.clone() if hasattr(shared, "clone") else shared
         options = dist.distributed_c10d.ProcessGroupNCCL.Options()
@@ -60,14 +73,61 @@ class NcclEndpoint(Endpoint):
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         lanes, lane, peer = self._lanes, lane_of(line), line.destination
-        return lambda tensor: lanes[lane].send([tensor], peer, 0)
+        return lambda tensor: _of(lanes, lane).send([tensor], peer, 0)
 
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
         lanes, lane, peer = self._lanes, lane_of(line), line.source
-        return lambda tensor: lanes[lane].recv([tensor], peer, 0)
+        return lambda tensor: _of(lanes, lane).recv([tensor], peer, 0)
+
+    def sums(self, members: Sequence[int], number: int = 0) -> Sums:
+        return _NcclSums(self._abortable(self.backend("sums-" + "-".join(map(str, members)), members)))
+
+    def abort(self) -> bool:
+        self._lanes.clear()
+        self._abort.start()
+        return True
 
     def abandon(self) -> None:
         self._end.detach()
 
     def close(self) -> None:
         self._end()
+
+
+def _of(lanes: list[Any], lane: int) -> Any:
+    """The backend of a lane; raises `PeerGoneError` when there is none any more."""
+    if not lanes:
+        raise PeerGoneError("its communicators were aborted")
+    return lanes[lane]
+
+
+def _drop(abort: Abort, lanes: list[Any]) -> None:
+    lanes.clear()
+    abort.close()
+
+
+class _NcclSum:
+    """A sum that has been enqueued; who waits for it has the result scattered behind it on the current stream."""
+
+    times = None
+
+    def __init__(self, work: Work, tensor: Tensor, scatter: Callable[[Tensor], None]) -> None:
+        self._work, self._tensor, self._scatter = work, tensor, scatter
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._scatter(self._tensor)
+
+
+class _NcclSums:
+    """Sums on a communicator of their own. What waits for one is the current stream, not the host."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend: Any = backend
+
+    def start(self, gather: Callable[[], Tensor], scatter: Callable[[Tensor], None]) -> _NcclSum:
+        tensor = gather()
+        return _NcclSum(self._backend.allreduce([tensor]), tensor, scatter)
+
+    def close(self) -> None:
+        self._backend = None

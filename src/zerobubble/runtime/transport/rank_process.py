@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ _START_TIME = 19
 class RankProcess(NamedTuple):
     """A rank's process. A number is given again to a later process, which has `started`, in clock ticks after the boot, at another time.
 
-    Numbers mean the same in one `place`: the boot of a machine and its namespace of processes; empty where that cannot be told.
+    Numbers mean the same in one `place`: the boot of a machine, its namespace of processes and its host name; empty where that cannot be
+    told. The name is there for machines that were started from one snapshot of a running one, for they have the same boot.
     """
 
     number: int
@@ -24,7 +26,8 @@ class RankProcess(NamedTuple):
 def this_process() -> RankProcess:
     """What this rank tells the others of its process."""
     try:
-        place = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {platform.node()}"
         return RankProcess(os.getpid(), start_of(os.getpid()), place)
     except OSError:
         return RankProcess(os.getpid(), 0, "")

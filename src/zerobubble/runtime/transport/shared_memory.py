@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Traffic, Work
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Traffic
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.ring import Ring, RingLane, message_bytes
 from zerobubble.runtime.transport.same_machine import connect_all
 from zerobubble.runtime.transport.sockets import PeerSockets
+from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.shapes import Shapes
 
 ROOMY_BYTES = 8 << 20

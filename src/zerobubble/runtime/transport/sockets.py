@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar, NamedTuple
@@ -17,6 +18,8 @@ from typing import ClassVar, NamedTuple
 _OPEN, _TABLES = "/proc/self/fd", ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _LOCAL, _REMOTE, _INODE = 1, 2, 9
 """Columns of Linux's tables of TCP connections."""
+_HEARD_S, _POLL_S = 0.5, 0.001
+"""How long those at the other ends may take to hear that no more comes, and how often this rank looks."""
 
 
 class HeldSocket(NamedTuple):
@@ -81,6 +84,19 @@ class PeerSockets:
             with suppress(OSError):
                 _shut_down(each)
 
+    def end(self) -> None:
+        """Tell every peer that no more comes, and wait a moment until its backend has closed its ends of the connections.
+
+        Until then what peers write still arrives. Where a write fails instead, gloo's `Pair::sendAsyncMode` queues that message only after
+        all others were told of the error, and whoever waits for that message to leave waits until the timeout.
+        """
+        for each in [one for some in list(self._held.values()) for one in some]:
+            with suppress(OSError):
+                _shut_down(each, socket.SHUT_WR)
+        until = time.monotonic() + _HEARD_S
+        while any(map(_is_open, [one for some in list(self._held.values()) for one in some])) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
     def close_in_child(self) -> None:
         """Close this process's descriptors after it was forked; the connections themselves stay as they are."""
         for each in [one for some in self._held.values() for one in some]:
@@ -94,14 +110,22 @@ class PeerSockets:
         self._held.clear()
 
 
-def _shut_down(held: HeldSocket) -> None:
+def _is_open(held: HeldSocket) -> bool:
+    """Whether the backend has a socket open still: it closes those of which it has heard that no more comes."""
+    try:
+        return os.fstat(held.descriptor).st_ino == held.inode
+    except OSError:
+        return False
+
+
+def _shut_down(held: HeldSocket, how: int = socket.SHUT_RDWR) -> None:
     """Shut a socket down if it still is what it was. The copy keeps others from closing it and taking its number meanwhile."""
     descriptor = os.dup(held.descriptor)
     if os.fstat(descriptor).st_ino != held.inode:
         os.close(descriptor)
         return
     with socket.socket(fileno=descriptor) as copy:
-        copy.shutdown(socket.SHUT_RDWR)
+        copy.shutdown(how)
 
 
 def _open_sockets() -> dict[int, int]:

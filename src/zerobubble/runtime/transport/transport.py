@@ -1,4 +1,4 @@
-"""The front of a pipeline's transport: what the runtime above sends and receives with, whatever endpoint carries it."""
+"""What connects all ranks of a pipeline and of its replicas, whatever endpoint carries their tensors: lines that are opened and closed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.program import Channel
-from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.contact import STARTING, LostContactError, Waiting, exchanging, is_own, reason_of
-from zerobubble.runtime.transport.control import ControlPayload, Expected, P, Sending
-from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Traffic, Work
+from zerobubble.runtime.transport.control import Topic
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line, MessageLane, Sums, Traffic
 from zerobubble.runtime.transport.gather import gather, gather_objects
+from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.shapes import Shapes
 
 
@@ -39,11 +39,11 @@ Choose = Callable[[torch.device, Sequence[Channel]], tuple[Endpoint, str]]
 
 
 class Transport:
-    """Sends and receives for one pipeline. Ranks are those of the endpoint's group.
+    """The lines of one rank to all others of the endpoint's group. What a pipeline does over them, its `Peers` do.
 
     Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` gives another endpoint for those on a device; `carrier` tells
     which. `standing` has receives that stay posted from one step to the next; whoever posts them keeps them there, because they must be
-    dropped before the connections close. `wait(work, peer, doing)` waits for an exchange.
+    dropped before the connections close. Once `is_aborted`, the device's tensors may hold what was never sent.
     """
 
     def __init__(self, endpoint: Endpoint, choose_for_tensors: Choose | None = None) -> None:
@@ -51,7 +51,7 @@ class Transport:
         self.rank, self.size = endpoint.group.rank, endpoint.group.size
         self.device = torch.device("cpu")
         self.waiting = Waiting()
-        self.wait: Callable[[Work, int, str], None] = self.waiting.wait
+        self.is_aborted = False
         self.standing: dict[Line, Any] = {}
         self._for_topics = endpoint
         self._for_tensors = endpoint
@@ -108,49 +108,53 @@ class Transport:
     def _barrier(self) -> None:
         gather(self._for_topics, torch.zeros(1))
 
-    def sender(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
-        """A call that starts sending one tensor to `peer` and gives the work to wait for.
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        """A call that starts sending one tensor along a line that begins here, and gives the work to wait for.
 
-        Line 0 is the channel itself. The call raises `LostContactError` where the connection is known to be gone.
+        The call raises `LostContactError` where the connection is known to be gone.
         """
-        return _telling_loss(self._for_tensors.sender(Line(self.rank, peer, stuff, number)), peer)
+        return _telling_loss(self._carries(line).sender(line), line.destination)
 
-    def receiver(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
-        """A call that starts receiving one tensor from `peer` and gives the work to wait for; `number` and errors as for `sender`."""
-        return _telling_loss(self._for_tensors.receiver(Line(peer, self.rank, stuff, number)), peer)
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        """A call that starts receiving one tensor from a line that ends here, and gives the work to wait for; errors as for `sender`."""
+        return _telling_loss(self._carries(line).receiver(line), line.source)
+
+    def _carries(self, line: Line) -> Endpoint:
+        return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """This rank's end of a channel that carries whole messages, as `Endpoint.message_lane` gives it."""
         return self._for_tensors.message_lane(channel, messages, at_once)
 
+    def sums(self, members: Sequence[int], number: int = 0) -> Sums:
+        """Sums over these ranks, as `Endpoint.sums` makes them."""
+        return self._for_tensors.sums(members, number)
+
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
         """What the carrier will hold in steps that send this traffic, as `Endpoint.bytes_for` tells it."""
         return self._for_tensors.bytes_for(traffic)
 
-    def tell(self, payload: ControlPayload, peer: int) -> Sending:
-        """Start sending a control message to `peer`."""
-        numbers = torch.tensor(payload.numbers(), dtype=torch.float64)
-        start = _telling_loss(self._for_topics.sender(Line(self.rank, peer, payload.topic)), peer)
-        return Sending(start(numbers), numbers, peer, self.wait)
+    def gather_objects(self, value: Any, members: Sequence[int] | None = None) -> list[Any]:
+        """The `value` of each of these ranks, by default of all, in order, on each of them, as `write_plain` takes it.
 
-    def listen(self, kind: type[P], count: int, peer: int) -> Expected[P]:
-        """Be ready for a control message of `count` numbers from `peer`, whose payload is a `kind`."""
-        numbers = torch.empty(count, dtype=torch.float64)
-        start = _telling_loss(self._for_topics.receiver(Line(peer, self.rank, kind.topic)), peer)
-        return Expected(kind, start(numbers), numbers, peer, self.wait)
+        Call it in a `collective`.
+        """
+        return gather_objects(self._for_topics, value, members)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's `value`, in rank order, on every rank, as `write_plain` takes it. Call it in a `collective`."""
-        return gather_objects(self._for_topics, value)
-
-    def collective(self, doing: str) -> AbstractContextManager[None]:
-        """A context for what all ranks do together: an exchange that fails in it is told as `LostContactError` with everybody."""
-        return self.waiting.collective(doing)
+    def collective(self, doing: str, members: Sequence[int] = ()) -> AbstractContextManager[None]:
+        """A context for what all ranks, or these, do together: an exchange that fails is told as `LostContactError` with everybody."""
+        return self.waiting.collective(doing, members)
 
     def hang_up(self, rank: int) -> None:
         """End the lines to `rank`, whose process has ended; from any thread."""
+        self.abort()
         self._for_tensors.hang_up(rank)
         self._for_topics.hang_up(rank)
+
+    def abort(self) -> None:
+        """A rank has failed: end what is under way on the device, as `Endpoint.abort` does; from any thread."""
+        if self._for_tensors.abort():
+            self.is_aborted = True
 
     def abandon(self) -> None:
         """Close this process's descriptors after it was forked; see `Endpoint.abandon`."""

@@ -35,6 +35,11 @@ class Gradients:
         found: Tensor | None = getattr(parameter, self._name, None)
         return found
 
+    def dense(self, parameter: Tensor) -> Tensor | None:
+        """The gradient summed so far where it is a plain dense tensor, None where it is of another kind or there is none."""
+        found = self.of(parameter)
+        return found if type(found) is Tensor and found.layout is torch.strided else None
+
     def put(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Let `gradient` be the sum."""
         setattr(parameter, self._name, gradient)

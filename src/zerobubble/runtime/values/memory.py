@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _PLAIN = (Tensor, nn.Parameter)
 """The types whose numbers say all; other classes of tensors would lose what else they hold."""
@@ -17,6 +18,21 @@ def has_plain_type(tensor: Tensor) -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the numbers of `tensor` and its size and type are all there is to it, so that it can be sent."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The numbers that this rank holds of a tensor which torch divides over ranks, a DTensor; any other tensor as it is."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def like_parameter(parameter: Tensor, numbers: Tensor) -> Tensor:
+    """These `numbers` as a tensor of the parameter's form: as this rank's part where the parameter is a DTensor."""
+    local = numbers.view(local_part(parameter).shape)
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def why_not_sent(tensor: Tensor, device: torch.device) -> str | None:

@@ -1,0 +1,125 @@
+"""How close estimates before there is a cluster come to published times of training steps and to published bytes of activations.
+
+The steps of arXiv 2205.05198 on A100 are estimated with one set of parameters, of which two were chosen for them; how the errors change
+with these two stands beside. Then, with nothing fitted, throughputs on H100. It is arithmetic: the figures are the same on every machine.
+Writes `results.json` next to this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import zerobubble as zb
+
+sys.path.insert(0, str(Path(__file__).parent))
+from published import A100, GIB, H100, Run, Throughput
+
+Efficiency = zb.cost_model.Efficiency
+WITHIN, WITHIN_BYTES = 0.04, 0.05
+NEIGHBOURS = [(products, wave) for products in (0.78, 0.80, 0.82) for wave in (128, 256, 512)]
+
+
+def main() -> None:
+    """Compare everything and write the tables."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    steps = [show(row) for run in A100 for row in compare_steps(run)]
+    memory = [row for run in A100 for row in compare_memory(run)]
+    mean = fmean(abs(row["error"]) for row in steps)
+    worst_bytes = max(abs(row["error"]) for row in memory)
+    neighbours = [show(with_parameters(*pair)) for pair in NEIGHBOURS]
+    results = {
+        "mean_error": mean,
+        "worst_error": max((row["error"] for row in steps), key=abs),
+        "worst_error_of_bytes": worst_bytes,
+        "holds": mean <= WITHIN and worst_bytes <= WITHIN_BYTES,
+        "steps": steps,
+        "activations": memory,
+        "chosen_by_the_small": chosen_by(neighbours, A100[:2], A100[2:]),
+        "with_other_parameters": neighbours,
+        "h100_not_fitted": [row for published in H100 for row in compare_throughput(published)],
+        "assumptions": list(estimate(A100[1], "selective").assumptions),
+    }
+    Path(__file__).with_name("results.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
+
+
+def estimate(run: Run, recompute: str, efficiency: Any = None) -> Any:
+    """The estimate of a run of the paper; its runs that compute all or nothing again have no sequence parallelism."""
+    kept = {"sequence_parallel": recompute == "selective", "efficiency": efficiency or Efficiency()}
+    return zb.cost_model.transformer(
+        run.model, gpu="A100", tp=8, pp=run.pp, v=run.v, microbatch=run.microbatch, recompute=recompute, **kept
+    )
+
+
+def compare_steps(run: Run, efficiency: Any = None) -> list[dict[str, Any]]:
+    """Seconds of a step, ours beside the published."""
+    rows = []
+    for recompute, published in (("full", run.full_s), ("selective", run.present_s)):
+        step = estimate(run, recompute, efficiency).step(run.schedule, run.microbatches)
+        found = {"model": run.model, "schedule": step.schedule, "recompute": recompute, "published_s": published, "ours_s": step.seconds}
+        rows.append(found | {"error": step.seconds / published - 1, "update_s": step.update, "utilization": step.utilization})
+    return rows
+
+
+def compare_memory(run: Run) -> list[dict[str, Any]]:
+    """GiB of activations on a GPU of the first rank, ours beside the published."""
+    rows = []
+    for recompute, published in (("none", run.none_gib), ("selective", run.present_gib)):
+        ours = estimate(run, recompute).step(run.schedule, run.microbatches).rank_activations[0] / GIB
+        found = {"model": run.model, "recompute": recompute, "published_gib": published, "ours_gib": ours}
+        rows.append(show(found | {"error": ours / published - 1}))
+    return rows
+
+
+def with_parameters(products: float, wave: int) -> dict[str, Any]:
+    """The errors of the steps with other values of the two parameters that were chosen."""
+    errors = {run.model: [row["error"] for row in compare_steps(run, Efficiency(products=products, wave=wave))] for run in A100}
+    every = [abs(error) for pair in errors.values() for error in pair]
+    return {"products": products, "wave": wave, "mean_error": fmean(every), "worst_error": max(every), "errors": errors}
+
+
+def chosen_by(neighbours: list[dict[str, Any]], seen: Sequence[Run], unseen: Sequence[Run]) -> dict[str, Any]:
+    """The two parameters that fit the models `seen` best, and their mean error on these and on those `unseen`."""
+
+    def mean(row: dict[str, Any], runs: Sequence[Run]) -> float:
+        return fmean(abs(error) for run in runs for error in row["errors"][run.model])
+
+    best = min(neighbours, key=lambda row: mean(row, seen))
+    found = {"models": [run.model for run in seen], "products": best["products"], "wave": best["wave"]}
+    return found | {"mean_error": mean(best, seen), "mean_error_of_others": mean(best, unseen)}
+
+
+def compare_throughput(published: Throughput) -> list[dict[str, Any]]:
+    """Tokens per second and GPU, ours beside the published, with and without the exchanges of tensor parallelism hidden."""
+    rows = []
+    for hidden in (True, False):
+        found = zb.cost_model.transformer(published.model, gpu="H100", precision="fp8", overlap_tp=hidden, **published.setting)
+        step = found.step("interleaved-1f1b", published.microbatches)
+        ours, theirs = step.tokens_per_second / step.gpus, published.tokens_per_s_per_gpu
+        row = {"model": found.setting.model.name, "overlap_tp": hidden, "gpus": step.gpus, "published_tokens_per_s_per_gpu": theirs}
+        row |= {"ours_tokens_per_s_per_gpu": ours, "error": ours / theirs - 1, "most_gb": max(step.rank_bytes) / 1e9}
+        rows.append(show(row | {"source": published.source}))
+    return rows
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    print(rounded(row), flush=True)
+    return row
+
+
+def rounded(value: Any) -> Any:
+    """Floats with four digits after the point, in whatever they lie."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

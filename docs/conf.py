@@ -1,0 +1,23 @@
+"""How Sphinx builds the pages: `make docs` writes them to docs/_build/html."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE / "sphinx")]
+
+project = "zerobubble"
+author = "the zerobubble authors"
+release = metadata.version("zerobubble")
+html_title = f"zerobubble {release}"
+html_theme = "furo"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "namespaces", "docstrings"]
+root_doc = "index"
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+default_role = "code"
+autodoc_member_order = "bysource"

@@ -1,0 +1,32 @@
+"""A Sphinx extension: a page of the reference for each public namespace, written before the pages are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from docs.public_names import namespaces
+
+PAGE = """# {title}
+
+```{{eval-rst}}
+.. automodule:: {module}
+   :members: {members}
+```
+"""
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("builder-inited", lambda app: write(Path(app.srcdir) / "reference"))
+    return {"parallel_read_safe": True}
+
+
+def write(folder: Path) -> None:
+    """Write the pages into `folder`."""
+    folder.mkdir(exist_ok=True)
+    for space in namespaces():
+        page = PAGE.format(title=f"`{space.title}`", module=space.module.__name__, members=", ".join(space.names))
+        file = folder / f"{space.title}.md"
+        if not file.exists() or file.read_text(encoding="utf-8") != page:
+            file.write_text(page, encoding="utf-8")

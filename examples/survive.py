@@ -1,0 +1,68 @@
+"""Train over a failure: torchrun starts the ranks again when one of them is killed, and they go on from the last checkpoint.
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/survive.py
+
+Kill any of the ranks that it prints, and see that the losses go on as if nothing had happened. Torch reuses its store after a restart
+unless the variable is set, and then waits in `init_process_group` for ranks that have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerobubble as zb
+
+WIDTH, BATCH, MICROBATCHES = 16, 16, 4
+
+
+def build(stage: int, num_stages: int) -> nn.Module:
+    """A stage, the same in every attempt."""
+    torch.manual_seed(stage)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The same batch of a step in every attempt."""
+    x = torch.rand(BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return x, torch.sin(3 * x)
+
+
+def say(line: str) -> None:
+    """Print a line in one write: unbuffered, as torchrun starts Python, `print` makes two, and ranks would mix their lines."""
+    print(line + "\n", end="", flush=True)
+
+
+def train(checkpoint: Path, steps: int, pause_s: float) -> None:
+    """Steps of training, each followed by a checkpoint, from the last one on."""
+    attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), dist.get_rank()
+    say(f"attempt {attempt}: rank {rank} is process {os.getpid()}")
+    with zb.Pipeline(build, "zb-h1", MICROBATCHES, nn.functional.mse_loss) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        first = zb.load(checkpoint, pipe, optimizer)["next"] if checkpoint.exists() else 0
+        for step in range(first, steps):
+            loss = pipe.step(*batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+            zb.save(checkpoint, pipe, optimizer, extra={"next": step + 1})
+            if rank == 0:
+                say(f"step {step} loss {loss.item():.17g}")
+            time.sleep(pause_s)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two steps, in which you can kill a rank")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(given.checkpoint, given.steps, given.pause)
+    dist.destroy_process_group()

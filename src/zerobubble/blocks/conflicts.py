@@ -1,0 +1,118 @@
+"""Why a block cannot be repeated: passes of its copies that run at the same time, and passes that start before what they use is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zerobubble.arguments import takes
+from zerobubble.blocks.block import Block, Start
+from zerobubble.ir import Op
+from zerobubble.rules import makers, uses
+
+
+class Collision(NamedTuple):
+    """Two passes of a repeated block that run at the same time on `rank`, in two of its copies or in one.
+
+    `first` and `second` are the passes as they stand in the block; they are the same where a pass is longer than the interval.
+    `slots` are the slots of the interval, counted from 0, that both take. `since` is the first slot in which both run.
+    """
+
+    rank: int
+    first: Start
+    second: Start
+    slots: tuple[int, ...]
+    since: int
+
+
+class EarlyStart(NamedTuple):
+    """A pass that starts before slot `end`, in which the pass `maker` has made what it uses."""
+
+    start: Start
+    maker: Op
+    end: int
+
+
+@takes(block=Block)
+def collisions(block: Block) -> tuple[Collision, ...]:
+    """All pairs of passes that run at the same time where copies of `block` follow each other every `interval` slots.
+
+    Rank after rank, in order of the slots of the second pass; empty where copies never collide, as `repeat` needs it.
+
+    >>> import zerobubble as zb
+    >>> block = zb.blocks.known_block("1f1b", 2)
+    >>> zb.blocks.collisions(block)
+    ()
+    >>> text = block.to_text().replace("1F0@1", "1F0@3")
+    >>> [(one.rank, str(one.first), str(one.second), one.slots) for one in zb.blocks.collisions(zb.blocks.Block.from_text(text))]
+    [(1, '1BW0@2', '1F0@3', (0,))]
+    """
+    return tuple(find_collisions(block))
+
+
+def find_collisions(block: Block) -> Iterator[Collision]:
+    """The collisions one by one, for those who need to know of the first alone."""
+    for rank, row in enumerate(block.starts):
+        taken: dict[int, list[Start]] = {}
+        for second in row:
+            length = block.length(second.op.kind)
+            shared: dict[Start, list[int]] = {second: [slot % block.interval for slot in _covers(second, length - block.interval)]}
+            for slot in _covers(second, min(length, block.interval)):
+                others = taken.setdefault(slot % block.interval, [])
+                for first in others:
+                    shared.setdefault(first, []).append(slot % block.interval)
+                others.append(second)
+            for first, slots in shared.items():
+                if slots:
+                    yield Collision(rank, first, second, tuple(sorted(set(slots))), _since(block, first, second))
+
+
+def _since(block: Block, first: Start, second: Start) -> int:
+    """The first slot in which both run, when one of them is in the first copy."""
+    if first is second:
+        return first.slot + block.interval
+    return min(slot for pair in ((first, second), (second, first)) if (slot := _meeting(block, *pair)) is not None)
+
+
+def _meeting(block: Block, still: Start, moved: Start) -> int | None:
+    """The first slot that pass `still` of the first copy shares with a copy of `moved`; None where it shares none."""
+    after = still.slot - moved.slot - block.length(moved.op.kind)
+    begin = moved.slot + max(0, after // block.interval + 1) * block.interval
+    return max(still.slot, begin) if begin < still.slot + block.length(still.op.kind) else None
+
+
+def _covers(start: Start, length: int) -> range:
+    return range(start.slot, start.slot + length)
+
+
+def early_starts(block: Block) -> tuple[EarlyStart, ...]:
+    """The passes of `block` that start before what they use is there, with the passes that make it; empty where none does."""
+    return tuple(find_early_starts(block))
+
+
+def find_early_starts(block: Block) -> Iterator[EarlyStart]:
+    """The early starts one by one."""
+    end = {start.op: start.slot + block.length(start.op.kind) for row in block.starts for start in row}
+    for row in block.starts:
+        for start in row:
+            for value in uses(start.op, block.placement.num_stages):
+                for maker in makers(value):
+                    if end.get(maker, 0) > start.slot:
+                        yield EarlyStart(start, maker, end[maker])
+
+
+def collision_sentence(block: Block, found: Collision) -> str:
+    """The collision with its remedy."""
+    every = f"copies come every {block.interval} slots"
+    if found.first is found.second:
+        length = block.length(found.first.op.kind)
+        longer = f"takes {length} slots and copies come every {block.interval}, so it collides with its own copy"
+        return f"on rank {found.rank} {found.first} {longer}: choose an interval of at least {length}"
+    both = f"both take slot {found.slots[0]} of them"
+    return f"on rank {found.rank} {found.first} and {found.second} collide: {every}, and {both}; move one or choose another interval"
+
+
+def early_sentence(found: EarlyStart) -> str:
+    """The early start with its remedy."""
+    op, slot = found.start
+    return f"{op} starts in slot {slot}, but {found.maker}, whose result it uses, ends in slot {found.end}: start it there or later"

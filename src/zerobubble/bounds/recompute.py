@@ -1,0 +1,150 @@
+"""Lower bounds where forwards may be computed again: they hold for every choice of levels, by stage and microbatch.
+
+Whatever is computed again, F keeps at least what the leanest level keeps, and no pass takes less time. So every bound for stages that
+keep so little holds. Besides, what a rank computes again costs it time, and what it does not compute again fills its memory over time: two
+inequalities for each rank, linear in the share of microbatches that have each level. The least span with which both can hold is found by
+duality: any mean of the two, with each stage at its best level, is a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache, lru_cache, partial
+from itertools import combinations
+from math import ceil
+from typing import NamedTuple
+
+from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds
+from zerobubble.bounds.chain import earliest_starts
+from zerobubble.bounds.memory import unused_room
+from zerobubble.bounds.rank_load import RankLoad
+from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
+from zerobubble.ir import Kind, Op, Placement
+
+
+class Price(NamedTuple):
+    """What a level costs the rank of a stage for each microbatch: ns of R, and bytes held times the ns for which they are, at least."""
+
+    time: int
+    room: int
+
+
+def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level]) -> Bounds:
+    """Times that no schedule can beat in which each forward has one of `levels`; where nothing fits, those for unlimited memory.
+
+    A level that keeps all and takes no time stands for a forward that is not computed again.
+
+    >>> import zerobubble as zb
+    >>> costs, limits = zb.Costs.uniform(2, times=(10, 10, 10)), zb.Limits((1_100_000,) * 2)
+    >>> for levels in ([zb.costs.NONE], [zb.costs.NONE, zb.costs.FULL]):
+    ...     print(bounds_again(zb.Placement.linear(2), 8, costs, limits, levels).span.time / 1e6)
+    400.0
+    286.308725
+    """
+    return _bounds(placement, num_microbatches, replace(costs, further=()), limits, tuple(levels))
+
+
+@lru_cache(maxsize=64)
+def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: tuple[Level, ...]) -> Bounds:
+    """The bounds, worked out once for plans that differ in the levels of their stages alone."""
+    fits = not shortage_again(placement, costs, limits, [levels] * placement.num_stages)
+    leanest = min(level.kept for level in levels)
+    kept = tuple(round(leanest * held) for held in costs.held_after_f)
+    pending = tuple(map(min, kept, costs.held_after_b))
+    lean = replace(costs, held_after_f=kept, held_after_b=pending)
+    span, makespan = lower_bounds(placement, num_microbatches, lean, limits if fits else None)
+    for rank, begin, time in _work_and_room(placement, num_microbatches, costs, limits if fits else None, levels):
+        reason = partial(_reason, rank, time, _work_of(placement, costs, rank, num_microbatches))
+        if time > span.time:
+            span = Bound(time, reason(0))
+        if begin + time > makespan.time:
+            makespan = Bound(begin + time, reason(begin))
+    return Bounds(span, makespan)
+
+
+def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]]) -> str:
+    """Why no schedule fits the limits where each stage has one of its `levels`, naming the ranks that cannot hold one microbatch.
+
+    While a B runs, its stage holds all that its forward saves, and the stages of its rank before it what they keep.
+    """
+    kept, needed = [0] * placement.num_ranks, [0] * placement.num_ranks
+    for stage, rank in enumerate(placement.routes[0]):
+        saved = costs.held_after_f[stage]
+        needed[rank] = max(needed[rank], kept[rank] + saved)
+        kept[rank] += min(round(level.kept * saved) for level in levels[stage])
+    return "; ".join(
+        f"rank {rank} needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
+        for rank, (need, limit) in enumerate(zip(needed, limits.memory, strict=True))
+        if need > limit
+    )
+
+
+def _work_of(placement: Placement, costs: Costs, rank: int, microbatches: int) -> int:
+    """The ns of the passes F, B and W of a rank."""
+    return microbatches * sum(
+        costs.time(kind, stage) for stage, home in enumerate(placement.routes[0]) if home == rank for kind in (Kind.F, Kind.B, Kind.W)
+    )
+
+
+def _work_and_room(
+    placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
+) -> Iterator[tuple[int, int, int]]:
+    """For each rank, the earliest start of its first pass and the least ns from there to the end of its last one."""
+    starts = earliest_starts(placement, costs)
+    least = cache(lambda load, prices: _least_span(load, prices))
+    for rank in range(placement.num_ranks):
+        stages = [stage for stage, home in enumerate(placement.routes[0]) if home == rank]
+        prices = tuple(tuple(_price(starts, costs, stage, level) for level in levels) for stage in stages)
+        columns = (costs.forward, costs.backward, costs.weight, costs.held_after_f)
+        own = [tuple(column[stage] for stage in stages) for column in columns]
+        pending = tuple(min(costs.held_after_f[stage], costs.held_after_b[stage]) for stage in stages)
+        everything = sum(own[-1]) * microbatches
+        limit = everything if limits is None else min(limits.memory[rank], everything)
+        load = RankLoad(own[0], own[1], own[2], own[3], pending, microbatches, limit)
+        yield rank, min(starts[Op(Kind.F, stage, 0)] for stage in stages), least(load, prices)
+
+
+def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Price:
+    """What a level costs at least: a microbatch stays no shorter than if it were alone, and R comes before all that B uses is held."""
+    saved, forward, backward = costs.held_after_f[stage], costs.forward[stage], costs.backward[stage]
+    pending = min(saved, costs.held_after_b[stage]) * costs.weight[stage]
+    stay = starts[Op(Kind.B, stage, 0)] + backward - starts[Op(Kind.F, stage, 0)]
+    kept, again = round(level.kept * saved), round(level.extra * forward)
+    if kept == saved:
+        return Price(again, saved * stay + pending)
+    full = again + backward
+    return Price(again, kept * max(stay - full, forward) + saved * full + pending)
+
+
+def _least_span(load: RankLoad, prices: tuple[tuple[Price, ...], ...]) -> int:
+    """The least ns of a rank whose stages have levels at these prices: the best of all means of work and of room, see above."""
+    if not load.limit:
+        return load.work
+    unused = unused_room(load)
+    weights = {Fraction(0), Fraction(1)}
+    for own in prices:
+        for one, other in combinations(own, 2):
+            slower, roomier = one.time - other.time, Fraction(other.room - one.room, load.limit)
+            if slower + roomier and 0 < roomier / (slower + roomier) < 1:
+                weights.add(roomier / (slower + roomier))
+    return max(ceil(_mean(load, prices, unused, weight)) for weight in weights)
+
+
+def _mean(load: RankLoad, prices: tuple[tuple[Price, ...], ...], unused: Fraction, weight: Fraction) -> Fraction:
+    """The mean of the time for work, which has this weight, and of that for room, each stage at the level that makes it least."""
+    rest = (1 - weight) / load.limit
+    best = sum(min(weight * price.time + rest * price.room for price in own) for own in prices)
+    return weight * load.work + rest * unused + load.microbatches * best
+
+
+def _reason(rank: int, time: int, work: int, begin: int) -> str:
+    """Work and memory of a rank together need so long."""
+    after = f" and cannot begin before {_ms(begin)}" if begin else ""
+    more = f"with R where it costs least, that and the room in its memory over time need {_ms(time)}"
+    return f"rank {rank} has {_ms(work)} of work beside R{after}; {more}"
+
+
+def _ms(time: int) -> str:
+    return f"{time / NS_PER_MS:.6g} ms"

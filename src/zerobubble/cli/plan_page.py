@@ -1,0 +1,93 @@
+"""What `plan` draws: the winner, the runner-up and 1F1B on one page, with the reasons and the lines that run the winner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
+
+from zerobubble.cli.evaluation import Evaluation, evaluate
+from zerobubble.cli.files import write_text
+from zerobubble.cli.inputs import Costed
+from zerobubble.cli.options import PictureFiles
+from zerobubble.cli.page import title_of, write_page
+from zerobubble.export.svg import timeline_svg
+from zerobubble.ir import Placement, Schedule
+from zerobubble.planning import Plan, Problem
+from zerobubble.planning.simple_choice import simple_choice_text
+from zerobubble.schedules import make
+from zerobubble.units import counted
+from zerobubble.view.page import section
+
+USUAL = "1f1b"
+"""What the winner is shown beside, as the schedule that most use."""
+
+
+def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> None:
+    """Write the files that are asked for; `plan_file` is where the plan was saved."""
+    if pictures.svg is None and pictures.html is None:
+        return
+    evaluations = [*_answers(found), *_usual(found.best.problem)]
+    if pictures.svg is not None:
+        write_text(pictures.svg, timeline_svg(*(each.timeline for each in evaluations), title=title_of(evaluations)))
+    if pictures.html is not None:
+        write_page(
+            pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found.best.problem.num_microbatches)]
+        )
+
+
+def _answers(found: Plan) -> Iterator[Evaluation]:
+    """The winner and the runner-up, or where weights are gathered what would be quickest."""
+    if found.few_gathers is not None:
+        for place, one in (("winner", found.few_gathers.chosen), ("quickest", found.few_gathers.quickest)):
+            problem = one.solved.problem
+            yield _evaluated(one.schedule, problem, f"{place}: {problem.placement.name}, {one.solved.how}")
+        return
+    able = [choice for choice in found.choices if choice.solved.schedule is not None]
+    for place, choice in zip(("winner", "runner-up"), able, strict=False):
+        assert choice.solved.schedule is not None
+        yield _evaluated(choice.solved.schedule, choice.solved.problem, f"{place}: {choice.name}, {choice.solved.how}")
+
+
+def _usual(problem: Problem) -> Iterator[Evaluation]:
+    """1F1B with the same work; not where stages were measured that it does not have."""
+    placement = Placement.linear(problem.placement.num_ranks)
+    if problem.workload is None and problem.placement.routes != placement.routes:
+        return
+    costs = problem.costs if problem.workload is None else problem.workload.costs(placement)
+    usual = replace(problem, placement=placement, costs=costs, sharded=None, recomputation=None)
+    yield _evaluated(make(USUAL, placement.num_ranks, problem.num_microbatches), usual, USUAL)
+
+
+def _evaluated(schedule: Schedule, problem: Problem, name: str) -> Evaluation:
+    source = f"planned for {problem.workload or problem.costs!r}".replace("<", "").replace(">", "")
+    return evaluate(Costed(replace(schedule, name=name), problem.costs, source, problem.workload is None, problem.limits.memory))
+
+
+def _reasons(found: Plan, evaluations: list[Evaluation]) -> str:
+    """Why each placement stands where it does, and what else there is to choose."""
+    items = [f"<b>{escape(choice.name)}</b> {escape(choice.note)}" for choice in found.choices]
+    items += [escape(simple_choice_text(found.simple, found.best))] if found.simple is not None else []
+    items += [escape(text) for text in _beyond_memory(found.best.problem, evaluations)]
+    return section("reasons", "Why", f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>")
+
+
+def _beyond_memory(problem: Problem, evaluations: list[Evaluation]) -> Iterator[str]:
+    """Says so where 1F1B does not fit the memory."""
+    last = evaluations[-1]
+    over = [rank for rank, (peak, room) in enumerate(zip(last.peaks, problem.limits.memory, strict=True)) if peak > room]
+    if last.schedule.name == USUAL and over:
+        held = counted(last.peak_microbatches[over[0]], "microbatch")
+        yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than it has room for."
+
+
+def _how_to_run(plan_file: str | None, num_microbatches: int) -> str:
+    """The lines that run, draw and export the winner."""
+    file = plan_file or "plan.json"
+    lead = "" if plan_file else "Save the plan first: give <code>-o plan.json</code> to the same command."
+    lines = (
+        f"pipe = zb.Pipeline(build, zb.io.load_plan({file!r}), {num_microbatches}, loss_fn)  # in the program that torchrun starts",
+        f"zerobubble show {file}",
+        f"zerobubble make {file} --format torch-csv -o plan.csv  # for PyTorch's own runtime",
+    )
+    return section("run", "Run it", "".join(f'<pre tabindex="0">{escape(line)}</pre>' for line in lines), lead)

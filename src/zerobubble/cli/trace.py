@@ -1,0 +1,159 @@
+"""`zerobubble trace`: a run of PyTorch's own pipelining, from the traces of its profiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from zerobubble.cli.diff import print_difference
+from zerobubble.cli.drawing import draw, legend, shows_density
+from zerobubble.cli.evaluation import describe_shape
+from zerobubble.cli.files import write_text
+from zerobubble.cli.inputs import find_schedule
+from zerobubble.cli.options import PictureFiles, Shape, json_option, picture_options, width_option
+from zerobubble.cli.terminal import is_coloured
+from zerobubble.explain import Difference
+from zerobubble.export.json_form import dumps
+from zerobubble.export.svg import timeline_svg
+from zerobubble.ir import Schedule
+from zerobubble.simulation import simulate
+from zerobubble.traces import TracedRun, read_trace
+from zerobubble.units import counted, ms, show_ms
+from zerobubble.view import Report, report_html
+
+MOST_STEPS = 8
+"""Steps whose makespans are told."""
+CLOCKS = {"host": "timed by the host's ranges", "kernels": "timed by the GPU's kernels"}
+
+
+@click.command("trace", short_help="Explain a run of PyTorch's own pipelining from its profiler traces.")
+@click.argument("files", nargs=-1, required=True, metavar="RANK0.json RANK1.json ...")
+@click.option(
+    "--step", type=click.IntRange(0), metavar="N", help="The training step to show, from 0; that of median makespan if not given."
+)
+@click.option("--schedule", "against", metavar="NAME", help="The schedule that should have run, by name or in a file: refuse another one.")
+@picture_options
+@click.option("--costs", "costs_file", metavar="FILE", help="Also write what passes and messages took to this file, for `plan --costs`.")
+@click.option("-o", "--output", metavar="FILE", help="Also write the timeline to this file, for `diff`.")
+@width_option
+@json_option
+def trace_verb(
+    files: tuple[str, ...],
+    step: int | None,
+    against: str | None,
+    pictures: PictureFiles,
+    costs_file: str | None,
+    output: str | None,
+    width: int | None,
+    as_json: bool,
+) -> None:
+    """Show a run of torch.distributed.pipelining, such as torchtitan's, from its profiler traces, and explain its bubbles.
+
+    Give the trace of every rank of one pipeline, as torch.profiler exports them (JSON, or packed with gzip), in any order. The run is held
+    against its own schedule, played with the median times of its passes: what is left is noise, messages and the host.
+
+    \b
+    Examples:
+      zerobubble trace rank0.json rank1.json --html trace.html
+      zerobubble trace traces/*.json.gz --step 3 --schedule zb-v
+      zerobubble trace rank*.json --costs costs.json -o run.json
+      zerobubble plan --costs costs.json --microbatches 16 --memory-bytes 8000000
+      zerobubble diff plan.json run.json
+    """
+    run = read_trace(files)
+    schedule = run.schedule(step) if against is None else _wanted(against, run, step)
+    difference = run.difference(step, schedule)
+    if pictures.svg is not None:
+        write_text(pictures.svg, timeline_svg(run.timeline(step)))
+    if pictures.html is not None:
+        write_text(pictures.html, _page(run, step, difference))
+    if costs_file is not None:
+        write_text(costs_file, dumps(run.costs(step)))
+    if output is not None:
+        write_text(output, dumps(run.timeline(step)))
+    if as_json:
+        click.echo(json.dumps(_as_dict(run, step, difference), indent=2))
+    else:
+        _print(run, step, schedule, difference, Console(width=width))
+
+
+def _wanted(name: str, run: TracedRun, step: int | None) -> Schedule:
+    """The schedule `name` at the shape of the run."""
+    ran = run.schedule(step)
+    return find_schedule(name, Shape(ran.num_ranks, ran.num_microbatches, ran.placement.stages_per_rank)).schedule
+
+
+def _page(run: TracedRun, step: int | None, difference: Difference) -> str:
+    schedule, costs, measured = run.schedule(step), run.step_costs(step), run.timeline(step)
+    planned = simulate(schedule, costs)
+    title = f"{schedule.name}: {counted(schedule.num_ranks, 'rank')}, traced"
+    idle = run.gaps(step, planned), run.gaps(step, measured)
+    notes = [f"Schedule: {run.recognition(step)}.", *_notes(run, step)]
+    return report_html(Report(title=title, timelines=(planned, measured), gaps=idle, difference=difference, notes=notes))
+
+
+def _as_dict(run: TracedRun, step: int | None, difference: Difference) -> dict[str, object]:
+    recognition = run.recognition(step)
+    return {
+        "files": list(run.files),
+        "schedule": {"name": recognition.name, "exact": recognition.exact, "told": str(recognition)},
+        "clock": run.clock,
+        "step": run.typical if step is None else step,
+        "steps": [
+            {"profiler_step": label, "makespan": ms(timeline.makespan), "bubble_makespan": timeline.bubble_makespan}
+            for label, timeline in zip(run.labels, run.timelines, strict=True)
+        ],
+        "clocks": [{"rank": one.rank, "shift": one.shift, "least": one.least, "most": one.most} for one in run.clocks],
+        "notes": list(_notes(run, step)),
+        "costs": run.costs(step).to_dict(),
+        "hidden_links": list(run.hidden_links(step)),
+        "difference": difference.to_dict(),
+    }
+
+
+def _notes(run: TracedRun, step: int | None) -> Iterator[str]:
+    """What a reader of the picture should know, in sentences."""
+    yield "The plan is the same order with the step's median passes and the run's median messages, and no time between passes."
+    moved = [one for one in run.clocks if one.shift]
+    yield from (f"The clock of rank {one.rank} was moved by {show_ms(one.shift)}{_bounds(one.least, one.most)}." for one in moved)
+    if not moved:
+        yield "The clocks contradict nothing, and none was moved."
+    if hidden := run.hidden_links(step):
+        links = ", ".join(f"{stage}" for stage in hidden)
+        yield f"Nobody waited for messages from these stages to the next one, whose time counts as 0: {links}."
+    yield from (f"{note}." for note in run.notes)
+
+
+def _bounds(least: int | None, most: int | None) -> str:
+    if least is None or most is None:
+        return ""
+    return f"; by the messages it is {show_ms(least)} to {show_ms(most)}"
+
+
+def _label(number: int | None) -> str:
+    return "" if number is None else f", ProfilerStep#{number}"
+
+
+def _print(run: TracedRun, step: int | None, schedule: Schedule, difference: Difference, console: Console) -> None:
+    coloured = is_coloured(console)
+    number, timeline = run.typical if step is None else step, run.timeline(step)
+    makespans = ", ".join(show_ms(each.makespan) for each in run.timelines[:MOST_STEPS])
+    more = ", ..." if len(run.timelines) > MOST_STEPS else ""
+    lines = [
+        f"{schedule.name}: {describe_shape(schedule)}, {CLOCKS[run.clock]}",
+        f"Schedule: {run.recognition(step)}.",
+        f"{counted(len(run.timelines), 'step')} of {makespans}{more}; shown is step {number}{_label(run.labels[number])}.",
+        *_notes(run, step),
+    ]
+    for line in lines:
+        console.print(escape(line), highlight=False)
+    console.print()
+    console.print(draw(timeline, console.width, coloured), soft_wrap=True)
+    console.print()
+    console.print(legend(timeline, coloured=coloured, dense=shows_density(timeline, console.width)))
+    console.print()
+    print_difference(difference, console)

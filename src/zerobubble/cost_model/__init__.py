@@ -1,0 +1,12 @@
+"""Costs of a transformer's stages from FLOPs, bytes and data sheets, before there is a cluster to measure them on."""
+
+from __future__ import annotations
+
+from zerobubble.cost_model.divide import Division, Divisions, divide
+from zerobubble.cost_model.estimate import Estimate, transformer
+from zerobubble.cost_model.gpus import GPU, GPUS
+from zerobubble.cost_model.kernels import Efficiency
+from zerobubble.cost_model.models import MODELS, Model
+from zerobubble.cost_model.step import StepEstimate
+
+__all__ = ["GPU", "GPUS", "MODELS", "Division", "Divisions", "Efficiency", "Estimate", "Model", "StepEstimate", "divide", "transformer"]

@@ -1,0 +1,81 @@
+"""Everything that an estimate assumes, as sentences with the numbers used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerobubble.cost_model.held import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES
+from zerobubble.cost_model.kernels import Efficiency
+from zerobubble.cost_model.setting import Setting
+from zerobubble.units import show_bytes
+
+
+def assumptions_of(setting: Setting, efficiency: Efficiency) -> tuple[str, ...]:
+    """A sentence for each thing assumed about hardware, kernels, exchanges and memory."""
+    return (*_of_hardware(setting, efficiency), *_of_passes(setting, efficiency), *_of_exchanges(setting, efficiency), *_of_memory(setting))
+
+
+def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
+    gpu = setting.gpu
+    peak = gpu.flops_of(setting.precision) / 1e12
+    yield (
+        f"An {gpu.name} computes {peak:,.0f} TFLOP/s in {setting.precision}, moves {show_bytes(round(gpu.memory))} of its memory a second, "
+        f"and sends {show_bytes(round(gpu.link))} a second to the {gpu.domain - 1} others of its domain and "
+        f"{show_bytes(round(gpu.network))} beyond."
+    )
+    yield (
+        f"Matrix products reach {efficiency.products:.2f} of that, less what idle processors of the last wave of 256 x 128 tiles and "
+        f"{efficiency.wave} terms a wave for its begin and end cost."
+    )
+    yield f"What is bound by memory reaches {efficiency.memory:.2f} of its bandwidth; nothing of it is hidden beside products."
+
+
+def _of_passes(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
+    model = setting.model
+    if model.fused_attention:
+        shares = f"{efficiency.attention_forward:.2f} of the FLOP/s in F and {efficiency.attention_backward:.2f} in B"
+        yield f"Attention is fused, computes the half of the scores that the mask leaves, and reaches {shares}."
+    else:
+        yield "Attention writes all its scores to memory; scale, mask and softmax are one kernel, dropout another."
+    yield "Bias, dropout and residual are one kernel, and so are bias and activation; the host never keeps a GPU waiting."
+    if setting.precision == "fp8":
+        yield "In fp8 inputs and gradients of linear layers are scaled by their largest value, cast and transposed by kernels apart."
+    yield {
+        "none": "Nothing is computed again.",
+        "selective": "B computes the attention between its projections again.",
+        "full": "B computes all of its layers again.",
+    }[setting.recompute]
+    yield f"Microbatches are {setting.microbatch} x {model.sequence} tokens, the vocabulary is padded to {setting.words * setting.tp:,}."
+
+
+def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
+    yield f"Collectives and messages reach {efficiency.links:.2f} of a link's bandwidth after {efficiency.latency * 1e6:.0f} us."
+    if setting.tp > 1:
+        kind = "gathers and reduce-scatters along the sequence" if setting.sequence_parallel else "all-reduces"
+        where = "in F and B" if setting.overlap_tp else "in B, and waited for in F"
+        yield (
+            f"The {kind} of {setting.tp} GPUs are hidden where they have products beside them {where}; "
+            f"{efficiency.contention:.2f} of the time of what is hidden is paid, all of it in F and B."
+        )
+    if setting.pp * setting.v > 1:
+        over = "the domain's links" if setting.within_domain else "the network"
+        yield f"Messages between stages go over {over}, each GPU of a group sending its share, and keep no rank busy."
+    if setting.cp > 1:
+        yield f"{setting.cp} groups pass keys and values on beside the attention, which is as long on each of them, and wait for the rest."
+    if setting.sharers > 1:
+        yield (
+            f"{setting.sharers} GPUs with the same parameters sum gradients in float32 beside the passes, divide the optimizer's state and "
+            "gather parameters after its step."
+        )
+    if setting.model.tied and setting.pp * setting.v > 1:
+        yield "The sum of the tied embedding's gradients between the first and the last stage is left out."
+
+
+def _of_memory(setting: Setting) -> Iterator[str]:
+    yield (
+        f"A parameter takes {WEIGHT_BYTES} bytes, its gradient {GRADIENT_BYTES} and Adam {STATE_BYTES}"
+        f"{' over all GPUs that share it' if setting.sharers > 1 else ''}; norms and biases are left out."
+    )
+    yield "Activations are kept in half precision."
+    yield "What a pass needs while it runs, buffers of exchanges and gaps of the allocator are left out."
+    yield "The optimizer's step begins when the slowest rank's last pass has ended, and clips gradients; data is there when it is needed."

@@ -1,0 +1,35 @@
+"""Descriptions given by the user: what must be above 0 is."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+from zerobubble.arguments import shown
+from zerobubble.errors import InputError
+
+
+class SettingError(InputError):
+    """Arguments of an estimate that do not go into each other; `faults` are the argument and a sentence for each reason."""
+
+    def __init__(self, *faults: tuple[str, str]) -> None:
+        super().__init__("; ".join(sentence for _, sentence in faults))
+        self.faults = faults
+
+
+def require_amounts(what: str, amounts: dict[str, Any], least: float = 0.0, inclusive: bool = False) -> None:
+    """Raise `InputError`, naming all of them, for `amounts` of `what` that are no numbers above `least`, or equal to it where that goes."""
+    faults = [f"{name} of {what} must be {words}, got {shown(value)}" for name, value, words in _bad(amounts, least, inclusive)]
+    if faults:
+        raise InputError("; ".join(faults))
+
+
+def _bad(amounts: dict[str, Any], least: float, inclusive: bool) -> list[tuple[str, Any, str]]:
+    words = f"a finite number {'at least' if inclusive else 'above'} {least:g}"
+    return [(name, value, words) for name, value in amounts.items() if not _is_within(value, least, inclusive)]
+
+
+def _is_within(value: Any, least: float, inclusive: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        return False
+    return value > least or (inclusive and value == least)

@@ -1,0 +1,168 @@
+"""The ways to divide a model over GPUs, each with a time and an amount of memory that its step cannot fall below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, product
+from operator import le
+from typing import NamedTuple
+
+from zerobubble.cost_model.estimate import message_seconds, shared_layers
+from zerobubble.cost_model.held import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES
+from zerobubble.cost_model.kernels import Efficiency, Kernels
+from zerobubble.cost_model.parts import Parts
+from zerobubble.cost_model.setting import RECOMPUTE, Setting
+from zerobubble.cost_model.step import update_seconds
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement
+
+MOST_STAGES_OF_A_RANK = 8
+MOST_SEQUENCES = 8
+"""Sequences of a microbatch that are tried at most."""
+SLACK = 1e-6
+"""What rounding to whole nanoseconds may take off a step, as a share: so much is taken off its bound."""
+
+
+class Tried(NamedTuple):
+    """A published schedule that is tried: with how many stages on a rank, on which placement, and whether its backward passes are whole."""
+
+    name: str
+    v: int | None
+    vee: bool = False
+    whole: bool = False
+
+    def placement(self, ranks: int, v: int) -> Placement:
+        """Where the stages lie."""
+        return Placement.vee(ranks) if self.vee else Placement.looped(ranks, v) if v > 1 else Placement.linear(ranks)
+
+
+SCHEDULES = (
+    Tried("1f1b", 1, whole=True),
+    Tried("zb-h1", 1),
+    Tried("interleaved-1f1b", None, whole=True),
+    Tried("zb-v", 2, vee=True),
+    Tried("v-half", 2, vee=True),
+    Tried("v-min", 2, vee=True),
+)
+"""The schedules that are tried; `v` is None where a rank may hold any number of stages above 1, for which
+the ranks must divide the microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A setting with a schedule: its step takes at least `seconds`, and its ranks hold at least `rank_bytes`."""
+
+    setting: Setting
+    parts: Parts
+    layers: tuple[int, ...]
+    tried: Tried
+    num_microbatches: int
+    seconds: float
+    rank_bytes: float
+
+
+class Share(NamedTuple):
+    """What a rank has of a model, and what lies before its first stage: stages, embeddings and layers."""
+
+    stages_before: int
+    embeddings_before: int
+    layers_before: int
+    embeddings: int
+    heads: int
+    layers: int
+
+
+@lru_cache(4096)
+def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...]) -> tuple[Share, ...]:
+    """The shares of ranks, without those that have no more of anything than another one."""
+    route = tried.placement(ranks, v).routes[0]
+    found: dict[int, Share] = {}
+    before = list(accumulate(layers, initial=0))
+    for stage, rank in enumerate(route):
+        share = found.get(rank, Share(stage, int(stage > 0), before[stage], 0, 0, 0))
+        heads = share.heads + (stage == len(route) - 1)
+        found[rank] = share._replace(embeddings=share.embeddings + (stage == 0), heads=heads, layers=share.layers + layers[stage])
+    known = set(found.values())
+    return tuple(one for one in known if not any(one != other and all(map(le, one, other)) for other in known))
+
+
+def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> Iterator[Contender]:
+    """Every way to divide the model of `base` over so many GPUs, for steps of `batch` sequences."""
+    kernels = Kernels(base.gpu, efficiency)
+    for tp, cp, microbatch, recompute in product(_powers(base.gpu.domain), _powers(base.gpu.domain), _powers(MOST_SEQUENCES), RECOMPUTE):
+        if gpus % (tp * cp) or batch % microbatch:
+            continue
+        try:
+            setting = replace(base, tp=tp, cp=cp, microbatch=microbatch, recompute=recompute)
+        except InputError:  # shapes that do not go into each other
+            continue
+        parts = Parts.of(setting, kernels)
+        for pp in _divisors(gpus // (tp * cp), base.model.layers):
+            replicas = gpus // (tp * cp * pp)
+            if batch % (replicas * microbatch) == 0:
+                yield from _of_ranks(replace(setting, pp=pp, dp=replicas), kernels, parts, batch // (replicas * microbatch))
+
+
+def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: int) -> Iterator[Contender]:
+    """The contenders of one way to divide the GPUs, by stages of a rank and schedule."""
+    for v in range(1, MOST_STAGES_OF_A_RANK + 1 if setting.pp > 1 else 2):
+        if setting.pp * v > setting.model.layers:
+            return
+        here, layers = replace(setting, v=v), shared_layers(setting.model.layers, setting.pp * v)
+        for tried in SCHEDULES if setting.pp > 1 else SCHEDULES[:1]:
+            if tried.v == v or (tried.v is None and v > 1 and microbatches % setting.pp == 0):
+                found = shares(tried, setting.pp, v, layers)
+                seconds = _least_seconds(here, kernels, parts, found, tried.whole, microbatches)
+                yield Contender(here, parts, layers, tried, microbatches, seconds, _least_bytes(here, parts, found))
+
+
+def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequence[Share], whole: bool, microbatches: int) -> float:
+    """Seconds that a step takes at least.
+
+    A rank does all its work, after the F's of the stages before its first one. Behind its last pass come their backward passes, where these
+    are `whole`.
+    """
+    message = message_seconds(setting, kernels) * (2 if whole else 1)
+    embedding, layer, head = (sum(part.times) for part in (parts.embedding, parts.layers[0], parts.head))
+    if whole:
+        embedding_before, layer_before = embedding, layer
+    else:
+        embedding_before, layer_before = parts.embedding.times.forward, parts.layers[0].times.forward
+    passes = max(
+        share.stages_before * message
+        + share.embeddings_before * embedding_before
+        + share.layers_before * layer_before
+        + microbatches * (share.embeddings * embedding + share.layers * layer + share.heads * head)
+        for share in found
+    )
+    parameters = max(_parameters(setting, share) for share in found)
+    return passes * (1 - SLACK) + update_seconds(setting, kernels, parameters)
+
+
+def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> float:
+    """Bytes that the fullest rank holds at least: before the first B it has a microbatch in all its stages."""
+    fixed = WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES / setting.sharers
+    return max(
+        fixed * _parameters(setting, share)
+        + share.embeddings * parts.embedding.saved
+        + share.layers * parts.layers[0].saved
+        + share.heads * parts.head.saved
+        for share in found
+    )
+
+
+def _parameters(setting: Setting, share: Share) -> int:
+    """Parameters of a rank; a tied embedding is there once where there is only one stage."""
+    vocabularies = share.embeddings + share.heads - (setting.model.tied and setting.pp == 1)
+    return share.layers * (setting.model.layer_parameters // setting.tp) + vocabularies * setting.words * setting.model.hidden
+
+
+def _powers(most: int) -> list[int]:
+    """The powers of two up to `most`."""
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _divisors(count: int, most: int) -> list[int]:
+    return [each for each in range(1, min(count, most) + 1) if count % each == 0]

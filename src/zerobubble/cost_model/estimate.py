@@ -1,0 +1,252 @@
+"""The costs of a transformer's stages, put together from what its layers take and hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from zerobubble.arguments import WHOLE, each, either, instance, optional, takes
+from zerobubble.cost_model.assumptions import assumptions_of
+from zerobubble.cost_model.checks import SettingError
+from zerobubble.cost_model.gpus import GPU, known_gpu
+from zerobubble.cost_model.held import (
+    GRADIENT_BYTES,
+    WEIGHT_BYTES,
+    optimizer_bytes,
+)
+from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
+from zerobubble.cost_model.models import Model, known_model
+from zerobubble.cost_model.parts import Part, Parts
+from zerobubble.cost_model.setting import Setting
+from zerobubble.cost_model.step import StepEstimate, made_for, step_estimate, sums_by_rank, update_seconds
+from zerobubble.costs import KEPT, Costs, Limits
+from zerobubble.display import COLUMNS, Displayed
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement, Schedule
+from zerobubble.simulation import metrics, peak_memory
+from zerobubble.units import counted, show_bytes, show_range
+
+NS = 1e9
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Estimate(Displayed):
+    """What the stages of a transformer are estimated to take and to hold on one GPU of each rank's tensor-parallel group.
+
+    `costs` are for every schedule with as many stages, on any placement. `layers`, `parameters`, `weights`, `gradients`, `optimizer` and
+    `activations` have one entry per stage: transformer layers, parameters that one GPU has, and bytes; those of activations are for one
+    microbatch. `assumptions` is a sentence for each thing that was assumed.
+    """
+
+    setting: Setting
+    efficiency: Efficiency
+    costs: Costs
+    layers: tuple[int, ...]
+    parameters: tuple[int, ...]
+    weights: tuple[int, ...]
+    gradients: tuple[int, ...]
+    optimizer: tuple[int, ...]
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return assumptions_of(self.setting, self.efficiency)
+
+    @property
+    def activations(self) -> tuple[int, ...]:
+        return self.costs.held_after_f
+
+    def step(self, schedule: str | Schedule, num_microbatches: int | None = None) -> StepEstimate:
+        """A training step: `schedule`, by name or made, simulated under the costs, and the optimizer's step after it.
+
+        Raises `InputError` for a schedule with another number of ranks or stages, and for a name without `num_microbatches`.
+
+        >>> import zerobubble as zb
+        >>> found = zb.cost_model.transformer("megatron-22b", gpu="A100", tp=8, microbatch=4, recompute="selective")
+        >>> found.step("1f1b", 1)
+        <StepEstimate of 1f1b on 8 GPUs: 1.091 s, 7,507 tokens/s, 42.0 % of the peak FLOP/s, 60.1 GB>
+        """
+        setting = self.setting
+        played = made_for(setting, schedule, num_microbatches)
+        return self.as_step(played, metrics(played, self.costs).makespan, peak_memory(played, self.costs))
+
+    def as_step(self, schedule: Schedule, makespan: int, activations: Sequence[int], num_microbatches: int | None = None) -> StepEstimate:
+        """A training step of which `schedule` takes `makespan` ns and has ranks hold so many bytes of activations.
+
+        `num_microbatches` are those of the step where `schedule` is only a part of it.
+        """
+        microbatches = schedule.num_microbatches if num_microbatches is None else num_microbatches
+        placement, kernels = schedule.placement, Kernels(self.setting.gpu, self.efficiency)
+        update = update_seconds(self.setting, kernels, max(sums_by_rank(placement, self.parameters)))
+        held = sums_by_rank(placement, self.state_bytes)
+        return step_estimate(self.setting, schedule.name, microbatches, makespan / NS, update, activations, held)
+
+    def limits(self, placement: Placement, memory_bytes: int | None = None) -> Limits:
+        """The bytes that weights, gradients and the optimizer leave for activations on each rank of `placement`, for a plan.
+
+        Of the GPU's memory, or of `memory_bytes`. Raises `InputError` where they leave nothing.
+
+        >>> import zerobubble as zb
+        >>> found = zb.cost_model.transformer("megatron-175b", gpu="A100", tp=8, pp=8)
+        >>> found.limits(zb.Placement.linear(8))
+        <Limits of 8 ranks: 29.7 GB to 31.1 GB>
+        """
+        memory = self.setting.gpu.memory_bytes if memory_bytes is None else memory_bytes
+        self.costs.require_fit(placement, f"placement {placement.name!r}")
+        left = [memory - taken for taken in sums_by_rank(placement, self.state_bytes)]
+        if min(left) <= 0:
+            raise InputError(
+                f"weights, gradients and the optimizer need {show_bytes(memory - min(left))} of {show_bytes(memory)} on rank "
+                f"{left.index(min(left))}: divide them over more GPUs with tp, pp or dp"
+            )
+        return Limits(tuple(left))
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Bytes of weights, gradients and the optimizer's state, by stage."""
+        return tuple(map(sum, zip(self.weights, self.gradients, self.optimizer, strict=True)))
+
+    def _summary(self) -> str:
+        setting = self.setting
+        shape = f"tp {setting.tp}, {counted(self.costs.num_stages, 'stage')}, {counted(setting.dp, 'replica')}"
+        kept = show_range(self.activations, show_bytes)
+        return f"of {setting.model.name} on {setting.gpu.name}: {shape}; activations {kept} a microbatch"
+
+    def _details(self) -> Iterator[str]:
+        yield repr(self.costs)
+        for assumption in self.assumptions:
+            yield from wrap(assumption, COLUMNS, initial_indent="- ", subsequent_indent="  ")
+
+
+COUNTS = dict.fromkeys(("tp", "cp", "pp", "v", "dp", "microbatch"), WHOLE)
+
+
+@takes(
+    model=either(str, Model),
+    gpu=either(str, GPU),
+    **COUNTS,
+    recompute=str,
+    sequence_parallel=bool,
+    overlap_tp=bool,
+    precision=str,
+    layers=optional(each(WHOLE)),
+    efficiency=instance(Efficiency),
+)
+def transformer(
+    model: str | Model,
+    *,
+    gpu: str | GPU,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    v: int = 1,
+    dp: int = 1,
+    microbatch: int = 1,
+    recompute: str = "none",
+    sequence_parallel: bool = True,
+    overlap_tp: bool = False,
+    precision: str = "bf16",
+    layers: Sequence[int] | None = None,
+    efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
+) -> Estimate:
+    """The estimated costs of a transformer's stages, before there is a cluster to measure them on.
+
+    Raises `InputError` for an unknown model or GPU, and for shapes that do not go into each other, all of them told.
+
+    Arguments:
+        model: a name of `MODELS`, or a `Model`.
+        gpu: a name of `GPUS`, or a `GPU`.
+        tp: GPUs over which each stage is divided by tensor parallelism, within a domain of NVLink.
+        cp: tensor-parallel groups over which sequences are divided by context parallelism.
+        pp: ranks of the pipeline.
+        v: stages of each rank.
+        dp: replicas, which divide the optimizer's state among them.
+        microbatch: sequences of a microbatch.
+        recompute: what B computes again: "none"; "selective", the attention between its projections; or "full", whole layers.
+        sequence_parallel: whether norms, residuals and dropout are divided over the tensor-parallel group along the sequence.
+        overlap_tp: whether gathers and sums of the tensor-parallel group are hidden beside matrix products wherever they can be.
+        precision: "bf16", or "fp8" for the products of linear layers.
+        layers: transformer layers of each stage; equal shares by default, or one less on the first and the last stage.
+        efficiency: what operations reach of the figures in data sheets.
+
+    >>> import zerobubble as zb
+    >>> zb.cost_model.transformer("megatron-175b", gpu="A100", tp=8, pp=8, v=3, recompute="selective")
+    <Estimate of megatron-175b on A100: tp 8, 24 stages, 1 replica; activations 428 MB to 493 MB a microbatch>
+    """
+    setting = Setting(
+        known_model(model), known_gpu(gpu), tp, cp, pp, v, dp, microbatch, recompute, sequence_parallel, overlap_tp, precision
+    )
+    counts = _layers_of_stages(setting, layers)
+    return estimate_of(setting, efficiency, Parts.of(setting, Kernels(setting.gpu, efficiency)), counts)
+
+
+def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: tuple[int, ...]) -> Estimate:
+    """The estimate of a model that is made of `parts`, in stages with so many layers."""
+    kernels = Kernels(setting.gpu, efficiency)
+    parameters = tuple(parameters_of_stages(setting, counts))
+    weights = tuple(WEIGHT_BYTES * count for count in parameters)
+    gradients = tuple(GRADIENT_BYTES * count for count in parameters)
+    optimizer = tuple(optimizer_bytes(count, setting.sharers) for count in parameters)
+    kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
+    costs = _costs(setting, kernels, parts.of_stages(counts), parameters).with_columns(**{KEPT: kept})
+    return Estimate(setting, efficiency, costs, counts, parameters, weights, gradients, optimizer)
+
+
+def _layers_of_stages(setting: Setting, layers: Sequence[int] | None) -> tuple[int, ...]:
+    stages, total = setting.pp * setting.v, setting.model.layers
+    if layers is not None:
+        if len(layers) != stages or sum(layers) != total or min(layers) < 0:
+            got = f"got {len(layers)} with the sum {sum(layers)}"
+            raise SettingError(("layers", f"layers must be {stages} counts >= 0 that sum to {total}, {got}"))
+        return tuple(layers)
+    if total % stages == 0 or (total + 2) % stages == 0:
+        return shared_layers(total, stages)
+    unequal = f"the {total} layers of {setting.model.name} cannot be divided equally over pp*v={stages} stages"
+    remedy = "nor with one less on the first and the last: give the layers of each stage, layers=[...]"
+    raise SettingError(("layers", f"{unequal}, {remedy}"))
+
+
+def shared_layers(total: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage: equal, or as equal as they can be with embedding and head counted as a layer each.
+
+    There must be at most `total` + 2 stages.
+    """
+    if total % stages == 0:
+        return (total // stages,) * stages
+    equal, more = divmod(total + 2, stages)
+    counts = [equal + (1 <= stage <= more) for stage in range(stages)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)
+
+
+def parameters_of_stages(setting: Setting, counts: Sequence[int]) -> Iterator[int]:
+    """Parameters of each stage that one GPU has; a last stage beside the first one has a copy of a tied embedding."""
+    words, last = setting.words * setting.model.hidden, len(counts) - 1
+    for stage, count in enumerate(counts):
+        vocabularies = (stage == 0) + (stage == last and not (setting.model.tied and last == 0))
+        yield count * setting.model.layer_parameters // setting.tp + vocabularies * words
+
+
+def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[int]) -> Costs:
+    forward, backward, weight = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
+    saved, pending = (_whole(column) for column in zip(*((stage.saved, stage.pending) for stage in stages), strict=True))
+    messages = _whole([message_seconds(setting, kernels)] * (len(stages) - 1), NS)
+    sums = _whole([_sum_over_replicas(setting, kernels, count) for count in parameters], NS)
+    return Costs(forward, backward, weight, messages, saved, pending, reduce=sums)
+
+
+def message_seconds(setting: Setting, kernels: Kernels) -> float:
+    """Seconds of a message between stages: each GPU sends its share of a hidden state, which is put together on the other side."""
+    size = HALF * setting.tokens * setting.model.hidden
+    gathered = 0.0 if setting.sequence_parallel else kernels.gather(size, setting.tp)
+    return kernels.send(size / setting.tp, setting.within_domain) + gathered
+
+
+def _sum_over_replicas(setting: Setting, kernels: Kernels, parameters: int) -> float:
+    share = (setting.sharers - 1) / setting.sharers
+    return kernels.send(share * GRADIENT_BYTES * parameters, setting.within_domain) if share else 0.0
+
+
+def _whole(values: Sequence[float], scale: float = 1.0) -> tuple[int, ...]:
+    return tuple(round(scale * value) for value in values)

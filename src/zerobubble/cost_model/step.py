@@ -1,0 +1,112 @@
+"""A training step of an estimated model: a schedule simulated under its costs, and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerobubble.cost_model.held import WEIGHT_BYTES
+from zerobubble.cost_model.kernels import Kernels
+from zerobubble.cost_model.setting import Setting
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement, Schedule
+from zerobubble.schedules import make
+from zerobubble.units import show_bytes, show_percent
+
+UPDATE_BYTES = 54
+"""Bytes per parameter that the optimizer's step reads and writes of what GPUs with the same parameters divide among them.
+
+Gradients in float32 are checked and scaled (8), their norm is taken (4), they are clipped (8), Adam reads a gradient, a parameter and two
+moments and writes the latter three (28), and parameters are cast to half precision (6).
+"""
+ZEROED_BYTES = 4
+"""Bytes per parameter that setting gradients to zero writes."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepEstimate(Displayed):
+    """An estimated training step: `passes` and `update` are its seconds until the last pass has ended and those of the optimizer.
+
+    `gpus` are all of them, replicas included, `tokens` those of the whole batch. `rank_bytes` are the most bytes that a GPU of each rank
+    holds, `rank_activations` those of activations among them.
+    """
+
+    schedule: str
+    gpus: int
+    tokens: int
+    passes: float
+    update: float
+    model_flops: float
+    peak_flops: float
+    rank_activations: tuple[int, ...]
+    rank_bytes: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.passes + self.update
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all GPUs together in a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def utilization(self) -> float:
+        """Share of the peak FLOP/s in the precision of linear layers that goes into FLOPs that training needs (`Model.flops_per_token`)."""
+        return self.model_flops / self.seconds / self.peak_flops
+
+    def _summary(self) -> str:
+        speed = f"{self.seconds:.4g} s, {self.tokens_per_second:,.0f} tokens/s"
+        used = f"{show_percent(self.utilization)} of the peak FLOP/s, {show_bytes(max(self.rank_bytes))}"
+        return f"of {self.schedule} on {self.gpus} GPUs: {speed}, {used}"
+
+
+def step_estimate(
+    setting: Setting, name: str, microbatches: int, passes: float, update: float, activations: Sequence[int], states: Sequence[int]
+) -> StepEstimate:
+    """A step of the schedule `name`, of which `passes` and `update` are the seconds, and `activations` and `states` the bytes of ranks."""
+    tokens = setting.tokens * microbatches * setting.sharers
+    return StepEstimate(
+        name,
+        setting.gpus,
+        tokens,
+        passes,
+        update,
+        setting.model.flops_per_token * tokens,
+        setting.gpu.flops_of(setting.precision) * setting.gpus,
+        tuple(activations),
+        tuple(fixed + moving for fixed, moving in zip(states, activations, strict=True)),
+    )
+
+
+def update_seconds(setting: Setting, kernels: Kernels, parameters: int) -> float:
+    """Seconds of the optimizer's step on a rank with so many parameters, after which those with the same parameters gather them."""
+    moved = kernels.stream(parameters * (UPDATE_BYTES / setting.sharers + ZEROED_BYTES))
+    share = (setting.sharers - 1) / setting.sharers
+    return moved + (kernels.send(share * WEIGHT_BYTES * parameters, setting.within_domain) if share else 0.0)
+
+
+def made_for(setting: Setting, schedule: str | Schedule, num_microbatches: int | None) -> Schedule:
+    """The schedule that was named or made; raises `InputError` where it does not fit the setting's ranks and stages."""
+    if isinstance(schedule, str):
+        if num_microbatches is None:
+            raise InputError(f"a schedule by name, such as {schedule!r}, needs num_microbatches: give the microbatches of a step")
+        usual = setting.v if setting.v > 1 else None
+        schedule = make(schedule, setting.pp, num_microbatches, usual)
+    stages = setting.pp * setting.v
+    if (schedule.num_ranks, schedule.num_stages) != (setting.pp, stages):
+        raise InputError(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages on {schedule.num_ranks} ranks, the estimate {stages} on "
+            f"{setting.pp}: estimate with pp={schedule.num_ranks}, v={schedule.num_stages // schedule.num_ranks}"
+        )
+    return schedule
+
+
+def sums_by_rank(placement: Placement, values: Sequence[int]) -> list[int]:
+    """The sum of a column over the stages of each rank, copies on other routes included."""
+    sums = [0] * placement.num_ranks
+    for route in placement.routes:
+        for rank, value in zip(route, values, strict=True):
+            sums[rank] += value
+    return sums

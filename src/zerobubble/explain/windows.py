@@ -1,0 +1,66 @@
+"""Idle time that a schedule leaves before the passes of each rank, with the memory that is free in it: room for work that is no pass."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import islice
+from typing import NamedTuple
+
+from zerobubble.arguments import takes
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.simulation import memory_faults, peak_memory, simulate
+
+
+class Window(NamedTuple):
+    """Idle time of a rank from `start` to `end`, in ns from the first pass of all ranks on, before step number `step` of its row (from 0).
+
+    `free` are the bytes that the rank has left in it.
+    """
+
+    step: int
+    start: int
+    end: int
+    free: int
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
+@takes(schedule=Schedule, costs=Costs)
+def windows(schedule: Schedule, costs: Costs, limits: Limits | None = None) -> tuple[tuple[Window, ...], ...]:
+    """Per rank, the idle time before each of its steps, in the order of its row; what ends in it delays no pass, if `costs` are right.
+
+    Free is what is missing to the rank's limit, or without `limits` to the most that the rank holds in the step. Idle time behind the last
+    step of a row is left out: where ranks do not wait for each other between steps, it is part of what comes before the next first pass.
+    Raises `ScheduleError` and `InputError` as `simulate` does, and `InputError` for a schedule that needs more than `limits` allow.
+
+    >>> import zerobubble as zb
+    >>> found = zb.explain.windows(zb.make("1f1b", 2, 2), zb.Costs.uniform(2, times=(1, 1, 1)))
+    >>> for window in found[0]:
+    ...     print(window)
+    Window(step=2, start=2000000, end=4000000, free=0)
+    Window(step=3, start=6000000, end=7000000, free=1000000)
+    """
+    ceilings = peak_memory(schedule, costs)
+    if limits is not None:
+        faults = memory_faults(schedule, costs, limits)
+        if faults:
+            raise InputError("; ".join(map(str, faults)))
+        ceilings = limits.memory
+    timeline = simulate(schedule, costs)
+    found = []
+    for row, steps, memory, ceiling in zip(timeline.rows, schedule.steps, timeline.memory, ceilings, strict=True):
+        spans, times = iter(row), [time for time, _ in memory]
+        own, idle_from = [], timeline.start
+        for number, step in enumerate(steps):
+            span, *_ = islice(spans, len(step))
+            if span.start > idle_from:
+                changes = bisect_right(times, idle_from)
+                held = memory[changes - 1][1] if changes else 0
+                own.append(Window(number, idle_from - timeline.start, span.start - timeline.start, ceiling - held))
+            idle_from = span.end
+        found.append(tuple(own))
+    return tuple(found)

@@ -1,0 +1,257 @@
+"""The answer to a question: its schedule, its costs, what runs when, and the figures beside the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from zerobubble.bounds import Bounds, lower_bounds
+from zerobubble.cost_model import Estimate
+from zerobubble.costs import KEPT_WORDS, NS_PER_MS, UNIT_BYTES, Costs, Limits
+from zerobubble.errors import InputError, ScheduleError
+from zerobubble.explain import attribute
+from zerobubble.explorer.estimating import estimate_figures, estimate_of
+from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, beside, read_options
+from zerobubble.export.document import describe_document, load_document, schedule_of
+from zerobubble.ir import Placement, Schedule
+from zerobubble.planning.problem import Problem, Solved, Workload, microbatch_bytes
+from zerobubble.schedules import find, make
+from zerobubble.simulation import simulate
+from zerobubble.timeline import Timeline
+from zerobubble.units import show_bytes, show_ms, show_percent
+from zerobubble.view import Viewed
+from zerobubble.view.page import viewer_data
+
+MOST_EXPLAINED = 30_000
+"""Passes up to which idle time is told by its causes, which plays the schedule several times."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A schedule played: `limits` are the bytes that each rank may hold, empty without a limit; `problem` is what a plan file answers.
+
+    `estimate` is where the costs of a model on GPUs come from.
+    """
+
+    question: Question
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+    limits: tuple[int, ...] = ()
+    problem: Problem | None = None
+    estimate: Estimate | None = None
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether the bytes in the costs are real, or stand for microbatches."""
+        if self.estimate is not None:
+            return True
+        measured = bool(self.question.costs) or (self.problem is not None and self.problem.workload is None)
+        return measured and set(self.costs.held_after_f) != {UNIT_BYTES}
+
+    @property
+    def microbatch_bytes(self) -> tuple[int, ...]:
+        """Per rank, the bytes of one microbatch in all its stages."""
+        return microbatch_bytes(self.schedule.placement, self.costs)
+
+    @property
+    def viewed(self) -> Viewed:
+        """What the viewer draws."""
+        kept = self.costs.kept_bytes(self.schedule.placement) if self.in_bytes else ()
+        layers, unit = {KEPT_WORDS: kept} if kept else {}, () if self.in_bytes else self.microbatch_bytes
+        return Viewed(self.timeline, self.costs, limits=self.limits, layers=layers, microbatch_bytes=unit)
+
+
+def answer(question: Question) -> Answer:
+    """The schedule of the question, played. Raises `FieldError` naming the field that cannot be used."""
+    schedule, problem = _from_file(question) if question.file else (_made(question), None)
+    _require_size(schedule.num_stages * schedule.num_microbatches, "file" if question.file else "microbatches")
+    estimate: Estimate | None = None
+    limits: tuple[int, ...] = ()
+    if question.model and not question.costs:
+        estimate = estimate_of(question, schedule)
+        costs, limits, problem = estimate.costs, _left_by(estimate, schedule.placement), None
+    elif problem is not None and not question.costs:
+        costs, limits = problem.costs, problem.limits.memory
+    else:
+        costs = _costs(question, schedule)
+    try:
+        timeline = simulate(schedule, costs)
+    except ScheduleError as error:
+        raise FieldError("file" if question.file else "schedule", f"the schedule cannot run: {error.faults[0].message}") from error
+    return Answer(question, schedule, costs, timeline, _limits(question, schedule, costs) or limits, problem, estimate)
+
+
+def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
+    """The bytes that a model leaves for activations on each rank; empty where it does not fit without them, which the notes tell."""
+    try:
+        return estimate.limits(placement).memory
+    except InputError:
+        return ()
+
+
+def _require_size(work: int, field: str) -> None:
+    """Raise for a schedule that would have too many passes, B and W apart, for so many stages times microbatches."""
+    if 3 * work > MOST_PASSES:
+        raise FieldError(field, f"the schedule would have up to {3 * work:,} passes; the page takes at most {MOST_PASSES:,}")
+
+
+def _made(question: Question) -> Schedule:
+    with beside("schedule"):
+        recipe = find(question.schedule)
+    if question.stages not in (None, recipe.stages_per_rank) and not recipe.any_stages:
+        raise FieldError("stages", recipe.refusal(question.ranks, question.microbatches, question.stages))
+    _require_size(question.ranks * (question.stages or recipe.stages_per_rank) * question.microbatches, "microbatches")
+    options = read_options(question.options)
+    with beside("options"):
+        recipe.check_options(options)
+    with beside("options" if options else "schedule"):
+        return make(question.schedule, question.ranks, question.microbatches, question.stages, **options)
+
+
+def _from_file(question: Question) -> tuple[Schedule, Problem | None]:
+    with beside("file"):
+        document = load_document(question.file, question.file_name or "file")
+        return schedule_of(document), document.problem if isinstance(document, Solved) else None
+
+
+def _costs(question: Question, schedule: Schedule) -> Costs:
+    if question.costs:
+        return _pasted_costs(question, schedule)
+    per_rank = max(1, schedule.num_stages // schedule.num_ranks)
+    with beside("forward"):
+        costs = Costs.uniform(schedule.num_stages, question.times, question.comm, stages_per_rank=per_rank, held=question.held)
+    if question.slow_link is None and question.slow_comm is None:
+        return costs
+    return _with_slow_link(question, schedule.placement, costs)
+
+
+def _pasted_costs(question: Question, schedule: Schedule) -> Costs:
+    with beside("costs"):
+        document = load_document(question.costs)
+        if isinstance(document, Solved):
+            document = document.problem.costs
+        elif isinstance(document, Workload):
+            document = document.costs(schedule.placement)
+        if not isinstance(document, Costs):
+            raise InputError(f"this is {describe_document(document)}, not costs of stages, the work of ranks or a plan")
+        document.require_schedule(schedule)
+    return document
+
+
+def _with_slow_link(question: Question, placement: Placement, costs: Costs) -> Costs:
+    """The costs with other messages between a rank and the next one."""
+    for field, value, what in (
+        ("slow_link", question.slow_link, "the rank before the slow link"),
+        ("slow_comm", question.slow_comm, "the time of a message over the slow link"),
+    ):
+        if value is None:
+            raise FieldError(field, f"give {what}, too, or leave both empty")
+    assert question.slow_link is not None
+    assert question.slow_comm is not None
+    if question.slow_link + 1 >= placement.num_ranks:
+        raise FieldError("slow_link", f"there is no link after rank {question.slow_link}: the last rank is {placement.num_ranks - 1}")
+    if len(placement.routes) > 1:
+        raise FieldError("slow_link", "this schedule has each stage on two ranks, so that no stage boundary lies on one link alone")
+    ends = {question.slow_link, question.slow_link + 1}
+    slow = round(question.slow_comm * NS_PER_MS)
+    on_link = [{here, there} == ends for here, there in pairwise(placement.routes[0])]
+    return costs.with_columns(comm=[slow if slowed else usual for slowed, usual in zip(on_link, costs.comm, strict=True)])
+
+
+def _limits(question: Question, schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    if question.memory is None:
+        return ()
+    return tuple(max(1, round(question.memory * size)) for size in microbatch_bytes(schedule.placement, costs))
+
+
+def answer_to_dict(made: Answer) -> dict[str, Any]:
+    """What the page shows: the viewer's data, the figures, and what is noteworthy, in sentences."""
+    schedule = made.schedule
+    return {
+        "data": viewer_data([made.viewed]),
+        "name": schedule.name,
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "stages": schedule.placement.stages_per_rank,
+        "figures": [{"label": label, "value": value, "detail": detail} for label, value, detail in _figures(made)],
+        "notes": list(_notes(made)),
+        "assumptions": list(made.estimate.assumptions) if made.estimate else [],
+    }
+
+
+def _figures(made: Answer) -> Iterator[tuple[str, str, str]]:
+    """Label, value and a line of detail for each figure."""
+    timeline = made.timeline
+    bounds = _bounds(made)
+    for label, time, bubble, bound in (
+        ("makespan", timeline.makespan, timeline.bubble_makespan, bounds and bounds.makespan),
+        ("longest span of a rank", timeline.span, timeline.bubble_span, bounds and bounds.span),
+    ):
+        above = f", {show_percent(time / bound.time - 1)} above the bound of {show_ms(bound.time)}" if bound and bound.time else ""
+        yield label, show_ms(time), f"bubble {show_percent(bubble)}{above}"
+    yield "peak memory", *_peak(made)
+    if made.estimate is not None:
+        yield from estimate_figures(made.estimate, made.schedule)
+
+
+def _bounds(made: Answer) -> Bounds | None:
+    """What no schedule of this placement can beat; None where there are no bounds, as for stages with copies.
+
+    A limit counts where the schedule keeps it: one that holds more may well be shorter.
+    """
+    placement = made.schedule.placement
+    if len(placement.routes) > 1 or made.schedule.is_forward_only:
+        return None
+    limits = Limits(made.limits) if made.limits and not _overfull(made) else None
+    return lower_bounds(placement, made.schedule.num_microbatches, made.costs, limits)
+
+
+def _overfull(made: Answer) -> list[int]:
+    """The ranks that hold more than their limit."""
+    held = [figures.peak_bytes or 0 for figures in made.timeline.ranks]
+    return [rank for rank, (peak, limit) in enumerate(zip(held, made.limits, strict=False)) if peak > limit]
+
+
+def _peak(made: Answer) -> tuple[str, str]:
+    held = [figures.peak_bytes or 0 for figures in made.timeline.ranks]
+    sizes = made.microbatch_bytes
+
+    def show(rank: int, count: int) -> str:
+        return show_bytes(count) if made.in_bytes else f"{count / sizes[rank]:.4g}"
+
+    fullest = max(range(len(held)), key=lambda rank: held[rank] / sizes[rank])
+    least = min(range(len(held)), key=lambda rank: held[rank] / sizes[rank])
+    unit = "" if made.in_bytes else " microbatches"
+    value = f"{show(fullest, held[fullest])}{unit}"
+    detail = f"rank {fullest} holds most, rank {least} least: {show(least, held[least])}"
+    if made.limits:
+        detail += f"; limit {show(fullest, made.limits[fullest])}"
+    return value, detail
+
+
+def _notes(made: Answer) -> Iterator[str]:
+    """Where the times come from, ranks that hold too much, and why ranks are idle."""
+    if made.problem is not None and not made.question.costs:
+        yield "Times, messages and memory are those that the plan was made for; those beside are not looked at."
+    elif made.estimate is not None:
+        yield "Times, messages and memory are estimates from data sheets, and real times are often longer: compare schedules by them."
+        if not made.limits:
+            yield "Does not fit: parameters, gradients and optimizer state leave no memory; take a larger tp, more ranks or replicas."
+    elif made.question.costs:
+        yield "Times and messages are those of the costs file; those beside are not looked at."
+    if over := _overfull(made):
+        ranks = f"rank {over[0]} holds" if len(over) == 1 else f"{len(over)} ranks hold"
+        yield f"Does not fit: {ranks} more than the limit."
+    if sum(map(len, made.timeline.rows)) <= MOST_EXPLAINED:
+        yield _causes(made)
+
+
+def _causes(made: Answer) -> str:
+    """The bubble of the makespan by its causes."""
+    whole = max(1, made.timeline.num_ranks * made.timeline.makespan)
+    causes = attribute(made.schedule, made.costs).overall._asdict()
+    told = ", ".join(f"{cause} {show_percent(time / whole)}" for cause, time in causes.items() if time)
+    return f"Why ranks are idle, in shares of the makespan: {told}." if told else "No rank is ever idle."

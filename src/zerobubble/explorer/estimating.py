@@ -1,0 +1,55 @@
+"""Costs of a model on GPUs that nobody has measured, as the page's fields describe it."""
+
+from __future__ import annotations
+
+from zerobubble.cost_model import Estimate, transformer
+from zerobubble.cost_model.checks import SettingError
+from zerobubble.cost_model.gpus import known_gpu
+from zerobubble.cost_model.models import known_model
+from zerobubble.explorer.question import FieldError, Question, beside, read_layers
+from zerobubble.ir import Schedule
+from zerobubble.units import show_bytes, show_percent
+
+FIELDS = {"pp": "ranks", "v": "stages"}
+"""The fields of arguments that are called otherwise there."""
+
+
+def estimate_of(question: Question, schedule: Schedule) -> Estimate:
+    """The estimated costs of the question's model for the stages of the schedule; raises `FieldError` naming the field that is wrong."""
+    with beside("model"):
+        model = known_model(question.model)
+    with beside("gpu"):
+        gpu = known_gpu(question.gpu)
+    per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
+    if rest:
+        raise FieldError("model", f"{schedule.num_stages} stages are not equally many on each of {schedule.num_ranks} ranks")
+    shape = {name: getattr(question, name) for name in ("tp", "cp", "dp", "microbatch", "recompute", "precision")}
+    shape |= {name: bool(getattr(question, name)) for name in ("sequence_parallel", "overlap_tp")}
+    try:
+        return transformer(model, gpu=gpu, pp=schedule.num_ranks, v=per_rank, **shape, layers=read_layers(question.layers))
+    except SettingError as error:
+        raise FieldError(FIELDS.get(error.faults[0][0], error.faults[0][0]), str(error)) from error
+
+
+def estimate_lines(question: Question, schedule: Schedule) -> list[str]:
+    """The lines of Python that estimate the same costs."""
+    given = {"gpu": question.gpu, "pp": schedule.num_ranks, "v": schedule.num_stages // schedule.num_ranks}
+    usual = {"tp": 1, "cp": 1, "dp": 1, "microbatch": 1, "recompute": "none", "precision": "bf16"}
+    given |= {name: getattr(question, name) for name, value in usual.items() if getattr(question, name) != value}
+    given |= {} if question.sequence_parallel else {"sequence_parallel": False}
+    given |= {"overlap_tp": True} if question.overlap_tp else {}
+    layers = read_layers(question.layers)
+    given |= {} if layers is None else {"layers": layers}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return [f"found = zb.cost_model.transformer({question.model!r}, {arguments})", "costs = found.costs"]
+
+
+def estimate_figures(estimate: Estimate, schedule: Schedule) -> list[tuple[str, str, str]]:
+    """Label, value and a line of detail of the estimated training step and of the memory of its fullest GPU."""
+    step, gpu = estimate.step(schedule), estimate.setting.gpu
+    fullest = max(range(len(step.rank_bytes)), key=step.rank_bytes.__getitem__)
+    held, activations = step.rank_bytes[fullest], step.rank_activations[fullest]
+    speed = f"{step.tokens_per_second:,.0f} tokens/s on {step.gpus:,} GPUs, {show_percent(step.utilization)} of their peak FLOP/s"
+    shares = f"activations take {show_bytes(activations)}, all else {show_bytes(held - activations)}"
+    parts = f"of {show_bytes(gpu.memory_bytes)}; on rank {fullest} {shares}"
+    return [("estimated step", f"{step.seconds:.4g} s", speed), ("memory of a GPU", show_bytes(held), parts)]

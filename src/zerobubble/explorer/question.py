@@ -1,0 +1,178 @@
+"""What the page asks: a schedule by name or in a file, its shape, times and memory; every value is bounded, and refused by its field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any, TypeVar, cast
+
+from zerobubble.errors import InputError
+from zerobubble.units import MOST_MS
+
+MOST_PASSES = 200_000
+"""The most passes of a schedule that the page asks for: more takes longer than one waits for a picture."""
+MOST_TEXT = 2_000_000
+"""The most characters of a file."""
+
+
+class FieldError(InputError):
+    """A value of the page cannot be used; `field` is where it was given, empty where it was in none."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@contextmanager
+def beside(field: str) -> Iterator[None]:
+    """What is refused inside is told beside `field`."""
+    try:
+        yield
+    except FieldError:
+        raise
+    except InputError as error:
+        raise FieldError(field, str(error)) from error
+
+
+@dataclass(frozen=True)
+class Question:
+    """A schedule and what to time it with; times in ms for a whole rank and microbatch, memory in microbatches of a rank's stages.
+
+    `file` is the text of a schedule, a plan or PyTorch's CSV, which then gives the shape and stands before `schedule`; `costs` the text of
+    a costs file, which stands before the times. `slow_link` is the rank before a link whose messages take `slow_comm`. `model` is one that
+    `zb.cost_model` knows, whose estimated costs stand before the times; it runs on GPUs as `gpu` and the fields below it say, where 1 is
+    yes and 0 is no.
+    """
+
+    schedule: str = "zb-v"
+    ranks: int = 4
+    microbatches: int = 8
+    stages: int | None = None
+    options: str = ""
+    forward: float = 10.0
+    backward: float = 10.0
+    weight: float = 8.0
+    comm: float = 0.5
+    held: float = 1.0
+    slow_link: int | None = None
+    slow_comm: float | None = None
+    memory: float | None = None
+    model: str = ""
+    gpu: str = "H100"
+    tp: int = 8
+    cp: int = 1
+    dp: int = 1
+    microbatch: int = 1
+    recompute: str = "none"
+    sequence_parallel: int = 1
+    overlap_tp: int = 0
+    precision: str = "bf16"
+    layers: str = ""
+    costs: str = ""
+    file: str = ""
+    file_name: str = ""
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """F, B and W in ms."""
+        return self.forward, self.backward, self.weight
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "ranks": (1, 256),
+    "microbatches": (1, 4096),
+    "stages": (1, 32),
+    "forward": (0, MOST_MS),
+    "backward": (0, MOST_MS),
+    "weight": (0, MOST_MS),
+    "comm": (0, MOST_MS),
+    "held": (0, 1000),
+    "slow_link": (0, 255),
+    "slow_comm": (0, MOST_MS),
+    "memory": (0, 1_000_000),
+    "tp": (1, 1024),
+    "cp": (1, 1024),
+    "dp": (1, 65_536),
+    "microbatch": (1, 1024),
+    "sequence_parallel": (0, 1),
+    "overlap_tp": (0, 1),
+}
+"""The least and the most of each number."""
+
+Fields = TypeVar("Fields")
+
+
+def read_question(data: Any) -> Question:
+    """The question in the JSON that the page sends. Raises `FieldError` naming the field of a value that cannot be used."""
+    return read_fields(Question, RANGES, data)
+
+
+def read_fields(asked: type[Fields], ranges: Mapping[str, tuple[float, float]], data: Any) -> Fields:
+    """What is asked, from the JSON that the page sends; values may be texts. What is left out has its default.
+
+    `asked` is a dataclass of texts and numbers, `ranges` the least and the most of each number. Raises `FieldError` naming the field of a
+    value that cannot be used.
+    """
+    types = {field.name: str(field.type) for field in fields(cast(Any, asked))}
+    if not isinstance(data, Mapping):
+        raise FieldError("", f"a question is an object with the page's fields, got {type(data).__name__}")
+    if unknown := [name for name in data if name not in types]:
+        raise FieldError("", f"there is no field {unknown[0]!r:.60}: the fields are {', '.join(types)}")
+    return asked(**{name: _read(name, value, types[name], ranges) for name, value in data.items()})
+
+
+def _read(name: str, value: Any, type_: str, ranges: Mapping[str, tuple[float, float]]) -> Any:
+    if type_ == "str":
+        return _text(name, value)
+    if value in ("", None) and "None" in type_:
+        return None
+    if value == "":
+        raise FieldError(name, "give a number")
+    whole = type_.startswith("int")
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = int(value) if whole and not isinstance(value, float) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise FieldError(name, f"{value!r:.40} is not a {'whole ' if whole else ''}number") from None
+    if whole and number != int(number if isfinite(number) else 0):
+        raise FieldError(name, f"{value!r:.40} is not a whole number")
+    least, most = ranges[name]
+    if not least <= number <= most:
+        raise FieldError(name, f"{value!s:.40} is not in {least:g} to {most:g}")
+    return int(number) if whole else number
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise FieldError(name, f"a text is needed, got {type(value).__name__}")
+    if len(value) > MOST_TEXT:
+        raise FieldError(name, f"the file has {len(value):,} characters; the page takes at most {MOST_TEXT:,}")
+    return value
+
+
+def read_layers(text: str) -> list[int] | None:
+    """The layers of each stage from `10, 10, 12`; None for an empty text."""
+    words = text.replace(",", " ").split()
+    try:
+        return [int(word) for word in words] or None
+    except ValueError:
+        raise FieldError("layers", f"{text!r:.60} are not the layers of each stage, such as 10, 10, 12") from None
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """The schedule's own options from `group=4, other=x`; a value is JSON, or else the text that it is."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if wrong := [word for word in words if "=" not in word[1:]]:
+        raise FieldError("options", f"{wrong[0]!r:.60} is not NAME=VALUE, such as group=4")
+    return {name.strip(): _value(value.strip()) for name, _, value in (word.partition("=") for word in words)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (RecursionError, ValueError):
+        return text

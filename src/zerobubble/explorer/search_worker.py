@@ -1,0 +1,120 @@
+"""The process that searches for the explorer: one question on stdin, news of it on stdout, each a line of JSON.
+
+`stop` on stdin ends the search with the best so far. The end of stdin, which is that of the server, ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any, NamedTuple
+
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import ZeroBubbleError
+from zerobubble.explorer.answer import answer
+from zerobubble.explorer.question import Question
+from zerobubble.export.front import points_with_schedules
+from zerobubble.ir import Placement
+from zerobubble.planning import Plan, Workload, plan
+from zerobubble.planning.attempt import PlanProgress
+from zerobubble.planning.pareto import pareto
+from zerobubble.planning.plan_file import plan_text
+from zerobubble.view.front_page import Kept, front_data
+
+MOST_PASSES = 300_000
+"""Passes of all the plans of a front that the page gets: beyond them, only the best plan of each limit."""
+STOPPED_EARLY = "stopped before a schedule was found"
+
+
+def main() -> None:
+    """Answer the question on the first line of stdin."""
+    question = json.loads(sys.stdin.readline())
+    try:
+        threading.Thread(target=_obey, daemon=True).start()  # here, as a stop may have come already
+        news = _front(question) if question["limits"] else _plan(question)
+    except ZeroBubbleError as error:
+        news = {"event": "refused", "error": str(error)}
+    except KeyboardInterrupt:
+        news = {"event": "refused", "error": STOPPED_EARLY}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a stop that comes now would cut the answer short
+    _say(**news)
+
+
+def _obey() -> None:
+    """Interrupt the search when stdin says so, and end with stdin."""
+    while line := sys.stdin.readline():
+        if line.strip() == "stop":
+            os.kill(os.getpid(), signal.SIGINT)
+    os._exit(1)
+
+
+def _say(**news: Any) -> None:
+    sys.stdout.write(json.dumps(news, separators=(",", ":")) + "\n")
+    sys.stdout.flush()
+
+
+class _Asked(NamedTuple):
+    """What to plan: the work of ranks on any placement, or the costs of stages on theirs."""
+
+    work: Workload | Costs
+    num_microbatches: int
+    memory: float | Limits | None
+    placement: Placement | None
+
+
+def _asked(question: dict[str, Any]) -> _Asked:
+    if question["stages_of"] is not None:
+        return _of_stages(Question(**question["stages_of"]))
+    forward, backward, weight = ([time] * question["ranks"] for time in question["times"])
+    work = Workload.from_ms(forward, backward, weight, question["comm"], question["held"])
+    return _Asked(work, question["microbatches"], question["memory"], None)
+
+
+def _of_stages(question: Question) -> _Asked:
+    """The stages of a model or a file as the schedule that the page shows has them; a model leaves so much room as it does."""
+    made = answer(question)
+    placement = made.schedule.placement
+    limits = Limits(made.limits) if made.limits else None
+    if made.estimate is not None and question.memory is None:
+        limits = made.estimate.limits(placement)
+    return _Asked(made.costs, made.schedule.num_microbatches, limits, placement)
+
+
+def _arguments(question: dict[str, Any]) -> dict[str, Any]:
+    return {key: question[key] for key in ("objective", "seconds", "evaluations")} | {"progress": _progress}
+
+
+def _progress(news: PlanProgress) -> None:
+    _say(event="progress", placement=news.placement, bubble=news.bubble, gap=news.gap, how=news.how)
+
+
+def _plan(question: dict[str, Any]) -> dict[str, Any]:
+    work, num_microbatches, memory, placement = _asked(question)
+    found = plan(work, num_microbatches, memory, placements=placement, **_arguments(question))
+    return {"event": "found", "interrupted": found.interrupted, "rows": _rows(found), "plan": plan_text(found)}
+
+
+def _front(question: dict[str, Any]) -> dict[str, Any]:
+    """The front as the chart reads it, with the plans that its points open."""
+    work, num_microbatches, _, placement = _asked(question)
+    found = pareto(work, num_microbatches, question["limits"], placements=placement, **_arguments(question))
+    points = points_with_schedules(found)
+    kept = Kept(points, plan_text, MOST_PASSES)
+    told = {"event": "found", "interrupted": found.interrupted, "nothingFits": len(found.points) - len(points)}
+    return told | {"front": front_data(points, kept), "plans": kept.values}
+
+
+def _rows(found: Plan) -> list[dict[str, Any]]:
+    """A row for each placement, the winner first."""
+    return [
+        {"placement": choice.name, "bubble": choice.solved.bubble, "bound": choice.solved.least_bubble}
+        | {"peak": choice.solved.peak_microbatches, "how": choice.solved.how, "note": choice.note}
+        for choice in found.choices
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Searches of the planner, each in a process of its own, told to the page as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from signal import SIGKILL
+from typing import Any
+
+from zerobubble.errors import ZeroBubbleError
+from zerobubble.explorer.question import FieldError, Question, read_question
+from zerobubble.planning import Objective
+
+MOST_SEARCHES = 2
+"""Searches that may run at once."""
+MOST_SECONDS = 600.0
+MOST_LIMITS = 32
+"""The most memory limits of a front."""
+LONGEST_LINE = 64_000_000
+"""The most bytes of one piece of news: a front has a plan for each of its limits."""
+
+
+class BusyError(ZeroBubbleError):
+    """As many searches run as may."""
+
+
+@dataclass
+class Searches:
+    """The searches that run, by their numbers. They end with those that listen to them."""
+
+    running: dict[int, Process | None] = field(default_factory=dict)
+    numbers: count[int] = field(default_factory=lambda: count(1))
+
+    def require_room(self) -> None:
+        """Raise `BusyError` where too many searches run."""
+        if len(self.running) >= MOST_SEARCHES:
+            raise BusyError(f"{MOST_SEARCHES} searches run already: stop one of them, or wait for its end")
+
+    async def events(self, question: dict[str, Any]) -> AsyncIterator[str]:
+        """The news of a search as server-sent events; the first one tells its number, by which it can be stopped."""
+        number, process = next(self.numbers), None
+        self.running[number] = None
+        try:
+            command = (sys.executable, "-P", "-m", "zerobubble.explorer.search_worker")
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=LONGEST_LINE)
+            await _write(process, json.dumps(question))
+            self.running[number] = process  # a stop comes after the question
+            yield _event({"event": "began", "number": number})
+            async for news in _lines(process):
+                yield news
+            await process.wait()
+        finally:
+            del self.running[number]
+            if process is not None and process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, SIGKILL)  # process.kill() would look first whether it ended, and take its status from asyncio
+                await process.wait()
+
+    async def stop(self, number: int) -> bool:
+        """Have a search end with the best so far; False where there is none such."""
+        process = self.running.get(number)
+        if process is None:
+            return False
+        await _write(process, "stop")
+        return True
+
+
+async def _lines(process: Process) -> AsyncIterator[str]:
+    assert process.stdout is not None
+    answered = False
+    while line := await process.stdout.readline():
+        answered = json.loads(line)["event"] != "progress"
+        yield f"data: {line.decode().strip()}\n\n"
+    if not answered:
+        yield _event({"event": "refused", "error": f"the search ended with status {await process.wait()} and no answer"})
+
+
+async def _write(process: Process, line: str) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(f"{line}\n".encode())
+        await process.stdin.drain()
+    except ConnectionError:
+        return  # it has ended, which those that read its news see
+
+
+def _event(news: dict[str, Any]) -> str:
+    return f"data: {json.dumps(news, separators=(',', ':'))}\n\n"
+
+
+def read_search(data: Any) -> dict[str, Any]:
+    """What the search process is asked, from the JSON that the page sends: the question's fields, the budget and the objective.
+
+    `stages_of` is the whole question where times are those of stages, of a model or a file, and None where they are those of equal ranks.
+    Raises `FieldError` naming the field of a value that cannot be used.
+    """
+    if not isinstance(data, Mapping):
+        raise FieldError("", f"a search is an object with the page's fields, got {type(data).__name__}")
+    own = {name: data[name] for name in ("seconds", "evaluations", "objective", "limits") if name in data}
+    question = read_question({name: value for name, value in data.items() if name not in own})
+    of_stages = bool(question.costs or question.file or question.model)
+    objective = own.get("objective") or Objective.SPAN.value
+    if objective not in list(Objective):
+        raise FieldError("objective", f"there is no objective {objective!r:.40}: give {' or '.join(Objective)}")
+    return {
+        "stages_of": asdict(question) if of_stages else None,
+        "ranks": question.ranks,
+        "microbatches": question.microbatches,
+        "times": question.times,
+        "comm": [] if of_stages else _comm(question),
+        "held": question.held,
+        "memory": question.memory,
+        "objective": str(objective),
+        "seconds": _amount("seconds", own.get("seconds") or 5, MOST_SECONDS),
+        "evaluations": None if own.get("evaluations") is None else int(_amount("evaluations", own["evaluations"], 1e9)),
+        "limits": _limits(own.get("limits") or []),
+    }
+
+
+def _comm(question: Question) -> list[float]:
+    """The time of a message between each rank and the next one, and between the last and the first."""
+    comm = [question.comm] * question.ranks
+    if question.slow_link is None:
+        return comm
+    if question.slow_link + 1 >= question.ranks or question.slow_comm is None:
+        raise FieldError("slow_link", f"the slow link needs a time, and a rank before it from 0 to {question.ranks - 2}")
+    comm[question.slow_link] = question.slow_comm
+    return comm
+
+
+def _amount(field_name: str, value: Any, most: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise FieldError(field_name, f"{value!r:.40} is not a number") from None
+    if not 0 <= number <= most:
+        raise FieldError(field_name, f"{value!s:.40} is not in 0 to {most:g}")
+    return number
+
+
+def _limits(values: Any) -> list[float]:
+    if not isinstance(values, list) or len(values) > MOST_LIMITS:
+        raise FieldError("limits", f"the limits of a front are a list of at most {MOST_LIMITS} numbers of microbatches")
+    return [_amount("limits", value, 1e6) for value in values]

@@ -1,0 +1,85 @@
+// The explorer: tabs, each with its fields and what is answered; what is asked, when, and the link. `data-state` tells when all is at rest.
+
+import { Theme } from "./theme.js";
+import { element } from "./words.js";
+import { Asker } from "./asker.js";
+import { FIRST, readLink, writeLink } from "./link.js";
+import { Schedules } from "./schedules.js";
+import { Tabs } from "./tabs.js";
+import { Workshop } from "./workshop.js";
+
+const settings = JSON.parse(document.getElementById("settings").textContent);
+const page = document.documentElement;
+
+function mayNotFail(work) {
+  work.catch((error) => {
+    page.dataset.error = `${error}`;
+    throw error;
+  });
+}
+
+async function startExplorer() {
+  const told = element("p", "", { class: "told-first", role: "status", id: "told" });
+  const [theme, asker] = [new Theme(), new Asker()];
+  const [first, second] = ["explorer", "workshop"].map((id) => document.getElementById(id));
+  const openSchedule = (text, name) => {
+    parts[FIRST].fields.use("file", text, name);
+    choose(FIRST);
+  };
+  let [timer, changes, tab, lastLink] = [0, 0, FIRST, ""];
+
+  // Ask after a pause without a change; an answer to what has changed since is let go.
+  const later = () => {
+    page.dataset.state = "waiting";
+    changes += 1;
+    clearTimeout(timer);
+    timer = setTimeout(() => mayNotFail(askNow()), parts[tab].pause);
+  };
+  const parts = { [FIRST]: new Schedules(first, theme, settings, () => later()), blocks: new Workshop(second, theme, settings, { changed: () => later(), openSchedule }) };
+  const titles = [{ name: FIRST, title: "Schedules", home: first }, { name: "blocks", title: "Building blocks", home: second }];
+  const tabs = new Tabs(document.getElementById("tabs"), titles, (name) => choose(name));
+  document.getElementById("tabs").append(told);
+
+  function choose(name) {
+    if (name === tab) return;
+    turn(name);
+    later();
+  }
+
+  function turn(name) {
+    if (name !== tab) parts[tab].leave();
+    tab = name;
+    tabs.show(name);
+  }
+
+  async function askNow() {
+    const [part, mine, values] = [parts[tab], changes, parts[tab].values()];
+    const answer = await asker.ask(part.path, values);
+    if (answer === null || mine !== changes) return;
+    part.showProblem(answer);
+    if (!answer.error) await part.show(answer, values);
+    const { link, note } = await writeLink(values, tab);
+    if (mine !== changes) return;
+    if (note) told.textContent = note;
+    lastLink = link;
+    history.replaceState(null, "", link);
+    page.dataset.state = "ready";
+  }
+
+  async function openLink() {
+    if (location.hash === lastLink && lastLink) return;
+    page.dataset.state = "waiting";
+    const { tab: named, values, notes } = await readLink(location.hash, settings);
+    told.textContent = notes.join(" ");
+    turn(named);
+    parts[named].set(values);
+    await askNow();
+  }
+
+  for (const part of Object.values(parts)) part.set({});
+  window.addEventListener("hashchange", () => mayNotFail(openLink()));
+  await openLink();
+  page.dataset.shown = `${Math.round(performance.now())}`;
+}
+
+mayNotFail(startExplorer());

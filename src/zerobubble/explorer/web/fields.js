@@ -1,0 +1,218 @@
+// The fields: what is asked. Each has a label, a box, often a slider beside it, and below it the sentence that says what is wrong.
+
+import { element } from "./words.js";
+
+const GROUPS = [
+  ["Schedule", ["schedule", "ranks", "microbatches", "stages", "options", "file"]],
+  ["Times of a rank and microbatch, in ms", ["preset", "forward", "backward", "weight", "comm", "slow_link", "slow_comm", "costs"]],
+  ["Or a model on GPUs, estimated", ["model", "gpu", "tp", "cp", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "layers"]],
+  ["Memory", ["memory", "held"]],
+];
+const LABELS = {
+  schedule: "schedule", ranks: "ranks (p)", microbatches: "microbatches (m)", stages: "stages per rank (v)", options: "its own options",
+  file: "or a file: schedule, plan or PyTorch CSV", preset: "preset", forward: "F, forward", backward: "B, gradient of the input",
+  weight: "W, gradient of the weights", comm: "message between ranks", slow_link: "slow link after rank", slow_comm: "message over the slow link",
+  costs: "or a costs file", memory: "limit, in microbatches of a rank", held: "kept from B to W, as a share",
+  model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", dp: "replicas (dp)", microbatch: "sequences of a microbatch",
+  recompute: "computed again in B",
+  sequence_parallel: "norms and residuals divided over tp", overlap_tp: "exchanges of tp beside products in F", precision: "products in", layers: "layers of each stage",
+};
+const SLIDERS = { ranks: [1, 64, 1], microbatches: [1, 256, 1], stages: [1, 8, 1], forward: [0, 40, 0.1], backward: [0, 40, 0.1], weight: [0, 40, 0.1], comm: [0, 10, 0.05], memory: [0.25, 64, 0.25] };
+const HINTS = { memory: "no limit", slow_link: "none", slow_comm: "none", options: "such as group=4", layers: "equally many" };
+const NOTHING = { preset: "own times", model: "none" };
+const OF_MODEL = ["gpu", "tp", "cp", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "layers"];
+const CHECKS = ["sequence_parallel", "overlap_tp"]; // "1" where it is checked, else "0"
+const TIMES = ["forward", "backward", "weight", "comm", "held", "slow_link", "slow_comm"];
+const FILES = { file: "file_name", costs: "" };
+
+export class Fields {
+  constructor(form, settings, onChange) {
+    Object.assign(this, { form, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "" } });
+    for (const [title, names] of GROUPS) {
+      const group = element("fieldset");
+      group.append(element("legend", title), ...names.map((name) => this.field(name)));
+      form.append(group);
+    }
+    this.problem = element("p", "", { class: "problem", role: "alert", id: "q-problem", hidden: "" });
+    form.append(this.problem);
+  }
+
+  field(name) {
+    const row = element("div", "", { class: `field ${name}` });
+    row.append(element("label", LABELS[name], { for: `q-${name}` }));
+    const box = name in FILES ? this.fileBox(name) : name in this.lists() ? this.choice(name) : this.box(name);
+    for (const [key, value] of [["id", `q-${name}`], ["aria-describedby", `q-${name}-problem`]]) box.setAttribute(key, value);
+    this.boxes[name] = box;
+    row.append(box);
+    if (name in SLIDERS) row.append(this.slider(name));
+    if (name in FILES) row.append(this.opened(name));
+    if (name === "schedule") row.append(element("p", "", { class: "about", id: "q-about" }));
+    this.problems[name] = element("p", "", { class: "problem", id: `q-${name}-problem`, role: "alert", hidden: "" });
+    row.append(this.problems[name]);
+    return row;
+  }
+
+  box(name) {
+    if (CHECKS.includes(name)) return this.check();
+    const number = name in this.settings.ranges;
+    const made = element("input", "", { type: "text", inputmode: number ? "decimal" : "text", autocomplete: "off", placeholder: HINTS[name] || "" });
+    made.addEventListener("input", () => {
+      if (this.sliders[name]) this.sliders[name].value = made.value;
+      this.changed();
+    });
+    return made;
+  }
+
+  check() {
+    const made = element("input", "", { type: "checkbox" });
+    made.addEventListener("change", () => this.changed());
+    return made;
+  }
+
+  slider(name) {
+    const [min, max, step] = SLIDERS[name];
+    const made = element("input", "", { type: "range", min, max, step, "aria-label": `${LABELS[name]}, slider` });
+    made.addEventListener("input", () => {
+      this.boxes[name].value = made.value;
+      this.changed();
+    });
+    this.sliders[name] = made;
+    return made;
+  }
+
+  // The fields of which one chooses, and what from.
+  lists() {
+    const names = (all) => all.map((one) => one.name);
+    return { schedule: names(this.settings.schedules), preset: names(this.settings.presets), ...this.settings.choices };
+  }
+
+  choice(name) {
+    const made = element("select");
+    if (name in NOTHING) made.append(element("option", NOTHING[name], { value: "" }));
+    for (const text of this.lists()[name]) made.append(element("option", text, { value: text }));
+    made.addEventListener("change", () => (name === "preset" ? this.usePreset(made.selectedIndex - 1) : this.changed()));
+    return made;
+  }
+
+  fileBox(name) {
+    const made = element("input", "", { type: "file" });
+    made.addEventListener("change", async () => {
+      const [file] = made.files;
+      if (!file) return;
+      if (file.size > this.settings.mostText) {
+        this.showProblem({ error: `${file.name} has ${file.size.toLocaleString("en")} bytes; the page takes at most ${this.settings.mostText.toLocaleString("en")}`, field: name });
+        return;
+      }
+      this.use(name, await file.text(), file.name);
+    });
+    return made;
+  }
+
+  // What of a file is used, with a button to let it go; costs may be pasted, too.
+  opened(name) {
+    const made = element("div", "", { class: "opened" });
+    const drop = element("button", "leave it out", { type: "button", id: `q-${name}-drop`, hidden: "" });
+    drop.addEventListener("click", () => this.use(name, "", ""));
+    const text = element("span", "", { id: `q-${name}-name` });
+    if (name === "costs") {
+      const area = element("textarea", "", { id: "q-costs-text", rows: "2", "aria-label": "costs file, pasted", placeholder: "or paste its JSON here", spellcheck: "false" });
+      area.addEventListener("input", () => this.use("costs", area.value, ""));
+      made.append(area);
+    }
+    made.append(text, drop);
+    return made;
+  }
+
+  use(name, text, fileName) {
+    this.texts[name] = text;
+    if (FILES[name]) this.texts[FILES[name]] = text ? fileName : "";
+    this.showFiles();
+    this.changed();
+  }
+
+  showFiles() {
+    for (const name of Object.keys(FILES)) {
+      const text = this.texts[name];
+      document.getElementById(`q-${name}-drop`).hidden = !text;
+      const called = FILES[name] ? this.texts[FILES[name]] || "from the link" : `${text.length.toLocaleString("en")} characters`;
+      document.getElementById(`q-${name}-name`).textContent = text ? called : "";
+      if (!text) this.boxes[name].value = "";
+    }
+    const area = document.getElementById("q-costs-text");
+    if (area.value !== this.texts.costs) area.value = this.texts.costs;
+    const fromFile = Boolean(this.texts.file);
+    for (const name of ["schedule", "ranks", "microbatches", "options"]) this.enable(name, !fromFile);
+    this.enable("model", !this.texts.costs);
+    this.showSchedule();
+  }
+
+  enable(name, on) {
+    for (const box of [this.boxes[name], this.sliders[name]]) if (box) box.disabled = !on;
+  }
+
+  // What the chosen schedule is, whether its stages per rank are open, and which fields the times come from.
+  showSchedule() {
+    const [costs, model] = [Boolean(this.texts.costs), Boolean(this.boxes.model.value)];
+    for (const name of TIMES) this.enable(name, !costs && !model);
+    for (const name of OF_MODEL) this.enable(name, !costs && model);
+    const recipe = this.settings.schedules.find((one) => one.name === this.boxes.schedule.value);
+    const about = recipe ? [recipe.summary, recipe.condition].filter(Boolean).join(" It needs ") : "";
+    document.getElementById("q-about").textContent = this.texts.file ? "" : about;
+    this.enable("stages", Boolean(recipe && recipe.anyStages && !this.texts.file));
+    this.enable("options", Boolean(recipe && recipe.options.length && !this.texts.file));
+    if (recipe) this.boxes.stages.placeholder = `${recipe.stages}`;
+    if (recipe && !recipe.anyStages) this.boxes.stages.value = "";
+    if (recipe) this.boxes.options.placeholder = recipe.options.length ? `${recipe.options[0]}=...` : "it has none";
+    if (recipe && !recipe.options.length) this.boxes.options.value = "";
+    this.sliders.stages.value = this.boxes.stages.value || (recipe ? recipe.stages : 1);
+  }
+
+  usePreset(place) {
+    const preset = this.settings.presets[place];
+    if (!preset) return;
+    const [forward, backward, weight] = preset.times;
+    this.put({ forward, backward, weight, comm: preset.comm, ranks: preset.ranks, microbatches: preset.microbatches });
+    this.changed();
+  }
+
+  put(values) {
+    for (const [name, value] of Object.entries(values)) {
+      if (CHECKS.includes(name)) this.boxes[name].checked = `${value}` === "1";
+      else if (this.boxes[name] && !(name in FILES)) this.boxes[name].value = `${value}`;
+      if (this.sliders[name]) this.sliders[name].value = value === "" ? this.sliders[name].max : `${value}`;
+    }
+  }
+
+  set(values) {
+    const all = { ...this.settings.defaults, ...values };
+    this.put(all);
+    for (const name of Object.keys(this.texts)) this.texts[name] = all[name] || "";
+    this.boxes.preset.selectedIndex = 0;
+    this.showFiles();
+  }
+
+  changed() {
+    this.showSchedule();
+    this.onChange();
+  }
+
+  // What is asked: texts, without those that are empty and may be.
+  values() {
+    const names = Object.keys(this.boxes).filter((name) => name !== "preset" && !(name in FILES));
+    const text = (name) => (CHECKS.includes(name) ? `${Number(this.boxes[name].checked)}` : this.boxes[name].value.trim());
+    const all = { ...Object.fromEntries(names.map((name) => [name, text(name)])), ...this.texts };
+    if (!all.model) for (const name of OF_MODEL) delete all[name];
+    return Object.fromEntries(Object.entries(all).filter(([name, value]) => value !== "" || this.settings.defaults[name] !== ""));
+  }
+
+  // The sentence of a refusal beside its field; all others are well.
+  showProblem({ error = "", field = "" }) {
+    const places = { ...this.problems, "": this.problem };
+    for (const [name, place] of Object.entries(places)) {
+      const wrong = Boolean(error) && (name === field || (name === "" && !(field in places)));
+      place.textContent = wrong ? error : "";
+      place.hidden = !wrong;
+      if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${wrong}`);
+    }
+  }
+}

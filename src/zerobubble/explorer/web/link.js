@@ -1,0 +1,55 @@
+// The whole state in the page's link: a name and a value for each field; files are deflated.
+
+const VERSION = "1";
+const PACKED = ["file", "costs", "text"];
+export const FIRST = "schedules"; // the tab that the link need not name
+const LONGEST = 100_000; // characters of a link
+
+export async function writeLink(values, tab) {
+  const parts = [["link", VERSION], ...(tab === FIRST ? [] : [["tab", tab]])];
+  for (const [name, value] of Object.entries(values)) parts.push([name, PACKED.includes(name) && value ? await deflated(value) : value]);
+  const link = `#${new URLSearchParams(parts)}`;
+  if (link.length <= LONGEST) return { link, note: "" };
+  const { file, costs, text, ...rest } = values;
+  return { link: (await writeLink(rest, tab)).link, note: "The link leaves out what was opened or written, which is too large for it." };
+}
+
+// The tab and the values in a link, and sentences about what of it cannot be used.
+export async function readLink(hash, settings) {
+  if (hash.length < 2) return { tab: FIRST, values: {}, notes: [] };
+  const values = {};
+  const notes = [];
+  const given = new URLSearchParams(hash.slice(1));
+  const version = given.get("link");
+  if (version !== VERSION) return { tab: FIRST, values, notes: [`This link ${version ? `is of version ${version}` : "says no version"}, and this page reads version ${VERSION}: it shows its own beginning instead.`] };
+  const tab = given.get("tab") || FIRST;
+  const defaults = { [FIRST]: settings.defaults, blocks: settings.blockDefaults }[tab];
+  if (!defaults) return { tab: FIRST, values, notes: [`The link has the tab ${tab.slice(0, 40)}, which this version does not know: it shows its own beginning instead.`] };
+  for (const [name, value] of given) {
+    if (name === "link" || name === "tab") continue;
+    if (!(name in defaults)) notes.push(`The link has ${name.slice(0, 40)}, which this version does not know: it is left out.`);
+    else if (PACKED.includes(name) && value) await inflated(value).then((text) => (values[name] = text), () => notes.push(`The link's ${name} is damaged: it is left out.`));
+    else values[name] = value;
+  }
+  for (const [name, known] of [["schedule", settings.schedules.map((one) => one.name)], ["block", settings.blocks]]) {
+    if (!values[name] || known.includes(values[name])) continue;
+    notes.push(`The link has the ${name} ${values[name].slice(0, 40)}, which is not known here: choose another.`);
+    delete values[name];
+  }
+  return { tab, values, notes };
+}
+
+async function deflated(text) {
+  const stream = new Blob([text]).stream().pipeThrough(new CompressionStream("deflate"));
+  const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
+  let letters = "";
+  for (const byte of bytes) letters += String.fromCharCode(byte);
+  return btoa(letters).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
+}
+
+async function inflated(text) {
+  const letters = atob(text.replaceAll("-", "+").replaceAll("_", "/"));
+  const bytes = Uint8Array.from(letters, (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).text();
+}

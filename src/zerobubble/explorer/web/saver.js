@@ -1,0 +1,68 @@
+// What to save: the answer in every form, PNG drawn here, and the command and the program that make it anew.
+
+import { element } from "./words.js";
+import { askForText } from "./asker.js";
+
+export class Saver {
+  // `path` is where the server writes forms, `prefix` begins the names of the buttons.
+  constructor(forms, path, prefix) {
+    Object.assign(this, { path, prefix, host: element("section", "", { class: "saved", "aria-label": "Save" }) });
+    this.buttons = element("div", "", { class: "forms", role: "group", "aria-label": "save as" });
+    for (const form of forms) this.add(form.name, form.label, () => this.save(form));
+    this.add("png", "PNG", () => this.savePng());
+    this.told = element("p", "", { class: "problem", role: "alert", id: `${prefix}save-problem`, hidden: "" });
+    this.lines = element("div", "", { class: "lines" });
+    this.host.append(element("h2", "Save"), this.buttons, this.told, element("h2", "Make it anew"), this.lines);
+  }
+
+  add(name, label, save) {
+    const button = element("button", label, { type: "button", id: `${this.prefix}save-${name}` });
+    button.addEventListener("click", () => this.tell(save()));
+    this.buttons.append(button);
+  }
+
+  show({ name, command, python }, values) {
+    Object.assign(this, { name, values });
+    this.lines.replaceChildren(this.line("command", command), this.line("python", python));
+  }
+
+  line(id, text) {
+    const made = element("div", "", { class: "line-of" });
+    const copy = element("button", "copy", { type: "button", id: `${this.prefix}copy-${id}`, "aria-label": `copy the ${id} line` });
+    copy.addEventListener("click", () => this.tell(navigator.clipboard.writeText(text).then(() => (copy.textContent = "copied"))));
+    made.append(element("pre", text, { id: `${this.prefix}line-${id}`, tabindex: "0" }), copy);
+    return made;
+  }
+
+  async tell(work) {
+    const error = await work.then(() => "", (reason) => reason.message);
+    this.told.textContent = error;
+    this.told.hidden = !error;
+  }
+
+  async save({ name, ending }) {
+    download(new Blob([await askForText(`${this.path}/${name}`, this.values)]), `${this.name}.${ending}`);
+  }
+
+  // The SVG, twice as large, as the browser draws it.
+  async savePng() {
+    const svg = await askForText(`${this.path}/svg`, this.values);
+    const image = new Image();
+    image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
+    await image.decode();
+    const canvas = element("canvas");
+    [canvas.width, canvas.height] = [2 * image.naturalWidth, 2 * image.naturalHeight];
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+    if (!blob) throw new Error("this browser cannot draw so large a PNG: save the SVG instead");
+    download(blob, `${this.name}.png`);
+  }
+}
+
+function download(blob, name) {
+  const link = element("a", "", { href: URL.createObjectURL(blob), download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}

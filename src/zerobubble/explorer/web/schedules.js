@@ -1,0 +1,40 @@
+// The tab of schedules: fields on one side, on the other figures, the picture, what to save, and the search.
+
+import { element } from "./words.js";
+import { Fields } from "./fields.js";
+import { Search } from "./search.js";
+import { Shown } from "./shown.js";
+
+export class Schedules {
+  constructor(home, theme, settings, changed) {
+    Object.assign(this, { path: "timeline", pause: 120 });
+    const form = element("form", "", { class: "fields", "aria-label": "what to show" });
+    form.addEventListener("submit", (event) => event.preventDefault());
+    this.right = element("div", "", { class: "answer" });
+    home.append(form, this.right);
+    this.fields = new Fields(form, settings, changed);
+    this.shown = new Shown(this.right, theme, settings);
+    this.right.append(new Search(this.fields, (plan) => this.fields.use("file", plan, "plan.json")).host);
+  }
+
+  values() {
+    return this.fields.values();
+  }
+
+  set(values) {
+    this.fields.set(values);
+  }
+
+  showProblem(answer) {
+    this.fields.showProblem(answer);
+    this.right.classList.toggle("old", Boolean(answer.error));
+  }
+
+  show(answer, values) {
+    return this.shown.show(answer, values);
+  }
+
+  leave() {
+    this.shown.leave();
+  }
+}

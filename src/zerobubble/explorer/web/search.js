@@ -1,0 +1,138 @@
+// The planner's search: its news as it comes, a way to stop it, and what it found. The front asks it for several limits of memory.
+
+import { FrontChart } from "./front_chart.js";
+import { element, percent } from "./words.js";
+import { send } from "./asker.js";
+
+export class Search {
+  constructor(fields, openPlan) {
+    Object.assign(this, { fields, openPlan, number: 0, host: element("section", "", { class: "search", "aria-labelledby": "search-title" }) });
+    this.problem = element("p", "", { class: "problem", role: "alert", id: "search-problem", hidden: "" });
+    this.news = element("p", "", { class: "news", role: "status", id: "search-news" });
+    this.found = element("div", "", { id: "search-found" });
+    const lead = "The planner searches for the best schedule for the shape, times and memory beside, over all placements of stages, each with a bound that no schedule can beat. Times of a model or a file are those of its stages: then it searches on the placement of the schedule above.";
+    this.host.append(element("h2", "Search", { id: "search-title" }), element("p", lead, { class: "lead" }), this.controls(), this.problem, this.news, this.found);
+  }
+
+  controls() {
+    const bar = element("div", "", { class: "search-bar" });
+    this.seconds = element("input", "", { type: "text", inputmode: "decimal", id: "search-seconds", value: "5" });
+    this.objective = element("select", "", { id: "search-objective" });
+    for (const [value, text] of [["span", "longest span of a rank"], ["makespan", "makespan"]]) this.objective.append(element("option", text, { value }));
+    const button = (id, text, act) => {
+      const made = element("button", text, { type: "button", id });
+      made.addEventListener("click", act);
+      return made;
+    };
+    this.buttons = [
+      button("search-plan", "find a plan", () => this.start({})),
+      button("search-front", "front of memory and bubble", () => this.start({ limits: this.limits() })),
+    ];
+    this.stopper = button("search-stop", "stop", () => send(`search/${this.number}/stop`, {}));
+    this.stopper.disabled = true;
+    bar.append(
+      labelledBox("seconds", this.seconds), labelledBox("make short", this.objective), ...this.buttons, this.stopper,
+    );
+    return bar;
+  }
+
+  // From a quarter of the ranks to twice as many microbatches, as the command line does.
+  limits() {
+    const ranks = Number(this.fields.values().ranks) || 1;
+    return [...Array(8).keys()].map((step) => Math.max(1, (ranks * (step + 1)) / 4)).filter((limit, place, all) => all.indexOf(limit) === place);
+  }
+
+  async start(further) {
+    const asked = { ...this.fields.values(), seconds: this.seconds.value, objective: this.objective.value, ...further };
+    this.run(true);
+    this.found.replaceChildren();
+    this.tell("");
+    try {
+      const response = await send("search", asked);
+      if (!response.ok) {
+        const refusal = await response.json();
+        this.tell(refusal.error);
+        return;
+      }
+      for await (const news of eventsOf(response)) this.hear(news);
+    } catch (error) {
+      this.tell("The search ended without an answer: is zerobubble explore still running?");
+    } finally {
+      this.run(false);
+    }
+  }
+
+  run(on) {
+    for (const button of this.buttons) button.disabled = on;
+    this.stopper.disabled = true; // until the search has a number, by which it is stopped
+    this.news.textContent = on ? "getting ready" : this.news.textContent;
+    this.host.dataset.running = `${on}`;
+  }
+
+  tell(error) {
+    this.problem.textContent = error;
+    this.problem.hidden = !error;
+  }
+
+  hear(news) {
+    if (news.event === "began") [this.number, this.stopper.disabled] = [news.number, false];
+    if (news.event === "progress") this.news.textContent = `${news.placement}: bubble ${percent(news.bubble)}, ${percent(news.gap)} longer than the bound, ${news.how}`;
+    if (news.event === "refused") this.tell(news.error);
+    if (news.event !== "found") return;
+    this.news.textContent = news.interrupted ? "Stopped: this is the best until then." : "";
+    if (news.front) this.showFront(news);
+    else this.found.replaceChildren(this.opener(news.plan), tableOf(news.rows));
+  }
+
+  // The chart of a page that `pareto` writes; a point opens its plan above.
+  showFront({ front, plans, nothingFits }) {
+    const host = element("div", "", { id: "front" });
+    const note = nothingFits ? `Nothing fits at ${nothingFits} of the limits.` : "";
+    this.found.replaceChildren(host, element("p", note, { class: "hint" }));
+    new FrontChart(host, front, ({ opens }) => {
+      this.news.textContent = "Its schedule is above.";
+      this.openPlan(plans[opens]);
+    });
+  }
+
+  opener(plan) {
+    const made = element("button", "show the winner", { type: "button", id: "search-open" });
+    made.addEventListener("click", () => this.openPlan(plan));
+    return made;
+  }
+}
+
+function labelledBox(text, box) {
+  const made = element("label", `${text} `);
+  made.append(box);
+  return made;
+}
+
+function tableOf(rows) {
+  const scroll = element("div", "", { class: "scroll", tabindex: "0" });
+  const made = element("table", "", { class: "speeds" });
+  const head = made.createTHead().insertRow();
+  for (const title of ["placement", "bubble", "bound", "peak, microbatches", "why"]) head.append(element("th", title, { scope: "col" }));
+  const body = made.createTBody();
+  for (const { placement, bubble, bound, peak, note } of rows) {
+    const row = body.insertRow();
+    row.append(element("th", placement, { scope: "row" }));
+    for (const text of [percent(bubble), percent(bound), peak === null ? "–" : `${+peak.toPrecision(4)}`]) row.append(element("td", text));
+    row.append(element("td", note, { class: "why" }));
+  }
+  scroll.append(made);
+  return scroll;
+}
+
+// The events of a response, as they come.
+async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) yield JSON.parse(part.replace(/^data: /, ""));
+  }
+}

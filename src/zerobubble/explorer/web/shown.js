@@ -1,0 +1,42 @@
+// The answer: figures, the picture in the viewer, what to save, and the lines that make it anew.
+
+import { Picture } from "./picture.js";
+import { element } from "./words.js";
+import { Saver } from "./saver.js";
+
+export class Shown {
+  constructor(right, theme, settings) {
+    this.cards = element("section", "", { class: "cards", "aria-label": "Figures", "aria-live": "polite" });
+    this.notes = element("div", "", { class: "noted" });
+    const host = element("div", "", { id: "viewer" });
+    this.picture = new Picture(host, theme);
+    this.saver = new Saver(settings.forms, "saved", "");
+    right.append(this.cards, this.notes, host, this.saver.host);
+  }
+
+  async show(answer, values) {
+    const { data, figures, notes, assumptions } = answer;
+    this.cards.replaceChildren(...figures.map(card));
+    this.notes.replaceChildren(...notes.map((note) => element("p", note)), ...(assumptions.length ? [assumed(assumptions)] : []));
+    this.saver.show(answer, values);
+    await this.picture.show(data);
+  }
+
+  leave() {
+    this.picture.clear();
+  }
+}
+
+function assumed(sentences) {
+  const made = element("details", "", { id: "assumed" });
+  const list = element("ul");
+  list.append(...sentences.map((sentence) => element("li", sentence)));
+  made.append(element("summary", `${sentences.length} things are assumed`), list);
+  return made;
+}
+
+export function card({ label, value, detail }) {
+  const made = element("div", "", { class: "card" });
+  made.append(element("div", label, { class: "label" }), element("div", value, { class: "value" }), element("div", detail, { class: "detail" }));
+  return made;
+}

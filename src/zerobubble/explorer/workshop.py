@@ -1,0 +1,224 @@
+"""The workshop of building blocks: a block whose passes are moved, where its copies collide, what they hold, and its steps."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from zerobubble.blocks import Block, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
+from zerobubble.blocks.conflicts import collision_sentence, early_sentence, find_collisions, find_early_starts
+from zerobubble.errors import ScheduleError
+from zerobubble.explorer.question import FieldError, beside, read_fields
+from zerobubble.export.blocks import block_svg, layout_figures, terms
+from zerobubble.export.json_form import dumps
+from zerobubble.export.palette import ink, shade
+from zerobubble.kinds import traits_of
+from zerobubble.view.block_page import block_html, block_views
+from zerobubble.view.page import viewer_data
+
+MOST_DRAWN = 2_500
+"""The most passes of a block that the page draws."""
+MOST_PLAYED = 30_000
+"""The most passes of the schedules made of it, which follow while a pass is dragged."""
+MOST_SLOTS = 1_000_000
+"""The most slots of all ranks together that the steps may go through."""
+MOST_TOLD = 100
+"""The most collisions, and passes that start early, that the page is told of."""
+
+
+@dataclass(frozen=True)
+class BlockQuestion:
+    """A block and what to make of it: one that is published, or `text`, the text form of any, which stands before `block` and `ranks`.
+
+    `memory` is the stage activations that a rank may hold when passes are reordered, and `through` whether those of the steady phase
+    move, too (1) or not (0).
+    """
+
+    block: str = "v-half"
+    ranks: int = 4
+    text: str = ""
+    microbatches: int = 12
+    memory: int | None = None
+    through: int = 0
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "ranks": (1, 32),
+    "microbatches": (1, 1024),
+    "memory": (1, 1_000_000),
+    "through": (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A block with its steps, which are None where it cannot be repeated; `problems` are then the sentences that say why."""
+
+    question: BlockQuestion
+    block: Block
+    steps: Steps | None
+    collisions: tuple[dict[str, Any], ...]
+    early: tuple[dict[str, Any], ...]
+
+    @property
+    def problems(self) -> list[str]:
+        return [told["text"] for told in (*self.collisions, *self.early)]
+
+
+def read_block_question(data: Any) -> BlockQuestion:
+    """The question in the JSON that the page sends. Raises `FieldError` naming the field of a value that cannot be used."""
+    return read_fields(BlockQuestion, RANGES, data)
+
+
+def make_block(question: BlockQuestion) -> Made:
+    """The block of the question, with its steps where it can be repeated. Raises `FieldError` naming the field that cannot be used."""
+    block = _block(question)
+    _require_size(block, question.microbatches)
+    collisions, early = tuple(_collisions(block)), tuple(_early_starts(block))
+    return Made(question, block, None if collisions or early else _steps(block, question), collisions, early)
+
+
+def _block(question: BlockQuestion) -> Block:
+    if question.text:
+        with beside("text"):
+            return Block.from_text(question.text)
+    with beside("block"):
+        return known_block(question.block, question.ranks)
+
+
+def _require_size(block: Block, microbatches: int) -> None:
+    starts = [start for row in block.starts for start in row]
+    passes, copies = len(starts), -(-microbatches // block.num_microbatches)
+    taken = sum(block.length(start.op.kind) for start in starts)
+    slots = (block.interval * copies + max(start.slot for start in starts)) * block.placement.num_ranks
+    for field, count, most, what in (
+        ("text", passes, MOST_DRAWN, "the block has {:,} passes; the page draws at most {:,}"),
+        ("text", taken, MOST_SLOTS, "the passes of the block take {:,} slots; the workshop takes at most {:,}"),
+        ("microbatches", passes * copies, MOST_PLAYED, "the schedule would have up to {:,} passes; the workshop takes at most {:,}"),
+        ("microbatches", slots, MOST_SLOTS, "the schedule would go through {:,} slots on all ranks; the workshop takes at most {:,}"),
+    ):
+        if count > most:
+            raise FieldError(field, what.format(count, most))
+
+
+def _collisions(block: Block) -> list[dict[str, Any]]:
+    return [
+        {"ops": [str(one.first.op), str(one.second.op)], "since": one.since, "text": collision_sentence(block, one)}
+        for one in islice(find_collisions(block), MOST_TOLD)
+    ]
+
+
+def _early_starts(block: Block) -> list[dict[str, Any]]:
+    return [{"ops": [str(one.start.op)], "text": early_sentence(one)} for one in islice(find_early_starts(block), MOST_TOLD)]
+
+
+def _steps(block: Block, question: BlockQuestion) -> Steps:
+    try:
+        with beside("memory"):
+            return four_steps(block, question.microbatches, question.memory, keep_steady_phase=not question.through)
+    except ScheduleError as error:
+        raise FieldError("text", error.faults[0].message) from error
+
+
+def made_to_dict(made: Made) -> dict[str, Any]:
+    """What the page shows: the block with its lifespans, what is wrong with it, and the steps in the viewer with their figures."""
+    block, steps = made.block, made.steps
+    later = {} if steps is None else {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
+    return {
+        "name": block.name,
+        "text": block.to_text(),
+        "interval": block.interval,
+        "rows": [list(map(list, _passes(block, rank))) for rank in range(block.placement.num_ranks)],
+        "kinds": _kinds(block),
+        "lifespans": [[list(life) for life in lives] for lives in lifespans(block)],
+        "terms": [" + ".join(terms(block, rank)) for rank in range(block.placement.num_ranks)],
+        "law": list(memory_law(block)),
+        "steady": list(steady_peaks(block)),
+        "collisions": list(made.collisions),
+        "early": list(made.early),
+        "steps": [[name, *layout_figures(layout)] for name, layout in later.items()],
+        "data": None if steps is None else viewer_data(block_views(block, steps)[1:]),
+        "command": block_command(made),
+        "python": block_python(made),
+    }
+
+
+def _passes(block: Block, rank: int) -> list[tuple[str, str, int, int, int, int]]:
+    """Pass, kind, place of its stage among those of the rank, microbatch, slot and length of each pass of a rank."""
+    stages = sorted({start.op.stage for start in block.starts[rank]})
+    return [(str(op), op.kind, stages.index(op.stage), op.microbatch, slot, block.length(op.kind)) for op, slot in block.starts[rank]]
+
+
+def _kinds(block: Block) -> dict[str, dict[str, Any]]:
+    """How the kinds of the block look on the stages of a rank."""
+    shades = max(len({start.op.stage for start in row}) for row in block.starts)
+    kinds = {start.op.kind for row in block.starts for start in row}
+    return {
+        kind: {"phrase": traits_of(kind).phrase, "looks": [[(fill := shade(kind, at, shades)), ink(fill)] for at in range(shades)]}
+        for kind in sorted(kinds)
+    }
+
+
+def block_command(made: Made) -> str:
+    """The command that makes the same schedule."""
+    question = made.question
+    source = shlex.quote(file_name(made)) if question.text else f"{question.block} --ranks {question.ranks}"
+    words = ["zerobubble", "block", source, "--microbatches", str(question.microbatches)]
+    words += ["--memory", str(question.memory)] if question.memory is not None else []
+    words += ["--through"] if question.through else []
+    return " ".join(words)
+
+
+def block_python(made: Made) -> str:
+    """The program that makes the same schedule."""
+    question = made.question
+    source = f"Block.from_text(open({file_name(made)!r}).read())" if question.text else f"known_block({question.block!r}, {question.ranks})"
+    further = f", {question.memory}" if question.memory is not None else ""
+    further += ", keep_steady_phase=False" if question.through else ""
+    lines = [
+        "import zerobubble as zb",
+        "",
+        f"block = zb.blocks.{source}",
+        "assert not zb.blocks.collisions(block)",
+        f"steps = zb.blocks.four_steps(block, {question.microbatches}{further})",
+        "print(steps.reordered.schedule)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def file_name(made: Made) -> str:
+    """The file that the page saves the block to, which the lines read."""
+    return f"{made.block.name}.block.txt"
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """A form of a block: what the button says, the file's ending, its media type, and how it is written."""
+
+    label: str
+    ending: str
+    media_type: str
+    write: Callable[[Block, Steps], str]
+
+
+BLOCK_FORMS: dict[str, BlockForm] = {
+    "svg": BlockForm("SVG", "svg", "image/svg+xml", block_svg),
+    "html": BlockForm("page", "html", "text/html", block_html),
+    "block": BlockForm("block, text", "block.txt", "text/plain", lambda block, steps: block.to_text()),
+    "json": BlockForm("schedule, JSON", "json", "application/json", lambda block, steps: dumps(steps.reordered.schedule)),
+    "text": BlockForm("schedule, text", "txt", "text/plain", lambda block, steps: steps.reordered.schedule.to_text()),
+    "costs": BlockForm("costs, JSON", "costs.json", "application/json", lambda block, steps: dumps(steps.reordered.costs)),
+}
+"""Every form of a block by its name. PNG is drawn by the page itself."""
+
+
+def write_block_form(made: Made, name: str) -> str:
+    """The block in the form `name`; raises `FieldError` for an unknown one, and for a block that cannot be repeated."""
+    if name not in BLOCK_FORMS:
+        raise FieldError("", f"there is no form {name!r:.60}: known are {', '.join(BLOCK_FORMS)}")
+    if made.steps is None:
+        raise FieldError("text", made.problems[0])
+    return BLOCK_FORMS[name].write(made.block, made.steps)

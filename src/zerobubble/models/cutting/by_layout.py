@@ -1,0 +1,85 @@
+"""Cuts by a layout of Megatron, such as `E|(t|)*10m|m|m|LL|LL`, in which each letter stands for parts of the model.
+
+E is what lies in front of the first layer, t a layer, m a layer that predicts a further token, from a list of its own behind the other
+layers, and L what lies behind the last layer. Where several stages have an L, each L is one of the parts that make the model's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, groupby, pairwise
+
+from zerobubble.errors import InputError
+from zerobubble.export.megatron import spelled_stages
+
+
+def stages_by_layout(layout: str, units: Sequence[str], blocks: Collection[str], heads: Collection[str]) -> list[list[str]]:
+    """The units of each stage; `blocks` are those that are layers, `heads` those that the model's output comes from.
+
+    Raises `InputError` for a layout that does not fit the model, naming its parts.
+    """
+    stages = spelled_stages(layout)
+    _refuse_other_order(layout, stages)
+    layers = _layers(layout, stages, units, blocks, heads) if "m" in layout else [unit for unit in units if unit in blocks]
+    counts = [stage.count("t") + stage.count("m") for stage in stages]
+    if sum("L" in stage for stage in stages) < 2:
+        return stages_by_counts(counts, units, layers)
+    losses = [stage.count("L") for stage in stages]
+    found = _heads(layout, sum(losses), units[units.index(layers[-1]) + 1 :], heads)
+    return stages_by_counts([count + more for count, more in zip(counts, losses, strict=True)], units, layers, found)
+
+
+def stages_by_counts(counts: Sequence[int], units: Sequence[str], layers: Sequence[str], heads: Sequence[str] = ()) -> list[list[str]]:
+    """The units of each stage, which has so many of the layers and of the `heads` behind them.
+
+    Units between two layers lie with the one before them, units between two heads with the one behind them.
+    """
+    if sum(counts) != len(layers) + len(heads):
+        raise InputError(f"cuts have {sum(counts) - len(heads)} layers together, and the model has {len(layers)}: {told(layers)}")
+    begins = [units.index(layer) for layer in layers]
+    begins += [units.index(before) + 1 for before in (layers[-1], *heads)]
+    edges = [0, *(begins[end] for end in list(accumulate(counts))[:-1]), len(units)]
+    stages = [list(units[start:end]) for start, end in pairwise(edges)]
+    for stage, held in enumerate(stages):
+        if not held:
+            raise InputError(f"stage {stage} would hold no part of the model; only the first and the last stage can be without a layer")
+    return stages
+
+
+def _refuse_other_order(layout: str, stages: Sequence[str]) -> None:
+    letters = "".join(stages)
+    if list(letters) != sorted(letters, key="EtmL".index) or letters.count("E") > 1:
+        raise InputError(f"a layout has one E at most, and then t, m and L in this order, got {layout!r}")
+
+
+def _layers(layout: str, stages: Sequence[str], units: Sequence[str], blocks: Collection[str], heads: Collection[str]) -> list[str]:
+    """The layers t and those that predict further tokens, which lie in lists of their own; raises `InputError` where there are none."""
+    letters = "".join(stages)
+    num_layers, num_all = letters.count("t"), letters.count("t") + letters.count("m")
+    behind = units[next(place for place, unit in enumerate(units) if unit in blocks) :]
+    items = [unit for unit in behind if unit in blocks or unit.rpartition(".")[2].isdigit()]
+    lists = [(name, len(list(group))) for name, group in groupby(items, key=lambda unit: unit.rpartition(".")[0])]
+    if not {num_layers, num_all} <= set(accumulate(count for _, count in lists)) or not set(items[num_all:]) <= set(heads):
+        raise InputError(
+            f"layout {layout!r} has {num_layers} layers t and {num_all - num_layers} layers m, which predict further tokens and lie in a "
+            f"list of their own behind the others, and the model's lists are {', '.join(f'{name!r} of {count}' for name, count in lists)}: "
+            "write t for layers that predict none, or give the names of the parts at which stages begin"
+        )
+    return items[:num_all]
+
+
+def _heads(layout: str, num_losses: int, behind: Sequence[str], heads: Collection[str]) -> list[str]:
+    """The parts that make the model's output, of those behind its last layer, as many as L; raises `InputError` where there are not."""
+    found = [unit for unit in behind if unit in heads]
+    if len(found) != num_losses:
+        raise InputError(
+            f"layout {layout!r} shares out {num_losses} losses L over several stages, one for each head of the model, and its "
+            f"output comes from {len(found)} parts behind its last layer ({told(found)}): write every L in the last stage, or let each "
+            "prediction have a head of its own, with the same weight where they share it"
+        )
+    return found
+
+
+def told(units: Sequence[str]) -> str:
+    """Their names, the first and the last of many."""
+    return ", ".join(map(repr, units)) if len(units) < 8 else f"{units[0]!r}, {units[1]!r} ... {units[-1]!r}"

@@ -1,0 +1,240 @@
+"""What the units of a model cost, estimated without its numbers: operations, bytes of parameters, and bytes of activations.
+
+A unit runs forward and backward on the meta device, where tensors have shapes and no memory. Every operation that torch knows to count
+is counted (`torch.utils.flop_counter`), each matrix product twice: once for the gradient of what flows back, once for that of a weight.
+Times are these operations at one rate, so they compare units with each other; `Pipeline.profile` measures.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+from zerobubble.models.cutting.fused_attention import FusedAttention
+from zerobubble.models.observation.alike import Shared, alike_of
+from zerobubble.models.observation.copies import copy_of
+from zerobubble.models.observation.dataflow import Called, Dataflow, OutputForm, kind_of
+from zerobubble.models.observation.operations import Operations, parameters_of
+from zerobubble.models.observation.units import Units
+from zerobubble.partition import Layer
+from zerobubble.runtime.measure.trained_bytes import trained_bytes
+from zerobubble.runtime.values.added_losses import collecting_losses
+from zerobubble.units import MOST
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast operations and messages are taken to be: a GPU of today at half of its peak, and a fast network."""
+
+    flops_per_second: float = 4e14
+    bytes_per_second: float = 5e10
+
+    def time(self, flops: int) -> int:
+        """The ns that so many operations take."""
+        return min(MOST, round(1e9 * flops / self.flops_per_second))
+
+    def message_time(self, count: int) -> int:
+        """The ns that a message of so many bytes takes."""
+        return min(MOST, round(1e9 * count / self.bytes_per_second))
+
+
+COUNTING = Machine(1e9, 1e9)
+"""The machine on which a ns is an operation."""
+
+
+class Estimate(NamedTuple):
+    """The floating-point operations of F, B and W, and bytes: saved by F, left by B for W, and of the output."""
+
+    forward: int
+    backward: int
+    weight: int
+    saved: int
+    pending: int
+    message: int
+
+
+def estimated_layers(found: Units, flow: Dataflow, machine: Machine) -> tuple[Layer, ...]:
+    """Each of the units that a forward calls as a layer by its name, all its calls together.
+
+    Below the first unit that trains nothing flows back, so there is no B, and in that unit B goes back to what trains and no further.
+    Behind a part of a block that is not its last, what came into the block crosses, too, as its residual.
+    """
+    units = found.units
+    alike = alike_of(units)
+    known = {each: Shared[Estimate](each) for each in alike.values()}
+    calls: dict[str, list[Estimate]] = {}
+    flows_back = False
+    for call, called in flow.calls.items():
+        estimate = _estimate(units[call.unit], called, flows_back, known[alike[call.unit]])
+        calls.setdefault(call.unit, []).append(estimate)
+        flows_back = flows_back or _trains(units[call.unit])
+    messages = _messages({name: estimates[-1].message for name, estimates in calls.items()}, found.block_of)
+    return tuple(_layer(name, found, estimates, messages[name], machine) for name, estimates in calls.items())
+
+
+def _messages(outputs: Mapping[str, int], block_of: Mapping[str, str]) -> dict[str, int]:
+    """The bytes that cross a cut behind each unit: its output, and inside a block the output of what came before the block."""
+    names, messages, residual = list(outputs), {}, 0
+    for place, name in enumerate(names):
+        block = block_of.get(name)
+        if place and block_of.get(names[place - 1]) != block:
+            residual = outputs[names[place - 1]]
+        is_inside = block is not None and place + 1 < len(names) and block_of.get(names[place + 1]) == block
+        messages[name] = outputs[name] + (residual if is_inside else 0)
+    return messages
+
+
+def _layer(name: str, found: Units, calls: Sequence[Estimate], message: int, machine: Machine) -> Layer:
+    forward, backward, weight, saved, pending, _ = map(sum, zip(*calls, strict=True))
+    times = [machine.time(count) for count in (forward, backward, weight)]
+    kept, block = trained_bytes(parameters_of(found.units[name])), found.block_of.get(name, "")
+    short = name.removeprefix(f"{block}.")
+    return Layer(times[0], times[1], times[2], saved, pending, kept, machine.message_time(message), short, block)
+
+
+def _trains(unit: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in parameters_of(unit))
+
+
+def _estimate(unit: nn.Module, called: Called, flows_back: bool, known: Shared[Estimate]) -> Estimate:
+    """What a call of a unit costs, or of one that is like it."""
+    name, given = called.call.unit, called.given
+    key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(given.structure), *map(_kind, given.leaves))
+    found = known.of(name, key)
+    if found is None:
+        on_meta = _on_meta(unit)
+        found, read = known.run(on_meta, lambda: _run_or_guess(on_meta, called, flows_back))
+        known.keep(name, key, found, read)
+    return found
+
+
+def _run_or_guess(unit: nn.Module, called: Called, flows_back: bool) -> Estimate:
+    """What a call costs; where the unit cannot run on the meta device, B and W are taken to be as long as F."""
+    message = sum(map(_bytes, called.form.tensors))
+    try:
+        with _disable_current_modes():
+            return _run(unit, called.given, flows_back, message)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # its code looks at numbers, or does not suit the meta device
+        trains = _trains(unit)
+        return Estimate(called.flops, called.flops * flows_back, called.flops * trains, message, message * trains, message)
+
+
+def _run(unit: nn.Module, given: OutputForm, flows_back: bool, message: int) -> Estimate:
+    with _work_for_weights(unit) as pending, _saved(unit) as saved, FlopCounterMode(display=False) as counting:
+        inputs, outputs = _inputs_and_outputs(unit, given, flows_back)
+    trained = [parameter for parameter in parameters_of(unit) if parameter.requires_grad]
+    everything = _backward_flops(outputs, [*inputs, *trained])
+    if trained and not flows_back:  # B still goes from the output back to the layers in the unit that train
+        inputs, outputs = _inputs_and_outputs(unit, given, flows_back=True)
+        weight = min(everything, _backward_flops(outputs, [*inputs, *trained]) - _backward_flops(outputs, inputs))
+    else:
+        weight = everything - _backward_flops(outputs, inputs)
+    return Estimate(counting.get_total_flops(), everything - weight, weight, saved.bytes, pending.bytes, message)
+
+
+def _inputs_and_outputs(unit: nn.Module, given: OutputForm, flows_back: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The inputs to which gradients flow back, and the outputs, of a forward with arguments like those given."""
+    args, kwargs = given.filled([_flowing(leaf) if flows_back else leaf for leaf in given.leaves])
+    if isinstance(unit, Operations):
+        args = (*unit.given_parameters, *args[len(unit.given_parameters) :])
+    with torch.enable_grad(), collecting_losses(), FusedAttention():
+        output = unit(*args, **kwargs)
+    flowing = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    own = set(map(id, parameters_of(unit)))
+    inputs = [leaf for leaf in flowing if id(leaf) not in own]
+    return inputs, [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, Tensor)]
+
+
+def _plain(output: Any) -> Any:
+    """The output as a dict where it is one, such as those of Transformers, which pytrees may not know."""
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def _backward_flops(outputs: list[Tensor], wanted: list[Tensor]) -> int:
+    """The operations that it takes to get the gradients of what is `wanted`."""
+    flowing = [output for output in outputs if output.requires_grad]
+    if not flowing or not wanted:
+        return 0
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(flowing, wanted, [torch.zeros_like(output) for output in flowing], retain_graph=True, allow_unused=True)
+    return int(counter.get_total_flops())
+
+
+class _Storages:
+    """Bytes of tensors, each storage counted once."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        self.bytes = 0
+        self._alive = {tensor.untyped_storage()._cdata: tensor for tensor in known}  # an address belongs to another storage after its end
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor`, unless it is known."""
+        storage = tensor.untyped_storage()
+        if self._alive.setdefault(storage._cdata, tensor) is tensor:
+            self.bytes += max(_bytes(tensor), storage.nbytes())
+
+
+@contextmanager
+def _saved(unit: nn.Module) -> Iterator[_Storages]:
+    """Counts what autograd saves inside, without parameters and buffers."""
+    found = _Storages(itertools.chain(parameters_of(unit), unit.buffers()))
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.add(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+@contextmanager
+def _work_for_weights(unit: nn.Module) -> Iterator[_Storages]:
+    """Counts what W needs of the layers that are called inside: of each with a trained weight its input and the gradient of its output."""
+    found = _Storages()
+
+    def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in pytree.tree_leaves((args, output)):
+            if isinstance(tensor, Tensor):
+                found.add(tensor)
+
+    own = [part for part in unit.modules() if any(p.requires_grad and p.dim() > 1 for p in part.parameters(recurse=False))]
+    handles = [part.register_forward_hook(count) for part in own]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _on_meta(unit: nn.Module) -> nn.Module:
+    """A copy of `unit` whose parameters and buffers take no memory, and train as its own do."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p.detach()), requires_grad=p.requires_grad) for p in unit.parameters()}
+    memo |= {id(buffer): _meta(buffer) for buffer in unit.buffers()}
+    return copy_of(unit, memo)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _flowing(leaf: Any) -> Any:
+    """A floating-point argument that has a gradient, as it comes from a unit before; anything else as it is."""
+    is_flowing = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.detach().requires_grad_() if is_flowing else leaf
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _kind(leaf: Any) -> Any:
+    return kind_of(leaf, lambda tensor: (tensor.shape, tensor.dtype, tensor.requires_grad))

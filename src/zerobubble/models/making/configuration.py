@@ -1,0 +1,50 @@
+"""A configuration of Transformers in the place of a model: the function that makes the model, with random weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from zerobubble.arguments import Wanted
+from zerobubble.errors import InputError
+
+
+def is_configuration(given: object) -> bool:
+    """Whether this is a configuration of Transformers, which has been imported then."""
+    kind = getattr(sys.modules.get("transformers"), "PretrainedConfig", None)
+    return kind is not None and isinstance(given, kind)
+
+
+CONFIGURATION = Wanted("a configuration of Transformers", is_configuration)
+
+
+def maker_of(config: Any) -> Callable[[], nn.Module]:
+    """The function that makes the model of `config`: of its `architectures`, by default the causal language model of its family.
+
+    Raises `InputError` where Transformers has neither. Code that comes with a configuration runs where the user runs it.
+    """
+    transformers: Any = sys.modules["transformers"]
+    names = getattr(config, "architectures", None) or []
+    kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if kind is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(_no_class(type(config).__name__, names, getattr(config, "auto_map", None)))
+
+    def make() -> nn.Module:
+        made: nn.Module = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
+        return made
+
+    return make
+
+
+def _no_class(config: str, names: Sequence[str], own_code: object) -> str:
+    what = (
+        f"is for {', '.join(names)}, which is not in Transformers" if names else "names no architectures, and its family no language model"
+    )
+    trusts = ", trust_remote_code=True) where you trust the code that comes with it" if own_code else ")"
+    return (
+        f"zb.split cannot make a model of a configuration alone that {what} ({config}): give it the function that makes the model, such as "
+        f"lambda: AutoModelForCausalLM.from_config(config{trusts}"
+    )

@@ -1,0 +1,209 @@
+"""A model without parts, traced by torch.export: its operations in segments, which are parts, over the parameters of its own names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from zerobubble.errors import InputError
+from zerobubble.models.making.tracing.calls import Calls
+from zerobubble.models.making.tracing.segments import Segment, cut_graph, graph_of
+from zerobubble.models.observation.copies import copy_of
+from zerobubble.models.observation.example import Arguments
+from zerobubble.models.observation.operations import Operations
+from zerobubble.models.observation.untouched_zeros import untouched_zeros
+from zerobubble.runtime.failure.error_text import describe
+
+_OPERATIONS, _BEFORE, _CONSTANTS = "operations", "without_parameters", "constants"
+"""Under which names a traced model has what it is made of."""
+
+
+class Traced(nn.Module):
+    """A model as the list of its operations. Made by `Trace.over`."""
+
+    def __init__(self, calls: Calls, plan: Sequence[tuple[str, Segment]], before: Segment, named: dict[int, str], given: list[int]) -> None:
+        super().__init__()
+        self._calls = calls
+        self._plan = tuple(plan)
+        self._before = before
+        self._named = named
+        self._given = tuple(given)
+        self._output: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        known: dict[int, Any] = dict(zip(self._given, self._calls.leaves(args, kwargs), strict=True))
+        known |= {place: reduce(getattr, name.split("."), self) for place, name in self._named.items()}
+        for run, segment in ((_BEFORE, self._before), *self._plan):
+            made = self.get_submodule(run)(*(known[place] for place in (*segment.parameters, *segment.inputs)))
+            known.update(zip(segment.outputs, made, strict=True))
+        return self._calls.result([known[leaf] if is_made else leaf for is_made, leaf in self._output])
+
+
+class Trace:
+    """What torch.export found of a model: its operations in segments, which any model of the same code can be given as parts."""
+
+    def __init__(self, calls: Calls, programs: tuple[ExportedProgram, ExportedProgram], num_stages: int) -> None:
+        self._calls = calls
+        self._programs = programs
+        self._nodes = [list(program.graph.nodes) for program in programs]
+        self._names, self._constants = _named(programs[0])
+        parameters = {node for node, spec in _placeholders(programs[0]) if spec.kind is InputKind.PARAMETER}
+        self._before, segments = cut_graph(programs[0].graph, parameters, num_stages)
+        self._plan = [(f"{_OPERATIONS}.{self._nodes[0][segment.nodes[0]].name}", segment) for segment in segments]
+
+    @classmethod
+    def of(cls, model: nn.Module, arguments: Arguments, num_stages: int) -> Trace:
+        """The operations of `model` in segments of which `num_stages` stages can be made. Parameters on the meta device will do.
+
+        Raises `InputError` where torch cannot trace it, and where its operations are others in training than in evaluation by more than
+        constants.
+        """
+        name = type(model).__name__
+        taken = [own for own in (_OPERATIONS, _BEFORE, _CONSTANTS) if hasattr(model, own)]
+        if taken:
+            raise InputError(f"it has an attribute {taken[0]!r}, by which a traced model calls what it is made of: rename that attribute")
+        traced = _with_zeros(model)
+        calls = Calls(name, traced.forward, *_at_least_two(arguments))
+        try:
+            training, evaluation = (_exported(traced, calls, training=mode) for mode in (model.training, False))
+        except Exception as error:
+            raise InputError(
+                f"torch.export, which might find places between its operations, cannot trace it: {describe(error)[:300]}"
+            ) from error
+        _refuse_unlike(name, training, evaluation)
+        _hold(calls, training)
+        return cls(calls, (training, evaluation), num_stages)
+
+    def over(self, model: nn.Module) -> Traced:
+        """`model`, with its own parameters under their names, as its operations."""
+        nodes = self._nodes[0]
+        place = {node: number for number, node in enumerate(nodes)}
+        places = {place[node]: name for node, name in self._names.items()}
+        made = Traced(self._calls, self._plan, self._before, places, [place[node] for node in _user_inputs(self._programs[0])])
+        _hold_tensors(made, model, self._constants)
+        operations = {name.partition(".")[2]: self._operations(segment, model, places) for name, segment in self._plan}
+        made.add_module(_OPERATIONS, nn.ModuleDict(operations))
+        made.add_module(_BEFORE, graph_of(self._before, nodes, self._programs[0].graph_module))
+        (results,) = nodes[-1].args
+        made._output = tuple((isinstance(each, Node), place[each] if isinstance(each, Node) else each) for each in results)
+        made.train(model.training)
+        if hasattr(model, "config"):
+            made.config = model.config  # by which arguments are completed
+        return made
+
+    def _operations(self, segment: Segment, model: nn.Module, places: dict[int, str]) -> Operations:
+        of_modes = zip(self._nodes, self._programs, strict=True)
+        training, evaluation = (graph_of(segment, nodes, program.graph_module) for nodes, program in of_modes)
+        return Operations(training, evaluation, [model.get_parameter(places[number]) for number in segment.parameters])
+
+
+def _with_zeros(model: nn.Module) -> nn.Module:
+    """A copy of `model` with zeros, which take no memory, for parameters on the meta device; itself where it has none there.
+
+    Torch looks at no numbers as it traces, but notes on which device new tensors are made.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    others: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    others |= {id(each): nn.Parameter(untouched_zeros(each), requires_grad=each.requires_grad) for each in model.parameters()}
+    return copy_of(model, others)
+
+
+def _at_least_two(arguments: Arguments) -> Arguments:
+    """The arguments, a batch of one as a batch of two: torch takes a size of 1 for one that never changes."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    if not all(leaf.dim() and leaf.shape[0] == 1 for leaf in leaves if isinstance(leaf, Tensor)):
+        return arguments
+    twice = [torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    found: Arguments = pytree.tree_unflatten(twice, structure)
+    return found
+
+
+def _exported(model: nn.Module, calls: Calls, *, training: bool) -> ExportedProgram:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, mode in modes:
+            module.training = training and mode
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of its own
+            return torch.export.export(model, calls.args, calls.kwargs, dynamic_shapes=calls.any_sizes(), strict=False)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _refuse_unlike(name: str, training: ExportedProgram, evaluation: ExportedProgram) -> None:
+    ours, others = list(training.graph.nodes), list(evaluation.graph.nodes)
+    if [(node.op, node.target) for node in ours if node.op != "placeholder"] != [
+        (node.op, node.target) for node in others if node.op != "placeholder"
+    ] or len(ours) != len(others):
+        raise InputError(
+            f"the operations of {name} in training are others than in evaluation, and the graph that torch.export makes has one list of "
+            "them: let modules such as nn.Dropout tell training from evaluation, or put its layers into modules of a ModuleList"
+        )
+
+
+def _hold(calls: Calls, program: ExportedProgram) -> None:
+    sizes = [_sizes(node.meta["val"]) for node in _user_inputs(program)]
+    calls.hold_for(sizes, dict(program.range_constraints), program.call_spec.out_spec)
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    """The sizes of a tensor in a graph, as numbers and symbols."""
+    return [size if isinstance(size, int) else size.node.expr for size in value.shape] if isinstance(value, Tensor) else ()
+
+
+def _placeholders(program: ExportedProgram) -> list[tuple[Node, Any]]:
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return list(zip(nodes, program.graph_signature.input_specs, strict=True))
+
+
+def _user_inputs(program: ExportedProgram) -> list[Node]:
+    return [node for node, spec in _placeholders(program) if spec.kind is InputKind.USER_INPUT]
+
+
+def _named(program: ExportedProgram) -> tuple[dict[Node, str], dict[str, Tensor]]:
+    """The names of the tensors that the graph is given of the model, and constants of its own by their names."""
+    names: dict[Node, str] = {}
+    constants: dict[str, Tensor] = {}
+    for node, spec in _placeholders(program):
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            names[node] = str(spec.target)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            names[node] = f"{_CONSTANTS}.{len(constants)}"
+            constants[str(len(constants))] = program.constants[str(spec.target)]
+        elif spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta["val"], (Tensor, type(None), int, float, bool, str)):
+            raise InputError(f"its graph is given {spec.target or node.name!r} ({spec.kind.name}), which stages could not be given")
+    return names, constants
+
+
+def _hold_tensors(made: nn.Module, model: nn.Module, constants: dict[str, Tensor]) -> None:
+    """Let `made` have all parameters and buffers of `model`, under all of their names, and the constants of the graph."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, own = _owner(made, name)
+        owner.register_parameter(own, parameter)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own, buffer in module._buffers.items():
+            owner, _ = _owner(made, f"{path}.{own}" if path else own)
+            owner.register_buffer(own, buffer, persistent=own not in module._non_persistent_buffers_set)
+    for own, tensor in constants.items():
+        _owner(made, f"{_CONSTANTS}.{own}")[0].register_buffer(own, tensor.detach(), persistent=False)
+
+
+def _owner(made: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module in which the tensor of this name lies, made where there is none, and the tensor's own name in it."""
+    path, _, own = name.rpartition(".")
+    for child in filter(None, path.split(".")):
+        if child not in made._modules:
+            made.add_module(child, nn.Module())
+        made = made.get_submodule(child)
+    return made, own

@@ -1,0 +1,307 @@
+"""Units that are alike: what was seen of one of them holds for the others.
+
+The law: code that reads the same does the same. Units are alike if they have modules of the same classes under the same names, with
+parameters and buffers of the same forms. They may differ in other attributes, such as the number of a layer, and then it is noted which of
+these a run reads: what it found holds for the units in which those have the same values, and for no others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Found = TypeVar("Found")
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range})
+_STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
+_DEEPEST = 6
+"""So deep are nests of lists and dicts compared; below, only one object is like itself."""
+_REMEMBERED = 64
+"""Of how many keys it is remembered what was found."""
+
+
+class Place(NamedTuple):
+    """An attribute of a module in a unit, by the module's name in it."""
+
+    module: str
+    attribute: str
+
+
+Values = frozenset[tuple[Place, Hashable]]
+"""What a unit has at some places."""
+
+
+class Alike:
+    """Units that are alike, by their names: `values` has for each of them what it has at the `places` where they differ.
+
+    A unit that no other is like has none.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        every = {name: values_of(unit) for name, unit in units.items()} if len(units) > 1 else {}
+        first = next(iter(every.values()), {})
+        self.places = frozenset(place for place in first if any(values[place] != first[place] for values in every.values()))
+        self.values = {name: frozenset((place, values[place]) for place in self.places) for name, values in every.items()}
+
+
+def alike_of(units: Mapping[str, nn.Module]) -> dict[str, Alike]:
+    """For each of `units` those that are like it, itself among them."""
+    groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
+    for name, unit in units.items():
+        groups[_structure(unit)][name] = unit
+    found = {structure: Alike(group) for structure, group in groups.items()}
+    return {name: found[structure] for structure, group in groups.items() for name in group}
+
+
+class Shared(Generic[Found]):
+    """What was found out by running units of one `Alike`, by keys that tell apart what they were given."""
+
+    def __init__(self, alike: Alike) -> None:
+        self._alike = alike
+        self._found: OrderedDict[Hashable, list[tuple[Values, Found]]] = OrderedDict()
+        self.lock = threading.RLock()
+        """Held while a unit runs: what it reads is noted in the unit itself."""
+
+    def of(self, name: str, key: Hashable) -> Found | None:
+        """What is known of unit `name`, given what has this key."""
+        own = self._alike.values.get(name, frozenset())
+        return next((found for values, found in self._found.get(key, ()) if values <= own), None)
+
+    def keep(self, name: str, key: Hashable, found: Found, read: Collection[Place] | None) -> None:
+        """A run of unit `name` has read these of the places where it differs from others."""
+        if read is None or name not in self._alike.values:
+            return
+        values = frozenset((place, value) for place, value in self._alike.values[name] if place in read)
+        self._found.setdefault(key, []).append((values, found))
+        while len(self._found) > _REMEMBERED:
+            self._found.popitem(last=False)
+
+    def run(self, unit: nn.Module, look: Callable[[], Found]) -> tuple[Found, frozenset[Place] | None]:
+        """What `look` finds by running `unit`, and the places that this reads, None where it changes attributes itself."""
+        if not self._alike.values:
+            return look(), None
+        held: list[Any] = []  # so that nothing new gets the id of what was there
+        before, places = values_of(unit, held), self._alike.places
+        try:
+            with _noting_reads(unit, places) as reads:
+                found = look()
+            read = reads.places
+        except Exception:  # anything: code may look for hidden attributes where nobody notes it, and an error of its own comes once more
+            if not places:
+                raise
+            read = None
+        if read is None:
+            found, read = look(), places
+        is_changed = values_of(unit) != before
+        del held
+        return found, None if is_changed else frozenset(read)
+
+
+def _structure(unit: nn.Module) -> Hashable:
+    """The modules in `unit` with their classes, the names of their attributes, and the forms of their tensors."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        (
+            name,
+            numbers.setdefault(id(module), len(numbers)),
+            type(module),
+            frozenset(module.__dict__),
+            tuple(module._modules),
+            tuple((own, _form(tensor, numbers)) for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items())),
+        )
+        for name, module in unit.named_modules(remove_duplicate=False)
+    )
+
+
+def _form(tensor: Tensor | None, numbers: dict[int, int]) -> Hashable:
+    if tensor is None:
+        return None
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    number = numbers.setdefault(id(tensor), len(numbers))  # one that has several names is one
+    return number, type(tensor), tensor.shape, strides, tensor.dtype, tensor.requires_grad
+
+
+def values_of(unit: nn.Module, held: list[Any] | None = None) -> dict[Place, Hashable]:
+    """What the attributes of the modules in `unit` hold, so that equal values are equal to all code, and unequal ones may be, too.
+
+    Objects of which nothing more is known are told by their ids, and added to `held`: answers compare while these live.
+    """
+    held = [] if held is None else held
+    own = {id(module): name for name, module in unit.named_modules()}
+    held += unit.modules()
+    return {
+        Place(name, attribute): _value(value, own, held, _DEEPEST)
+        for name, module in unit.named_modules()
+        for attribute, value in module.__dict__.items()
+        if attribute not in _STRUCTURE
+    }
+
+
+def _value(value: Any, own: Mapping[int, str], held: list[Any], depth: int) -> Hashable:
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value) if kind in (float, complex) else value  # 0.0 == -0.0, and nan != nan
+    if id(value) in own:
+        return "module", own[id(value)]
+    if depth == 0:
+        return _identity(value, held)
+    inside = functools.partial(_value, own=own, held=held, depth=depth - 1)
+    if kind in (list, tuple):
+        return kind, tuple(map(inside, value))
+    if kind in (dict, OrderedDict):
+        return kind, tuple((inside(key), inside(each)) for key, each in value.items())
+    if kind in (set, frozenset):
+        return kind, frozenset(map(inside, value))
+    if kind is MethodType:
+        return kind, inside(value.__self__), _identity(value.__func__, held)
+    if kind is functools.partial:
+        return kind, inside(value.func), inside(value.args), inside(value.keywords)
+    return _identity(value, held)
+
+
+def _identity(value: Any, held: list[Any]) -> Hashable:
+    held.append(value)
+    return "object", id(value)
+
+
+class _Reads:
+    """The places that code reads; None, once it does something else with one, such as setting it, and has to run again unwatched."""
+
+    def __init__(self) -> None:
+        self._read: set[Place] = set()
+        self._asked: list[Place] = []
+
+    def ask(self, place: Place) -> None:
+        """Code asks whether there is such an attribute."""
+        self._asked.append(place)
+
+    def read(self, place: Place) -> None:
+        """And reads it."""
+        if place in self._asked:
+            self._asked.remove(place)
+        self._read.add(place)
+
+    @property
+    def places(self) -> Collection[Place] | None:
+        """What was read."""
+        return None if self._asked else self._read
+
+
+class _Hiding(dict[str, Any]):
+    """A dict of a module in which `hidden` attributes are missing, and whoever asks for one is noted."""
+
+    def __init__(self, given: Mapping[str, Any], hidden: Mapping[str, Any], module: str, reads: _Reads) -> None:
+        super().__init__(given)
+        self._hidden, self._module, self._reads = hidden, module, reads
+
+    def _ask(self, names: Iterable[object]) -> None:
+        for name in names:
+            if name in self._hidden:
+                self._reads.ask(Place(self._module, str(name)))
+
+    def __contains__(self, name: object) -> bool:
+        self._ask([name])
+        return name in self._hidden or super().__contains__(name)
+
+
+class _SetsHiddenError(Exception):
+    """Code sets an attribute that is watched: it has to run again unwatched."""
+
+
+class _Parameters(_Hiding):
+    """The parameters of a module, among which its own `__getattr__` looks for attributes that its `__dict__` has not."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._hidden:
+            return super().__getitem__(name)
+        self._reads.read(Place(self._module, name))
+        return self._hidden[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._hidden:  # as for any attribute that is set to None, and then would be read as it was
+            raise _SetsHiddenError(name)
+        super().__setitem__(name, value)
+
+
+class _Attributes(_Hiding):
+    """The `__dict__` of a module, which few but Python itself ask, and Python asks none of these methods."""
+
+    def __missing__(self, name: str) -> Any:
+        self._ask([name])
+        return self._hidden[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._ask([name])
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._ask(self._hidden)
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._ask(self._hidden)
+        return super().keys()
+
+    def values(self) -> Any:
+        self._ask(self._hidden)
+        return super().values()
+
+    def items(self) -> Any:
+        self._ask(self._hidden)
+        return super().items()
+
+
+@contextmanager
+def _noting_reads(unit: nn.Module, places: Collection[Place]) -> Iterator[_Reads]:
+    """Inside, it is noted which of `places` have attributes that code reads, among them from the start those that cannot be watched.
+
+    The attributes are taken out of the modules, so that looking for them leads to where it is noted. They are back afterwards.
+    """
+    reads = _Reads()
+    with ExitStack() as restore:
+        for name, group in itertools.groupby(sorted(places), key=lambda place: place.module):
+            module = unit.get_submodule(name)
+            attributes = {place.attribute for place in group}
+            seen = {attribute for attribute in attributes if _is_seen_when_read(module, attribute)}
+            for attribute in attributes - seen:
+                reads.read(Place(name, attribute))
+            restore.enter_context(_hidden(module, seen, name, reads))
+        yield reads
+
+
+@contextmanager
+def _hidden(module: nn.Module, attributes: Collection[str], name: str, reads: _Reads) -> Iterator[None]:
+    own, parameters = module.__dict__, module._parameters
+    before, parameters_before = dict(own), dict(parameters)
+    hidden = {attribute: own[attribute] for attribute in attributes}
+    visible = {attribute: value for attribute, value in own.items() if attribute not in hidden}
+    watched = _Parameters(parameters, hidden, name, reads)
+    object.__setattr__(module, "__dict__", _Attributes(visible | {"_parameters": watched}, hidden, name, reads))
+    was_watched = False
+    try:
+        yield
+        was_watched = reads.places is not None
+    finally:
+        found = dict(dict.items(module.__dict__))
+        object.__setattr__(module, "__dict__", own)
+        own.clear()
+        own.update(hidden | found if was_watched else before)
+        own["_parameters"] = parameters
+        parameters.clear()
+        parameters.update(dict.items(watched) if was_watched else parameters_before)
+
+
+def _is_seen_when_read(module: nn.Module, attribute: str) -> bool:
+    """Whether looking for an attribute that is not in the module's `__dict__` ends in the `__getattr__` of `nn.Module`, and there alone."""
+    kind = type(module)
+    is_plain = kind.__getattribute__ is object.__getattribute__ and kind.__getattr__ is nn.Module.__getattr__
+    return is_plain and not hasattr(kind, attribute)

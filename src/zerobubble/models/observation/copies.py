@@ -1,0 +1,65 @@
+"""Copies of modules, also of those that ran before and keep what they computed."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from functools import cache
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def copy_of(module: Module, others: dict[int, Any] | None = None) -> Module:
+    """A deep copy of `module`, with `others` in the place of objects of these ids, to which what was copied is added.
+
+    Of a tensor that a forward pass left in the module, such as a recurrent state, the copy has the numbers without their gradient:
+    `copy.deepcopy` refuses tensors that were computed.
+    """
+    with _WithoutGradients():
+        made: Module = _deep(module, {} if others is None else others)
+        return made
+
+
+_SAME = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, FunctionType, type})
+"""Types of what `copy.deepcopy` gives back as it is."""
+_HOW_TO_COPY = ("__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getattribute__", "__new__")
+
+
+def _deep(value: Any, memo: dict[int, Any]) -> Any:
+    """As `copy.deepcopy`, which takes several times as long for modules, most of which is spent on empty dicts for hooks."""
+    kind: Any = type(value)
+    if kind in _SAME:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind in (dict, OrderedDict):
+        made = memo[id(value)] = kind()
+        made.update((_deep(key, memo), _deep(each, memo)) for key, each in value.items())
+    elif isinstance(value, nn.Module) and _is_copied_as_others(kind):
+        made = memo[id(value)] = object.__new__(kind)
+        made.__dict__.update((name, _deep(each, memo)) for name, each in value.__dict__.items())
+    else:
+        made = copy.deepcopy(value, memo)
+    return made
+
+
+@cache
+def _is_copied_as_others(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class say nothing of their own about how they are copied."""
+    has_slots = any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+    return not has_slots and all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _HOW_TO_COPY)
+
+
+class _WithoutGradients(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not Tensor.__deepcopy__ or args[0].is_leaf:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = tensor.detach().clone()
+        return memo[id(tensor)]

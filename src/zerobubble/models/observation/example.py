@@ -1,0 +1,68 @@
+"""The arguments of a model: those with which it is looked at where the user gives none, and those that a model that is cut needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zerobubble.errors import InputError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a model."""
+
+
+def arguments_of(example: Any, model: nn.Module) -> Arguments:
+    """`example`, given as to `Pipeline.step`, as arguments of `model`, on its device."""
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+    moved: Any = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(example) if isinstance(example, Mapping) else example)
+    if isinstance(moved, dict):
+        return (), without_cache(model, moved)
+    return (tuple(moved) if isinstance(moved, (tuple, list)) else (moved,)), without_cache(model, {})
+
+
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, and for a model of Transformers that it keeps no cache, unless they say.
+
+    A cache is filled by every layer, and no stage has all of them; training needs none.
+    """
+    if "use_cache" in kwargs or not _keeps_cache(getattr(model, "config", None)):
+        return kwargs
+    return {**kwargs, "use_cache": False}
+
+
+def _keeps_cache(config: Any) -> bool:
+    """Whether a configuration says so, or one in it: that of the language model behind an encoder of images."""
+    if getattr(config, "use_cache", False):
+        return True
+    inner = getattr(type(config), "sub_configs", {})
+    return any(_keeps_cache(getattr(config, name, None)) for name in inner)
+
+
+def refuse_sums(kwargs: dict[str, Any]) -> None:
+    """Raises `InputError` for an argument with which Transformers sums its loss over microbatches, of which a step takes the mean."""
+    if kwargs.get("num_items_in_batch") is not None:
+        raise InputError(
+            "num_items_in_batch makes the loss of a microbatch its share of a sum, and a step takes the mean of the microbatches: leave it "
+            "out, and let Pipeline(loss_weight=...) count labels, such as loss_weight=lambda labels: (labels[:, 1:] != -100).sum()"
+        )
+
+
+def own_example(model: nn.Module) -> Any:
+    """The example that a model brings, None for one that brings none: models of Transformers have `dummy_inputs`, or tell image sizes."""
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        return _image(getattr(model, "config", None))
+    dummy = getattr(model, "dummy_inputs", None)
+    return dict(dummy) if isinstance(dummy, Mapping) else None
+
+
+def _image(config: Any) -> dict[str, Tensor] | None:
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+    if size is None:
+        return None
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return {"pixel_values": torch.zeros(1, channels, height, width)}

@@ -1,0 +1,37 @@
+"""Operations of a traced model in a row: a part without parameters of its own, which is given those that it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Operations(nn.Module):
+    """Operations in a row, as a graph for training and one for evaluation. They belong to one stage, as a part with parameters does.
+
+    Its first arguments are parameters of the model, `given_parameters`: here without their numbers.
+    """
+
+    def __init__(self, training: nn.Module, evaluation: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.in_training = training
+        self.in_evaluation = evaluation
+        self.given_parameters = tuple(map(_without_numbers, parameters))
+
+    def forward(self, *args: Any) -> Any:
+        run = self.in_training if self.training else self.in_evaluation
+        return run(*args)
+
+
+def _without_numbers(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+
+def parameters_of(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that `unit` holds, or is given by the model."""
+    yield from unit.parameters()
+    if isinstance(unit, Operations):
+        yield from unit.given_parameters

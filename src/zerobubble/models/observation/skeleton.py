@@ -1,0 +1,312 @@
+"""A unit without its numbers: what its output looks like, found out without memory for its parameters."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+from zerobubble.errors import InputError
+from zerobubble.models.observation.alike import Shared, alike_of
+from zerobubble.models.observation.copies import copy_of
+from zerobubble.models.observation.dataflow import OutputForm, kind_of
+from zerobubble.models.observation.following import is_mark
+from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
+from zerobubble.models.observation.left_tensors import refuse_left, refuse_left_in_arguments
+from zerobubble.models.observation.recording import recording_apart, what_is_recorded
+from zerobubble.models.observation.untouched_zeros import untouched_zeros
+from zerobubble.runtime.values.added_losses import collecting_losses
+
+_REMEMBERED = 64
+"""For how many shapes of arguments a unit remembers what it gives."""
+
+
+class Seen(NamedTuple):
+    """What a unit does with arguments of some shapes: the `form` of its output, the floating-point operations, and which it changes.
+
+    `mark` is "before" or "behind" where it begins or ends with `pipe_split()` of torch.distributed.pipelining, and else empty.
+
+    The form is that of the output, of what the unit records beside it (`Recorded`) and of what it puts into mappings (`Put`). `changed` are
+    the places of the tensors among its arguments that it changes in place, `written` the names of its own buffers that it changes.
+    """
+
+    form: OutputForm
+    flops: int
+    changed: tuple[int, ...]
+    written: tuple[str, ...]
+    mark: str = ""
+
+
+class Skeleton:
+    """Unit `name` of a model, whose parameters take no memory."""
+
+    def __init__(self, name: str, unit: nn.Module, shared: Shared[Seen], memo: dict[int, Any]) -> None:
+        self.name = name
+        self.was_training = unit.training
+        self.unit = copy_of(unit, memo)
+        self._shared = shared
+        self._remembered: OrderedDict[tuple[Any, ...], Seen] = OrderedDict()
+        self.forward_is_called = False
+        """Whether the model's code has called the forward of the unit, and not the module."""
+        self._by_numbers: set[tuple[Any, ...]] = set()
+        """Kinds of arguments whose numbers the unit looks at."""
+
+    def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Seen:
+        """What the unit gives for arguments of these shapes.
+
+        Raises `InputError` for a unit that cannot be run without its numbers, and for one that leaves tensors elsewhere than in its output.
+        """
+        given = Opened.of(args, kwargs)
+        key = (training, repr(given.structure), what_is_recorded(), *map(_shape_of, given.leaves))
+        if key in self._by_numbers:
+            key += tuple(map(_integers, given.leaves))
+        if key not in self._remembered:
+            self._remembered[key] = self._found_or_shared(key, given, training=training)
+            while len(self._remembered) > _REMEMBERED:
+                self._remembered.popitem(last=False)
+        return self._remembered[key]
+
+    def _found_or_shared(self, key: tuple[Any, ...], given: Opened, *, training: bool) -> Seen:
+        """What the unit gives, or one that is like it: hooks that record outputs and numbers of arguments are not compared."""
+        is_shared = not what_is_recorded() and key not in self._by_numbers
+        with self._shared.lock:
+            found = self._shared.of(self.name, key) if is_shared else None
+            if found is None:
+                self.unit.train(training)
+                with _disable_current_modes(), torch.no_grad(), _named_in_errors(self.name):
+                    found, read = self._shared.run(self.unit, lambda: self._find_out(key, given))
+                if is_shared and key not in self._by_numbers:
+                    self._shared.keep(self.name, key, found, read)
+        return found
+
+    def _find_out(self, key: tuple[Any, ...], given: Opened) -> Seen:
+        """What the unit gives; raises what its code does where it cannot be run, and `InputError` where its arguments are why."""
+        tried: list[_Made] = []
+        try:
+            return self._first_that_runs(key, given, tried)
+        except (RuntimeError, ValueError):
+            refuse_left_in_arguments(self.name, [tensor for made in tried for tensor in made.living()], *given.given)
+            raise
+
+    def _first_that_runs(self, key: tuple[Any, ...], given: Opened, tried: list[_Made]) -> Seen:
+        """Run without numbers; where its code looks at numbers, with zeros; where it wants lengths or the like, with these.
+
+        Where it divides by a number that it holds, with 1 for each whole number.
+        """
+        try:
+            return self._run(self.unit, [_meta(leaf) for leaf in given.leaves], given, tried)
+        except (NotImplementedError, RuntimeError):
+            unit = _with_tensors(self.unit, untouched_zeros)
+        with torch.random.fork_rng():
+            try:
+                return self._run(unit, [_zeros(leaf) for leaf in given.leaves], given, tried)
+            except (RuntimeError, ValueError):
+                found = self._with_known(unit, [_known(leaf) for leaf in given.leaves], given, tried)
+        self._by_numbers.add(key)
+        return found
+
+    def _with_known(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
+        try:
+            return self._run(unit, leaves, given, tried)
+        except (RuntimeError, ZeroDivisionError):
+            return self._run(_with_tensors(self.unit, _ones_or_zeros), leaves, given, tried)
+
+    def _run(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        own = {name: (buffer, buffer._version) for name, buffer in unit.named_buffers()}
+        args, kwargs = given.closed(leaves)
+        arguments, structure = pytree.tree_flatten((args, kwargs))
+        mappings = mappings_in(args, kwargs)
+        held = [dict(mapping) for mapping in mappings]
+        with (
+            FlopCounterMode(display=False) as counter,
+            _Made(self.name, unit, leaves) as made,
+            collecting_losses(),
+            recording_apart() as recorded,
+        ):
+            tried.append(made)
+            output = unit(*args, **kwargs)
+        _refuse_unfit(self.name, output, reads_numbers=made.reads_numbers)
+        form = OutputForm.of(pytree.tree_map_only(Tensor, _meta, (output, recorded, taken_out(held, mappings))))
+        del output
+        recorded.clear()
+        refuse_left(self.name, made.left_outside_of(unit), args, kwargs)
+        _refuse_changed(self.name, arguments, structure, (args, kwargs))
+        changed = tuple(
+            place
+            for place, (leaf, version) in enumerate(zip(leaves, versions, strict=True))
+            if isinstance(leaf, Tensor) and leaf._version != version
+        )
+        after = dict(unit.named_buffers())
+        written = tuple(name for name, (buffer, version) in own.items() if after.get(name) is not buffer or buffer._version != version)
+        return Seen(form, counter.get_total_flops(), changed, written, made.mark())
+
+
+@contextmanager
+def _named_in_errors(unit: str) -> Iterator[None]:
+    """Let errors of the unit's own code say in which part of the model they were."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        error.add_note(f"in part {unit!r}")
+        raise
+
+
+def skeletons_of(units: Mapping[str, nn.Module]) -> dict[str, Skeleton]:
+    """The skeleton of each unit. What units have in common, such as a configuration, their skeletons have in common, too."""
+    alike = alike_of(units)
+    shared = {each: Shared[Seen](each) for each in alike.values()}
+    memo: dict[int, Any] = {}
+    for unit in units.values():
+        memo |= _other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
+    return {name: Skeleton(name, unit, shared[alike[name]], memo) for name, unit in units.items()}
+
+
+def _refuse_changed(name: str, leaves: list[Any], structure: pytree.TreeSpec, arguments: Any) -> None:
+    """Refuse a unit that puts something else in the place of a constant in its arguments, such as a counter in a dict."""
+    after, structure_after = pytree.tree_flatten(arguments)
+    if structure != structure_after or any(a is not b and not isinstance(a, Tensor) for a, b in zip(leaves, after, strict=True)):
+        raise InputError(
+            f"part {name!r} changes a list or a dict among its arguments, which stages that do not have this part would not see: let it "
+            "return what others need"
+        )
+
+
+def _refuse_unfit(name: str, output: Any, *, reads_numbers: bool) -> None:
+    """Refuse outputs that no other stage can be given."""
+    for leaf in pytree.tree_leaves(output):
+        if reads_numbers and isinstance(leaf, (bool, int, float, complex)):
+            raise InputError(
+                f"part {name!r} gives a number of Python ({type(leaf).__name__}) and looks at the numbers of tensors, which other stages "
+                "do not have: let it return a tensor"
+            )
+        if isinstance(leaf, Iterator) or callable(leaf) or _holds_tensors(leaf):
+            raise InputError(
+                f"part {name!r} gives a {type(leaf).__name__}, in which no tensors are found that could be sent: let it return tensors, or "
+                "tuples, lists and dicts of them (a dataclass that torch.export.register_dataclass knows will do)"
+            )
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return False
+    return any(isinstance(each, Tensor) for each in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values())))
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows the tensors that are made while a unit runs, as long as they live, and whether its code looks at numbers.
+
+    Raises `InputError` where the unit uses a parameter that it does not hold.
+    """
+
+    def __init__(self, name: str, unit: nn.Module, given: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads_numbers = False
+        self._operations = 0
+        self._marks: list[int] = []
+        self._name = name
+        own = list(unit.parameters())
+        self._held = (own, given)  # so that nothing new gets the id of one of them
+        self._own = {id(parameter) for parameter in own}
+        self._given = {id(leaf) for leaf in given}  # an operation in place gives what it was given
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_mark(func):
+            self._marks.append(self._operations)
+        else:
+            self._operations += 1
+        self._refuse_foreign(pytree.tree_leaves((args, kwargs)))
+        self.reads_numbers = self.reads_numbers or func._overloadpacket is torch.ops.aten._local_scalar_dense
+        output = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        return output
+
+    def _refuse_foreign(self, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in self._own and id(leaf) not in self._given:
+                raise InputError(
+                    f"part {self._name!r} uses a parameter of shape {list(leaf.shape)} that it does not hold, by a reference to another "
+                    "module; its gradient would be lost in other stages: give it to the part as an argument, or let the part hold it"
+                )
+
+    def mark(self) -> str:
+        """Where the unit calls `pipe_split()`; raises `InputError` where it is called in between."""
+        if any(0 < place < self._operations for place in self._marks):
+            raise InputError(
+                f"part {self._name!r} calls pipe_split() between its operations, and a part is not cut: call it between parts, or leave it "
+                "out and let zb.split(cuts=[...]) name what stages begin with, which may be parts of a block"
+            )
+        return "" if not self._marks else "before" if self._marks[0] == 0 else "behind"
+
+    def left_outside_of(self, unit: nn.Module) -> list[Tensor]:
+        """Those that still live, but for those that `unit` itself keeps and those that it was given."""
+        if not self._living(unit):
+            return []
+        gc.collect()
+        return self._living(unit)
+
+    def living(self) -> list[Tensor]:
+        """Those that still live, but for those that the unit was given."""
+        return [tensor for tensor in (ref() for ref in self._made) if tensor is not None and id(tensor) not in self._given]
+
+    def _living(self, unit: nn.Module) -> list[Tensor]:
+        living = self.living()
+        if not living:
+            return []
+        leaves = [leaf for part in unit.modules() for leaf in pytree.tree_leaves(list(part.__dict__.values()))]
+        kept = {id(each) for leaf in leaves for each in (leaf, getattr(leaf, "_base", None))}  # a view keeps what it is a view of
+        return [tensor for tensor in living if id(tensor) not in kept]
+
+
+def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `unit` with other parameters and buffers, none of which trains."""
+    return copy_of(unit, _other_tensors(unit, like))
+
+
+def _other_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """The parameters and buffers of such a copy, by the ids of those of `unit`."""
+    found: dict[int, Any] = {}
+    for tensor in itertools.chain(unit.parameters(), unit.buffers()):
+        other = like(tensor)
+        found[id(tensor)] = nn.Parameter(other, requires_grad=False) if isinstance(tensor, nn.Parameter) else other
+    return found
+
+
+def _shape_of(leaf: Any) -> Any:
+    return kind_of(leaf, lambda tensor: (tensor.shape, tensor.dtype))
+
+
+def _meta(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _zeros(leaf: Any) -> Any:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _ones_or_zeros(tensor: Tensor) -> Tensor:
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if is_whole else untouched_zeros(tensor)
+
+
+def _known(leaf: Any) -> Any:
+    """Integers as they are, which every stage knows where they come from no unit, and any other tensor as zeros."""
+    is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+    return leaf.detach().cpu().clone() if is_integer else _zeros(leaf)
+
+
+def _integers(leaf: Any) -> Any:
+    return None if not isinstance(leaf, Tensor) or leaf.is_floating_point() else leaf.numpy(force=True).tobytes()

@@ -1,0 +1,72 @@
+"""Models that other tools have wrapped or changed so that stages cannot be made of them, refused by name before anything runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.split.eligibility import fsdp2_parts
+
+_INSIDE = "give zb.split the model inside of it"
+_REPLICAS = f"{_INSIDE}, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
+_DIVIDE_STAGES = (
+    "divide its stages: zb.Pipeline(lambda stage, num_stages: torch.distributed.fsdp.fully_shard(split(stage, num_stages), "
+    "mesh=mesh['dp_shard']), ..., mesh=mesh) with split = zb.split(model)"
+)
+_WRAPPERS: dict[type[nn.Module], str] = {
+    DistributedDataParallel: f"sums gradients over its own group while a backward pass of the whole model runs: {_REPLICAS}",
+    DataParallel: f"copies the whole model in each forward: {_REPLICAS}",
+    FullyShardedDataParallel: f"has divided the parameters of the whole model: {_INSIDE}, and {_DIVIDE_STAGES}",
+}
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Raise `InputError` for a model that is wrapped, divided, compiled, quantized or sparse, naming the module or parameter."""
+    _refuse_composed(model)
+    for name, module in model.named_modules():
+        for kind, reason in _WRAPPERS.items():
+            if isinstance(module, kind):
+                raise InputError(f"{_told(name)} is a {kind.__name__}, which {reason}")
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            raise InputError(
+                f"{_told(name)} is a SyncBatchNorm over all ranks, and those with other stages do not run it: give it the group of the "
+                "ranks that hold this stage, such as process_group=mesh.get_group('dp'), or use BatchNorm, which sees a microbatch"
+            )
+        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+            raise InputError(f"{_told(name)} is a quantized {type(module).__name__}, which does not train: {_PLAIN}")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise InputError(
+            f"the model given to zb.split was compiled as a whole by torch.compile, and no stage runs the whole: {_INSIDE}, its _orig_mod, "
+            "and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_quantized or parameter.layout is not torch.strided:
+            kind_of = "quantized" if parameter.is_quantized else f"sparse ({parameter.layout})"
+            raise InputError(f"parameter {name!r} is {kind_of}, and its gradients cannot be summed and sent as stages do: {_PLAIN}")
+
+
+def _refuse_composed(model: nn.Module) -> None:
+    """Refuse what functions of torch have changed in place, whose modules keep their names: `fully_shard` and `replicate`."""
+    divided = set(fsdp2_parts(model))
+    for name, module in model.named_modules():
+        if module in divided:
+            raise InputError(
+                f"{_told(name)} is divided by fully_shard, and stages made of it would not be: give zb.split the model before that, and "
+                f"{_DIVIDE_STAGES}"
+            )
+        if any(kind.__module__ == _REPLICATE for kind in type(module).__mro__):
+            raise InputError(
+                f"{_told(name)} is under replicate(), which sums gradients while a backward pass of the whole model runs: give zb.split "
+                "the model before that, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
+            )
+
+
+_REPLICATE = "torch.distributed._composable.replicate"
+_PLAIN = "cut the model with dense weights of floating-point numbers"
+
+
+def _told(name: str) -> str:
+    return f"module {name!r}" if name else "the model given to zb.split"

@@ -1,0 +1,61 @@
+"""The weights of a checkpoint as a folder that `from_pretrained` of Transformers reads, written by Transformers itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.models.from_config import read_config
+from zerobubble.models.making.configuration import is_configuration, maker_of
+from zerobubble.runtime.checkpoint.contents import model_faults
+from zerobubble.runtime.checkpoint.read import Saved, open_checkpoint
+
+
+def write_pretrained(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], config: Any, shard_bytes: int) -> None:
+    """See `zb.io.export_weights`."""
+    saved = open_checkpoint(Path(checkpoint))
+    if not saved.rest["is_whole_model"]:
+        raise InputError(
+            f"the checkpoint {saved.folder} has the names of {saved.rest['num_stages']} stages, not those of one model: "
+            "train stages of zb.split, which keep them"
+        )
+    if Path(folder).is_file():
+        raise InputError(f"{folder} is a file, and weights are written into a folder")
+    model = _model_with(saved, config if is_configuration(config) else read_config(str(config)))
+    try:
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
+    except OSError as error:
+        raise InputError(f"weights cannot be written to {folder}: {error}") from error
+
+
+def _model_with(saved: Saved, config: Any) -> Any:
+    """The model of `config` with the weights of the checkpoint, in the types that they have there; raises `InputError` for another's."""
+    with torch.device("meta"):
+        model: Any = maker_of(config)()
+    types = {key: tensor.properties.dtype for key, tensor in saved.tensors.items() if key.startswith("model.")}
+    wanted = {f"model.{name}": tensor.to(types.get(f"model.{name}")) for name, tensor in model.state_dict().items()}
+    faults = model_faults(wanted, wanted.keys(), saved.tensors)
+    if faults:
+        raise InputError("; ".join(faults))
+    room = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
+    saved.read(room)
+    read = {key.removeprefix("model."): tensor for key, tensor in room.items()}
+    model.load_state_dict(read, assign=True)
+    model.tie_weights()
+    _refuse_other_ties(read, model.state_dict())
+    return model
+
+
+def _refuse_other_ties(read: dict[str, Tensor], tied: dict[str, Tensor]) -> None:
+    """Raise `InputError` where tying has given a parameter other values than it was trained to."""
+    for name, tensor in tied.items():
+        if not torch.equal(tensor, read[name]):
+            raise InputError(
+                f"the configuration ties {name} to another parameter, and in the checkpoint they have other values: "
+                "give the configuration that the model was trained with, such as with tie_word_embeddings=False"
+            )

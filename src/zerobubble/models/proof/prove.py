@@ -1,0 +1,209 @@
+"""The proof that a cut gives what the model gives: both run on an example in float64, and what every part gives is compared."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zerobubble.errors import InputError
+from zerobubble.models.cutting.cut import ModelCut
+from zerobubble.models.observation.copies import copy_of
+from zerobubble.models.observation.dataflow import UnitCall
+from zerobubble.models.observation.example import Arguments
+
+_EXACT = (torch.float64, torch.complex128)
+_ROUNDING = 1e-14
+"""How large a gradient may be that is 0 but for rounding, relative to the largest gradient of the model; in types of fewer bits gradients
+may be apart by the root of the rounding of one number, as stages add them up in another order."""
+_TOLERANCE = 1e-9
+"""How far cut and uncut may be apart, relative to the size of a tensor: in float64 they run the same operations on the same numbers."""
+
+StagesOf = Callable[[nn.Module], Sequence[nn.Module]]
+"""The stages of a model, which train its parameters."""
+
+
+def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Arguments, *, in_float64: bool = True) -> str:
+    """Run a copy of `model` and the stages of another; raises `InputError` where they differ, naming the first stage that does.
+
+    Both are in float64, or else in the types that the model has. A model that draws random numbers, as for dropout, is compared in
+    evaluation mode: stages and a whole model draw others. Returns why one was not compared, as it does not run and train so or draws them
+    even then; empty where it was.
+    """
+    args, kwargs = pytree.tree_map_only(Tensor, _in_float64, arguments) if in_float64 else arguments
+    types = "in float64" if in_float64 else "in its own types"
+    reason = ""
+    for evaluate in (False, True):
+        whole, parts = (_copy(model, evaluate=evaluate, in_float64=in_float64) for _ in range(2))
+        with torch.random.fork_rng(), torch.enable_grad():
+            before = torch.random.get_rng_state()
+            try:
+                with _noting([whole], cut) as expected:
+                    output = whole(*_copied(args), **_copied(kwargs))
+                draws = not torch.equal(before, torch.random.get_rng_state())
+                _go_backward(output)
+            except Exception as error:  # noqa: BLE001 - not every model runs in float64, and an example need not suit the training mode
+                reason = f"it does not run on its example {types}: {str(error).partition(chr(10))[0][:200]}"
+                continue
+            if not draws:
+                stages = stages_of(parts)
+                with _noting(stages, cut) as found:
+                    given = _run(stages, _copied(args), _copied(kwargs))
+                _compare_outputs((type(model).__name__, types), cut, (found, given), (expected, output))
+                _go_backward(given)
+                _compare_gradients(whole, stages, types)
+                return ""
+            reason = "it draws random numbers in evaluation mode, too"
+    return reason
+
+
+Noted = dict[UnitCall, list[Tensor]]
+"""The floating-point tensors that calls of units gave."""
+
+
+@contextmanager
+def _noting(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[Noted]:
+    """Inside, what units give is noted: in the whole model that of all units, in stages that of their own.
+
+    What a unit gives to another that has it inside, too, is part of what that one gives.
+    """
+    noted: Noted = {}
+    counts: dict[str, int] = defaultdict(int)
+    running: list[str] = []
+
+    def note(unit: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            running.pop()
+            if not running:
+                noted[UnitCall(unit, counts[unit])] = [tensor.detach().clone() for tensor in _floating(output)]
+                counts[unit] += 1
+
+        return hook
+
+    def begin(unit: str) -> Callable[..., None]:
+        return lambda *_: running.append(unit)
+
+    holder = (lambda stage: modules[stage]) if len(modules) > 1 else (lambda stage: modules[0])
+    parts = {unit: holder(stage).get_submodule(unit) for unit, stage in cut.stage_of.items()}
+    handles = [part.register_forward_hook(note(unit), prepend=True) for unit, part in parts.items()]
+    handles += [part.register_forward_pre_hook(begin(unit)) for unit, part in parts.items()]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _run(stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given: Any = None
+    for number, stage in enumerate(stages):
+        try:
+            given = stage(*args, **kwargs) if number == 0 else stage(**given)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"stage {number} of the cut fails on the example, and the uncut model does not: {error}; {_REMEDY}") from error
+    return given
+
+
+def _copy(model: nn.Module, *, evaluate: bool, in_float64: bool) -> nn.Module:
+    made = copy_of(model).double() if in_float64 else copy_of(model)
+    for parameter in made.parameters():
+        parameter.grad = None
+    return made.eval() if evaluate else made
+
+
+def _compare_outputs(of: tuple[str, str], cut: ModelCut, ours: tuple[Noted, Any], uncut: tuple[Noted, Any]) -> None:
+    """Compare what the units gave, in the order of the uncut model, and at last what the model gave."""
+    (model, types), (found, given), (expected, output) = of, ours, uncut
+    for call, tensors in expected.items():
+        if _lists_differ(found.get(call, []), tensors):
+            raise InputError(
+                f"{model} that was cut gives other numbers than uncut, on an example {types}: first stage {cut.stage_of[call.unit]}, in "
+                f"{call}; {_REMEDY}"
+            )
+    last = cut.num_stages - 1
+    if isinstance(output, Mapping) and isinstance(given, Mapping) and list(given) != list(output):
+        raise InputError(f"{model} that was cut returns {list(given)} from stage {last}, and uncut {list(output)}; {_REMEDY}")
+    if _lists_differ(_floating(given), _floating(output)):
+        raise InputError(
+            f"{model} that was cut gives other numbers than uncut, on an example {types}: first stage {last}, in what the model makes "
+            f"of its parts; {_REMEDY}"
+        )
+
+
+def _go_backward(output: Any) -> None:
+    trained = [tensor.square().sum() for tensor in _floating(output) if tensor.requires_grad]
+    if trained:
+        torch.stack(trained).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _compare_gradients(whole: nn.Module, stages: Sequence[nn.Module], types: str) -> None:
+    """Compare gradients from the last stage, where the backward pass begins, to the first.
+
+    Stages in this process share a parameter that several hold, so each has the whole gradient. None counts as zeros. A gradient of 0, as
+    that of a bias that moves all scores alike, is what remains of larger numbers by rounding.
+    """
+    uncut = {name: _gradient(parameter) for name, parameter in whole.named_parameters(remove_duplicate=False)}
+    largest = max((_size(gradient) for gradient in uncut.values() if gradient is not None), default=0.0)
+    for number, stage in reversed(list(enumerate(stages))):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            ours, other = _gradient(parameter), uncut[name]
+            if ours is None and other is None:
+                continue
+            zeros = torch.zeros_like(parameter)
+            rounding = largest * (_ROUNDING if parameter.dtype in _EXACT else torch.finfo(parameter.dtype).eps ** 0.5)
+            if _differ(zeros if ours is None else ours, zeros if other is None else other, rounding):
+                raise InputError(f"parameter {name!r} of stage {number} gets another gradient than uncut, {types}; {_REMEDY}")
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter, dense where an embedding with sparse=True gave it."""
+    found = parameter.grad
+    return found.to_dense() if found is not None and found.layout is not torch.strided else found
+
+
+def _size(tensor: Tensor) -> float:
+    """The norm of the finite numbers in `tensor`."""
+    size = float(tensor.norm())
+    return size if math.isfinite(size) else float(tensor[tensor.isfinite()].norm())
+
+
+_REMEDY = "something in the model passes its parts by; write its stages by hand, as build(stage, num_stages)"
+
+
+def _lists_differ(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(ours) != len(expected) or any(_differ(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def _differ(ours: Tensor, expected: Tensor, rounding: float = 0.0) -> bool:
+    if ours.shape != expected.shape:
+        return True
+    if torch.equal(ours, expected):
+        return False
+    ours, expected = ours.detach(), expected.detach()
+    finite = expected.isfinite()
+    if not torch.equal(finite, ours.isfinite()) or not torch.equal(ours[~finite].nan_to_num(), expected[~finite].nan_to_num()):
+        return True
+    apart, size = (ours - expected)[finite].norm(), expected[finite].norm()
+    return not bool((apart <= _TOLERANCE * (1e-9 + size) + rounding).item())
+
+
+def _floating(output: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _copied(arguments: Any) -> Any:
+    """The arguments anew, since some code changes its arguments in place."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, arguments)
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor

@@ -1,0 +1,62 @@
+"""Random numbers that the model's code draws around its units, such as dropout of a residual sum, and that several stages use.
+
+The law: every stage runs that code, and must draw the same. So it draws from numbers of its own, which begin in each microbatch with a seed
+from the first stage, and a unit draws from those of its rank, as if the code around it drew none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_States = tuple[Tensor, Tensor | None]
+
+
+def drawn_seed() -> Tensor:
+    """A seed from the random numbers of this rank, as it crosses boundaries."""
+    return torch.randint(2**62, (1,))
+
+
+class SharedDraws:
+    """The random numbers of the code around the units in one forward of a stage, whose tensors are on `device`.
+
+    Call `close` when the forward is over, however it ends.
+    """
+
+    def __init__(self, seed: Tensor, device: torch.device) -> None:
+        self._device = device
+        self._of_units = self._states()
+        self._of_code: _States | None = None
+        number = int(seed.item())
+        torch.default_generator.manual_seed(number)
+        if device.type == "cuda":
+            torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)].manual_seed(number)
+
+    def enter_unit(self) -> None:
+        """A unit of this stage begins."""
+        self._of_code = self._states()
+        self._set(self._of_units)
+
+    def leave_unit(self, output: Any) -> Any:
+        """The unit has given `output`, which goes on as other stages get it: row after row, for masks are drawn in the order of memory."""
+        assert self._of_code is not None
+        self._of_units = self._states()
+        self._set(self._of_code)
+        self._of_code = None
+        return pytree.tree_map_only(Tensor, Tensor.contiguous, output)
+
+    def close(self) -> None:
+        """Go on with the random numbers of the rank."""
+        if self._of_code is None:  # else it failed in a unit, which draws from them
+            self._set(self._of_units)
+
+    def _states(self) -> _States:
+        return torch.random.get_rng_state(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def _set(self, states: _States) -> None:
+        torch.random.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], self._device)

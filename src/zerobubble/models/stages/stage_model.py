@@ -1,0 +1,330 @@
+"""One stage of a model that was cut: the model's own code, with stand-ins for the units that other stages hold.
+
+The law: a stage runs the model's code from its start, until the last of its own units has given its output. What it needs of other stages'
+units comes over the boundary in front of it; all else of theirs is blank (`stand_in.blank`), so that a use of it cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils import _pytree as pytree
+
+from zerobubble.errors import InputError
+from zerobubble.models.cutting.cut import Crossings, ModelCut, crossings
+from zerobubble.models.observation.all_parameters import show_all_parameters
+from zerobubble.models.observation.assembly import assemble, give_tensors, shallow
+from zerobubble.models.observation.dataflow import Dataflow, UnitCall
+from zerobubble.models.observation.example import refuse_sums, without_cache
+from zerobubble.models.observation.handed_mappings import Put, entries_like, mappings_in, put_into
+from zerobubble.models.observation.observed_model import ObservedModel
+from zerobubble.models.observation.recording import Recorder, make_hooks
+from zerobubble.models.observation.stand_in import Current, StandIn, blank, blank_like, device_of
+from zerobubble.models.observation.units import Units
+from zerobubble.models.stages.shared_draws import SharedDraws, drawn_seed
+from zerobubble.runtime.stage.parts import Part
+
+Leaves = list[Any]
+"""The output of a call of a unit as it crosses boundaries: its tensors, and the constants between them."""
+
+_MESSAGE = frozenset({"args", "kwargs", "crossed", "seed"})
+"""What a stage gives the next, by name: the model's arguments, the outputs of units that cross the boundary, and, where code around the
+units draws random numbers for several stages, their seed, else None."""
+
+
+_OTHER_FORM = (
+    "{call} gives, or records for the model's output, more or less than when the model was looked at with such arguments: if the model's "
+    "configuration was changed since, make the pipeline anew"
+)
+
+
+class _StageIsDoneError(BaseException):
+    """Raised in the forward of a stage when it has made all that it makes, to leave the model's code behind that."""
+
+
+class StageForward:
+    """One forward of a stage: what came for the calls of other stages' units, and what the calls of its own have made."""
+
+    def __init__(
+        self, flow: Dataflow, received: Mapping[UnitCall, Leaves], last_call: UnitCall | None, draws: SharedDraws | None = None
+    ) -> None:
+        self.draws = draws
+        self._flow = flow
+        self._received = received
+        self._last_call = last_call
+        self._recorder = Recorder()
+        self._counts: dict[str, int] = defaultdict(int)
+        self.made: dict[UnitCall, Leaves] = {}
+
+    def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of another stage's unit gives here."""
+        call = self._next_call(stand_in.skeleton.name)
+        called = self._flow.calls[call]
+        if call in self._received:
+            leaves = self._received[call]
+            output, recorded, put = called.form.filled([_copied(leaf) for leaf in leaves] if called.changed_later else leaves)
+        else:
+            form = stand_in.skeleton.seen(args, kwargs, training=stand_in.training).form
+            output, recorded, put = blank(form, device_of(args, kwargs), writable=called.changed_later)
+        self._recorder.append(recorded)
+        put_into(mappings_in(args, kwargs), put)
+        return output
+
+    def was_given(self, stand_in: StandIn, name: str, value: Any) -> None:
+        """What code around the units sets on one of them was judged when the dataflow was observed."""
+
+    def note(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """A call of one of this stage's units has given `output`; what its caller is given. Raises where the stage is done with it."""
+        if self.draws is not None:
+            output = self.draws.leave_unit(output)
+        call = self._next_call(unit)
+        form, mappings, put = self._flow.calls[call].form, mappings_in(args, kwargs), Put()
+        if mappings:
+            put = entries_like(form.filled(list(form.leaves))[2], mappings, call)
+        leaves = pytree.tree_leaves((output, self._recorder.since_last(), put))
+        if len(leaves) != len(form.leaves):
+            raise InputError(_OTHER_FORM.format(call=call))
+        is_last = call == self._last_call
+        self.made[call] = [_copied(leaf) for leaf in leaves] if self._flow.calls[call].changed_later and not is_last else leaves
+        if is_last:
+            raise _StageIsDoneError
+        return output
+
+    def leaves_of(self, call: UnitCall) -> Leaves:
+        """What is known of a call that a later stage needs."""
+        found = self.made.get(call, self._received.get(call))
+        if found is None:
+            raise InputError(
+                f"{call} did not run with this microbatch: the model's code calls its parts by the numbers of its inputs, which a model "
+                "that is cut cannot do"
+            )
+        return found
+
+    def _next_call(self, unit: str) -> UnitCall:
+        call = UnitCall(unit, self._counts[unit])
+        self._counts[unit] += 1
+        if call not in self._flow.calls:
+            raise InputError(
+                f"{call} runs with this microbatch and did not run with others like it: the model's code looks at the numbers of its "
+                "inputs and calls its parts by them, which a model that is cut cannot do"
+            )
+        return call
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _arrived(leaf: Any) -> Any:
+    """What leaves the stage; a tensor that torch still gathers, such as the output of a layer that ranks share, when it is there."""
+    return leaf.clone() if isinstance(leaf, AsyncCollectiveTensor) else leaf
+
+
+class _Current(Current):
+    """Holds the forward that runs now in a stage."""
+
+    forward: StageForward
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[nn.Module, int]] = []
+        """The units with a hook that notes their calls, and its number."""
+
+    def enter_unit(self) -> None:
+        """A unit of the stage begins; where no forward of the stage runs, it is the backward pass that runs it again."""
+        forward = getattr(self, "forward", None)
+        if forward is not None and forward.draws is not None:
+            forward.draws.enter_unit()
+
+
+class _Boundaries:
+    """What stage `stage` of a cut takes and gives, for each kind of arguments of the model."""
+
+    _REMEMBERED = 64
+
+    def __init__(self, observed: ObservedModel, cut: ModelCut, stage: int) -> None:
+        self._observed = observed
+        self._cut = cut
+        self.stage = stage
+        self.is_last = stage == cut.num_stages - 1
+        self._of_flows: OrderedDict[int, Crossings] = OrderedDict()
+        self._has_hooks: frozenset[str] = frozenset()
+        self._called_as_modules: set[str] = set()
+
+    def of(self, model: nn.Module, current: _Current, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
+        """What crosses boundaries in a forward with these arguments of the model."""
+        flow = self._observed.flow(args, kwargs, training=model.training)
+        self._record(model, current)
+        found = self._of_flows.get(id(flow))
+        if found is None:
+            self._have_modules_called(model)
+            found = self._of_flows[id(flow)] = crossings(flow, self._cut)  # which holds the flow, so that its id stays its own
+            while len(self._of_flows) > self._REMEMBERED:
+                self._of_flows.popitem(last=False)
+        return found
+
+    def _have_modules_called(self, model: nn.Module) -> None:
+        """Where the model's code calls the forward of a unit of this stage, and not the module, let it call the module."""
+        for name, home in self._cut.stage_of.items():
+            if home == self.stage and self._observed.skeletons[name].forward_is_called and name not in self._called_as_modules:
+                self._called_as_modules.add(name)
+                _call_as_module(model.get_submodule(name))
+
+    def _record(self, model: nn.Module, current: _Current) -> None:
+        """Where forwards record outputs, let the stage's units have the hooks for it, in front of those that note what they give."""
+        if self._has_hooks != self._observed.has_hooks:
+            make_hooks(model, self._observed.has_hooks - self._has_hooks)
+            self._has_hooks = self._observed.has_hooks
+            for unit, number in current.notes:
+                unit._forward_hooks[number] = unit._forward_hooks.pop(number)  # to the end
+
+
+def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: ModelCut, stage: int) -> nn.Module:
+    """Stage `stage` of `model`: a module of the model's class, whose parameters are named as in the model.
+
+    The first stage is called as the model is. It gives the next stage a dict, which becomes its named arguments: those of the model, and
+    the outputs of units that cross the boundary. The last stage gives what the model gives.
+    """
+    current = _Current()
+    made = assemble(model, units, _unit_maker(observed, cut, stage, current), _parameter_maker(cut, stage))
+    show_all_parameters(made, model, units.around, current)
+    boundaries = _Boundaries(observed, cut, stage)
+    kind = type(model)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        crossed: list[Leaves] = []
+        seed: Tensor | None = None
+        if stage > 0:
+            args, kwargs, crossed, seed = _unpacked(stage, kwargs)
+        else:
+            refuse_sums(kwargs)
+            kwargs = without_cache(self, kwargs)
+        crossing = boundaries.of(self, current, args, kwargs)
+        if stage == 0 and crossing.shares_draws:
+            seed = drawn_seed()
+        original = (args, kwargs)
+        if crossing.flow.changes_inputs:  # which the next stage is given as they were
+            args, kwargs = pytree.tree_map(_copied, original)
+        received = dict(zip(crossing.arriving[stage], crossed, strict=True))
+        last_call = None if boundaries.is_last else crossing.last_calls[stage]
+        draws = None if seed is None else SharedDraws(seed, device_of(args, kwargs))
+        progress = current.forward = StageForward(crossing.flow, received, last_call, draws)
+        try:
+            if boundaries.is_last:
+                return kind.forward(self, *args, **kwargs)
+            if last_call is not None:
+                kind.forward(self, *args, **kwargs)
+        except _StageIsDoneError:
+            pass
+        finally:
+            del current.forward
+            if draws is not None:
+                draws.close()
+        crossed = [list(map(_arrived, progress.leaves_of(call))) for call in crossing.leaving[stage]]
+        return {"args": original[0], "kwargs": original[1], "crossed": crossed, "seed": seed}
+
+    def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Find out the boundaries for these arguments, which takes their numbers, before tensors without numbers come in their place."""
+        if stage > 0:
+            args, kwargs, *_ = _unpacked(stage, kwargs)
+        else:
+            kwargs = without_cache(self, kwargs)
+        if boundaries.of(self, current, args, kwargs).shares_draws:
+            raise InputError(
+                "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, and a "
+                "traced stage cannot draw what others draw; train without dropout there, or leave the stage in the deferred split"
+            )
+
+    def parts_of_the_model(self: nn.Module) -> list[Part]:
+        """The units of this stage."""
+        names = [name for name, home in cut.stage_of.items() if home == stage]
+        return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
+
+    own = {
+        "forward": forward,
+        "_before_tracing": before_tracing,
+        "parts_of_the_model": parts_of_the_model,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    made.__class__ = type(kind.__name__, (kind,), own)
+    return made
+
+
+def _unit_maker(observed: ObservedModel, cut: ModelCut, stage: int, current: _Current) -> Callable[[str, nn.Module], nn.Module]:
+    def make(name: str, unit: nn.Module) -> nn.Module:
+        if cut.stage_of[name] == stage:
+            return _own_unit(name, unit, current)
+        stand_in = StandIn(observed.skeletons[name], current)
+        give_tensors(stand_in, name, unit, _parameter_maker(cut, stage))
+        return stand_in
+
+    return make
+
+
+def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
+    """A unit of this stage, which tells of each of its calls.
+
+    A class that has its own `__call__`, such as the checkpointed layers of Transformers, is noted outside of it: what runs inside runs
+    again in the backward pass. So is a unit with backward hooks, which torch sets behind all others. Any other unit has a hook and stays of
+    its class, by which layers are known whose gradients wait for W. Where no forward of the stage runs, the backward pass runs it again.
+    """
+    made = shallow(unit)
+    kind = type(unit)
+    if kind.__call__ is nn.Module.__call__ and not (unit._backward_hooks or unit._backward_pre_hooks):
+        made.register_forward_pre_hook(lambda *_: current.enter_unit())
+        handle = made.register_forward_hook(
+            lambda _, args, kwargs, output: current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else None,
+            with_kwargs=True,
+        )
+        current.notes.append((made, handle.id))
+        return made
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current.enter_unit()
+        output = kind.__call__(self, *args, **kwargs)
+        return current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else output
+
+    made.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return made
+
+
+def _call_as_module(unit: nn.Module) -> None:
+    """Let code that calls the forward of `unit` call the module, so that its hooks note the call."""
+    run, entered = unit.forward, []
+    unit.register_forward_pre_hook(lambda *_: entered.append(True))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not entered:
+            return unit(*args, **kwargs)
+        entered.clear()
+        return run(*args, **kwargs)
+
+    unit.__dict__["forward"] = forward
+
+
+def _parameter_maker(cut: ModelCut, stage: int) -> Callable[[str, nn.Parameter], Tensor]:
+    def make(name: str, parameter: nn.Parameter) -> Tensor:
+        if name in cut.parameters[stage]:
+            return parameter
+        return blank_like(parameter, parameter.device).requires_grad_(parameter.requires_grad)  # which code may ask for
+
+    return make
+
+
+def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Leaves], Tensor | None]:
+    """The model's arguments, what crossed the boundary in front of `stage`, and the seed.
+
+    Raises `InputError` for arguments of this stage alone.
+    """
+    own = sorted(given.keys() - _MESSAGE)
+    if own:
+        raise InputError(
+            f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} alone; every stage of a model that is cut runs its "
+            "code, so give all of its arguments to the first stage, as inputs"
+        )
+    args, kwargs, crossed, seed = (given[name] for name in ("args", "kwargs", "crossed", "seed"))
+    return tuple(args), kwargs, crossed, seed

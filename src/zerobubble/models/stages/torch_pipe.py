@@ -1,0 +1,137 @@
+"""A `Pipe` of torch.distributed.pipelining in the place of a model: its stages are the cut.
+
+PyTorch's tracer gives each stage a graph, with its parameters under the model's own names. A parameter that several stages use it copies,
+and trains the copies apart; here they are tied. What a graph keeps of training mode, such as dropout, is refused in evaluation. What the
+model gives, such as a dict, comes as a tuple of its leaves, and a single one by itself, as PyTorch's own stages give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.pipelining import Pipe
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from zerobubble.arguments import Wanted
+from zerobubble.errors import InputError
+
+PIPE = Wanted("a Pipe of torch.distributed.pipelining", lambda given: isinstance(given, Pipe))
+_MODES = ("train", "training", "use_input_stats")
+"""What operations of torch call the argument that tells training from evaluation."""
+
+
+class PipeStages:
+    """The stages of `pipe`: called with a stage and their number, as `zb.Pipeline` does, it gives the module of that stage."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._nodes: list[Node] = list(pipe.split_gm.graph.nodes)
+        calls = [node for node in self._nodes if node.op == "call_module"]
+        if pipe.has_loss_and_backward or len(calls) != pipe.num_stages:
+            raise InputError(
+                "zb.split takes a Pipe with stages that are called once each, and without a loss of its own: give loss_fn to zb.Pipeline"
+            )
+        self._names = [str(node.target) for node in calls]
+        home = {node: stage for stage, node in enumerate(calls)}
+        self._stage_of: dict[Node, int] = {}
+        for node in self._nodes:
+            self._stage_of[node] = home.get(node, max((self._stage_of[each] for each in node.all_input_nodes), default=0))
+
+    def __call__(self, stage: int, num_stages: int) -> nn.Module:
+        """The module of `stage`; raises `InputError` for another number of stages than PyTorch has made."""
+        self._refuse_other(num_stages)
+        given = self._pipe.get_stage_module(stage)
+        assert isinstance(given, GraphModule)
+        used = set(_used(given))
+        elsewhere = {name for other in self._names for name in _used(self._pipe.split_gm.get_submodule(other))}
+        for name in [name for name, _ in given.named_parameters(remove_duplicate=False) if name not in used and name in elsewhere]:
+            owner, _, last_name = name.rpartition(".")
+            given.get_submodule(owner)._parameters.pop(last_name)  # what torch leaves in a stage under the other name of a tied parameter
+        own = [node for node in self._nodes if self._stage_of[node] == stage and node.op not in ("placeholder", "output")]
+        later = self._used_later(stage)
+        result: Any = self._nodes[-1].args[0] if stage == num_stages - 1 else None
+        result = result[0] if isinstance(result, tuple) and len(result) == 1 else result
+        inputs = [node.name for node in self._nodes if node.op == "placeholder"] if stage == 0 else None
+        return _PipeStage(given, own, later, result, inputs)
+
+    def tied(self, num_stages: int) -> list[list[tuple[int, str]]]:
+        """The parameters that PyTorch has copied for several stages, as groups for `Pipeline(tied=...)`."""
+        self._refuse_other(num_stages)
+        return [[(self._names.index(stage), name) for stage, name in group.items()] for group in self._pipe.replicated_params]
+
+    def _refuse_other(self, num_stages: int) -> None:
+        if num_stages != self._pipe.num_stages:
+            raise InputError(
+                f"the Pipe of torch.distributed.pipelining has {self._pipe.num_stages} stages, and the schedule has {num_stages}: split it "
+                "into as many, or give zb.split the model itself"
+            )
+
+    def _used_later(self, stage: int) -> list[str]:
+        """The names of what stages behind this one need of what was made up to it, arguments of the model among it."""
+        made = [node for node in self._nodes if node.op != "output" and self._stage_of[node] <= stage]
+        return [node.name for node in made if any(self._is_behind(user, stage) for user in node.users)]
+
+    def _is_behind(self, user: Node, stage: int) -> bool:
+        last = self._pipe.num_stages - 1
+        return (last if user.op == "output" else self._stage_of[user]) > stage
+
+
+class _PipeStage(nn.Module):
+    """One stage: runs its graph on what stages before it made, and hands on by name what later ones need."""
+
+    def __init__(self, given: GraphModule, own: list[Node], later: list[str], result: Any, inputs: list[str] | None) -> None:
+        super().__init__()
+        self._graph = (given,)  # in a tuple, so that its names are not below another
+        self._steps = tuple(own)
+        self._later = tuple(later)
+        self._result = result
+        self._inputs = inputs
+        self._modes = frozenset(_modes(given))
+        for held in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[held] = given.__dict__[held]
+        self.training = True
+
+    def forward(self, *args: Any, **known: Any) -> Any:
+        if not self.training and True in self._modes:
+            raise InputError(
+                "the Pipe was traced in training mode, and its graph has dropout or running statistics of that mode, in evaluation, too: "
+                "give zb.split the model itself, with pipe_split() where stages begin, or trace it in evaluation mode"
+            )
+        if self._inputs is not None:
+            known = _by_name(self._inputs, args, known)
+        for node in self._steps:
+            given: Any = map_arg(node.args, lambda each: known[each.name])
+            known[node.name] = self._graph[0](*given) if node.op == "call_module" else given[0][given[1]]
+        if self._result is not None:
+            return map_arg(self._result, lambda each: known[each.name])
+        return {name: known[name] for name in self._later}
+
+
+def _by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    found = dict(zip(names, args, strict=False)) | kwargs
+    if set(found) != set(names) or len(args) + len(kwargs) != len(names):
+        raise InputError(f"the Pipe is called with {', '.join(names)}, got {len(args)} positional arguments and {sorted(kwargs)}")
+    return found
+
+
+def _graphs(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from ((name, part.graph) for name, part in module.named_modules() if hasattr(part, "graph"))
+
+
+def _used(module: nn.Module) -> Iterator[str]:
+    """The names of the tensors that the graphs in `module` look up."""
+    for owner, graph in _graphs(module):
+        yield from (f"{owner}.{node.target}" if owner else str(node.target) for node in graph.nodes if node.op == "get_attr")
+
+
+def _modes(module: nn.Module) -> Iterator[bool]:
+    """What operations in the graphs of `module` were told of the mode."""
+    for _, graph in _graphs(module):
+        for node in graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            for argument, given in zip(schema.arguments if schema is not None else (), node.args, strict=False):
+                if argument.name in _MODES and isinstance(given, bool):
+                    yield given

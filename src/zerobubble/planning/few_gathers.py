@@ -1,0 +1,240 @@
+"""The choice among schedules where weights lie in shards: of those that are hardly longer than the quickest, the one that gathers least.
+
+Candidates are what the search without gathers has found on each placement, the published schedules, and groups of microbatches that go
+through the stages of a rank one after another. The best are improved: a pass is moved to another of its stage, so that weights stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from random import Random
+from textwrap import fill
+from time import perf_counter
+
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError, ScheduleError
+from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.kinds import traits_of
+from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget
+from zerobubble.planning.priced import Priced, fewest_of_any_order, least_time
+from zerobubble.planning.problem import Solved
+from zerobubble.planning.reasons import NOTE_WIDTH
+from zerobubble.planning.seeds import fitting, promising
+from zerobubble.planning.sharded import Sharded
+from zerobubble.units import ms, show_bytes, show_ms
+
+Price = Callable[[Priced], tuple[int, ...]]
+"""What makes one schedule with its gathers better than another: less."""
+MOST_EVALUATIONS = 2_000
+"""Orders that the search for fewer gathers tries at most: each is played by plain Python."""
+
+
+@dataclass(frozen=True, repr=False)
+class FewGathers(Displayed):
+    """The choice: the `quickest` schedule with its gathers in the way, and the `chosen` one, which gathers least of those about as quick.
+
+    `plain` is what would be shortest if nothing had to be gathered. On the placement of the chosen one no schedule takes less than
+    `least_time` ns, and none has fewer gathers than `least_gathers`.
+    """
+
+    sharded: Sharded
+    plain: Priced
+    quickest: Priced
+    chosen: Priced
+    least_time: int
+    least_gathers: int
+
+    def _summary(self) -> str:
+        return f"{self.chosen.solved.how} on {self.chosen.solved.problem.placement.name}: {self.chosen.num_gathers} gathers"
+
+    def __str__(self) -> str:
+        chosen, quickest, problem = self.chosen, self.quickest, self.chosen.solved.problem
+        over = f"{100 * (chosen.time / self.least_time - 1):.2f} % over its bound" if self.least_time else "no bound above 0"
+        lines = [f"Sharded {self.sharded._summary()}."]
+        for name, one in (("shortest without gathers", self.plain), ("quickest with them", quickest), ("winner", chosen)):
+            where = f"{one.solved.how} on {one.solved.problem.placement.name}"
+            figures = f"{problem.objective} with gathers {show_ms(one.time)}, {one.num_gathers} gathers of {show_bytes(one.gathered)}"
+            lines.append(f"{name}: {where}: {figures}, this order needs at least {one.bound}")
+        lines.append(
+            f"No schedule on {problem.placement.name} has fewer than {self.least_gathers} gathers, and the winner's {problem.objective} is "
+            f"{over}, {show_ms(self.least_time)}. It takes {100 * (chosen.time / quickest.time - 1):.2f} % longer than the quickest."
+        )
+        return "\n".join(fill(line, NOTE_WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+    def to_dict(self) -> dict[str, object]:
+        """The figures of the three schedules, times in ms."""
+        named = {"shortest_without_gathers": self.plain, "quickest": self.quickest, "winner": self.chosen}
+        figures = {
+            name: {
+                "placement": one.solved.problem.placement.name,
+                "how": one.solved.how,
+                "ms_with_gathers": ms(one.time),
+                "num_gathers": one.num_gathers,
+                "bound": one.bound,
+                "gathered_bytes": one.gathered,
+            }
+            for name, one in named.items()
+        }
+        return figures | {"least_ms_with_gathers": ms(self.least_time), "least_gathers_of_any_order": self.least_gathers}
+
+
+def few_gathers(attempts: Iterable[Attempt], sharded: Sharded, budget: Budget, seed: int = 0) -> FewGathers | None:
+    """The choice among what the `attempts` know and what a search of `budget` finds; None where no schedule fits.
+
+    Raises `InputError` where the weights of a stage do not fit into the memory for them on any placement.
+    """
+    started = perf_counter()
+    able = list(_with_room(attempts, sharded))
+    found = [Priced.of(solved, sharded) for attempt in able for solved in _candidates(attempt)]
+    if not found:
+        return None
+    plain = min((one for one in found if any(one.solved is attempt.solved for attempt in able)), key=lambda one: one.solved.time or 0)
+    tries = MOST_EVALUATIONS if budget.evaluations is None else min(budget.evaluations, MOST_EVALUATIONS)
+    clock = _Tries(0 if budget.is_empty else tries // 2, started + budget.seconds / 2 if budget.evaluations is None else None)
+    draw = Random(seed)
+    quickest = _improved(min(found, key=_by_time), sharded, _by_time, None, clock, draw)
+    most = int(quickest.time * (1 + sharded.within))
+    clock = _Tries(clock.left + tries // 2 if not budget.is_empty else 0, started + budget.seconds if budget.evaluations is None else None)
+    fewest = min((one for one in (*found, quickest) if one.time <= most), key=_by_bytes)
+    chosen = _improved(fewest, sharded, _by_bytes, most, clock, draw)
+    problem = chosen.solved.problem
+    least = least_time(problem, chosen.solved.bound.time, sharded)
+    return FewGathers(sharded, plain, quickest, chosen, least, fewest_of_any_order(problem, sharded))
+
+
+def _with_room(attempts: Iterable[Attempt], sharded: Sharded) -> Iterator[Attempt]:
+    """Those whose stages fit one by one; raises `InputError` with the largest stage of all where none does."""
+    known = list(attempts)
+    largest = {attempt.name: max(sharded.sizes(attempt.solved.problem.placement)) for attempt in known}
+    yield from (attempt for attempt in known if sharded.memory is None or largest[attempt.name] <= sharded.memory)
+    if sharded.memory is not None and min(largest.values()) > sharded.memory:
+        name = min(largest, key=largest.__getitem__)
+        takes = f"those of a stage take {show_bytes(largest[name])} on {name}, where they are smallest"
+        raise InputError(f"a rank has {show_bytes(sharded.memory)} for gathered weights, and {takes}: give more memory, or more stages")
+
+
+def _by_time(one: Priced) -> tuple[int, int, int]:
+    return one.time, one.gathered, one.num_gathers
+
+
+def _by_bytes(one: Priced) -> tuple[int, int, int]:
+    return one.gathered, one.num_gathers, one.time
+
+
+def _candidates(attempt: Attempt) -> Iterator[Solved]:
+    """Every schedule that is known on the placement of an attempt, the published ones, and the groups that fit its memory."""
+    best = attempt.solved
+    if best.schedule is None:
+        return
+    yield best
+    problem = best.problem
+    known = {best.schedule.rows}
+    published = promising(problem) if problem.num_passes <= PASSES_WITHOUT_CLOCK else ()
+    for schedule in (*attempt.seeds, *fitting(published, problem), *_groups(problem.placement, problem.num_microbatches)):
+        if schedule.rows not in known:
+            known.add(schedule.rows)
+            with suppress(ScheduleError):  # it holds more than there is room for
+                yield Solved.of(problem, best.bound, schedule, 0.0, schedule.name)
+
+
+def _groups(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
+    """Groups of 1, 2, 4 and so on microbatches, each through all stages of a rank, W after each B or after the B's of its stage."""
+    size = 1
+    while size < 2 * num_microbatches:
+        for waits in (False, True):
+            yield grouped(placement, num_microbatches, min(size, num_microbatches), waits=waits)
+        size *= 2
+
+
+def grouped(placement: Placement, num_microbatches: int, size: int, *, waits: bool) -> Schedule:
+    """Groups of `size` microbatches: F of a group in one stage after the other, then B likewise, from the last stage on.
+
+    A W follows its B, or where it `waits`, all B's of the group in its stage.
+
+    >>> print(grouped(Placement.looped(1, 2), 2, 2, waits=True))
+    Schedule groups of 2, W behind: 2 stages on 1 rank (looped), 2 microbatches, 12 passes
+    rank 0: 0F0 0F1 1F0 1F1 1B0 1B1 1W0 1W1 0B0 0B1 0W0 0W1
+    """
+    stages = range(placement.num_stages)
+    passes: list[Op] = []
+    for start in range(0, num_microbatches, size):
+        group = range(start, min(start + size, num_microbatches))
+        passes += [Op(Kind.F, stage, j) for stage in stages for j in group]
+        for stage in reversed(stages):
+            together = [Op(kind, stage, j) for kind in (Kind.B, Kind.W) for j in group]
+            passes += together if waits else [Op(kind, stage, j) for j in group for kind in (Kind.B, Kind.W)]
+    home = placement.routes[0]
+    rows = tuple(tuple(op for op in passes if home[op.stage] == rank) for rank in range(placement.num_ranks))
+    return Schedule(f"groups of {size}{', W behind' if waits else ''}", placement, num_microbatches, rows)
+
+
+class _Tries:
+    """How many orders are left to try, and until when, by `perf_counter`; None where the clock must not decide."""
+
+    def __init__(self, left: int, until: float | None) -> None:
+        self.left, self._until = left, until
+
+    def take(self) -> bool:
+        """Whether there is one more."""
+        if self.left <= 0 or (self._until is not None and perf_counter() > self._until):
+            return False
+        self.left -= 1
+        return True
+
+
+def _improved(best: Priced, sharded: Sharded, price: Price, most: int | None, tries: _Tries, draw: Random) -> Priced:
+    """`best` after moves of passes, each kept where it lowers the price, or keeps it, and takes at most `most` ns."""
+    while tries.take():
+        moved = _moved(best.schedule, draw)
+        if moved is None:
+            return best
+        with suppress(ScheduleError):  # it cannot run, or holds too much
+            before = best.solved
+            how = before.how if before.how.endswith(MOVED) else f"{before.how}{MOVED}"
+            solved = Solved.of(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
+            one = Priced.of(solved, sharded)
+            if price(one) <= price(best) and (most is None or one.time <= most):
+                best = one
+    return best
+
+
+MOVED = ", moved for gathers"
+
+
+def _moved(schedule: Schedule, draw: Random) -> Schedule | None:
+    """The schedule with some passes of a rank next to others of their stage; None where each rank has one stage."""
+    able = [rank for rank, row in enumerate(schedule.rows) if len({op.stage for op in row}) > 1]
+    if not able:
+        return None
+    rank = draw.choice(able)
+    rows = [*schedule.rows]
+    rows[rank] = _row_moved(schedule.rows[rank], draw)
+    return replace(schedule, rows=tuple(rows))
+
+
+def _row_moved(row: Sequence[Op], draw: Random) -> tuple[Op, ...]:
+    """The row with the first passes of a run of a stage behind the run of it before, or the last ones before the run behind."""
+    runs = _runs(row)
+    here = draw.randrange(len(runs))
+    others = [place for place, run in enumerate(runs) if place != here and row[run[0]].stage == row[runs[here][0]].stage]
+    if not others:
+        return tuple(row)
+    there = min(others, key=lambda place: abs(place - here) + draw.random())
+    count = draw.randint(1, len(runs[here]))
+    taken, at = (runs[here][:count], runs[there][-1] + 1) if there < here else (runs[here][-count:], runs[there][0])
+    before = [op for place, op in enumerate(row[:at]) if place not in taken]
+    behind = [op for place, op in enumerate(row[at:], at) if place not in taken]
+    return (*before, *(row[place] for place in taken), *behind)
+
+
+def _runs(row: Sequence[Op]) -> list[list[int]]:
+    """The places of passes that compute with weights, those of a stage together that no other stage's stands between."""
+    runs: list[list[int]] = []
+    for place, op in enumerate(row):
+        if traits_of(op.kind).uses_weights:
+            if not runs or row[runs[-1][0]].stage != op.stage:
+                runs.append([])
+            runs[-1].append(place)
+    return runs

@@ -1,0 +1,139 @@
+"""Less computed again than a schedule has: cheaper levels, and forwards left alone, wherever the memory has room for what they keep.
+
+The order of passes stays, and a pass that is gone or shorter delays no other, so nothing gets longer. The search then goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from time import perf_counter
+from typing import NamedTuple
+
+from zerobubble.costs import NONE, Level
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.attempt import Budget, shorter
+from zerobubble.planning.problem import Problem, Solved
+from zerobubble.planning.search import anneal_with_plain
+from zerobubble.rules import recomputed
+from zerobubble.simulation import held_bytes
+
+ROUNDS = 6
+"""How often a search is followed by another look at what need not be computed again."""
+
+
+MOST_OTHERS = 6
+"""How many other schedules are tried."""
+
+
+class Stay(NamedTuple):
+    """A forward that is computed again: from position `start` of its row up to `stop`, that of its R, its rank holds what it keeps."""
+
+    stage: int
+    microbatch: int
+    start: int
+    stop: int
+
+
+def lightened(solved: Solved, budget: Budget, seed: int = 0, others: Sequence[Schedule] = ()) -> Solved:
+    """The answer with less computed again and, within `budget`, an order that suits it; itself where nothing gets shorter.
+
+    `others` are longer schedules within the limits that may be shorter with less computed again, if there is a budget to try them.
+    The problem of the answer then has other levels, of those that may be chosen.
+    """
+    again = solved.problem.recomputation
+    if solved.schedule is None or again is None or not again.may_leave_out or not any(map(recomputed, solved.schedule.rows)):
+        return solved
+    started = perf_counter()
+    best = shorter(solved, _light(solved))
+    for other in () if budget.is_empty else others[:MOST_OTHERS]:
+        best = shorter(best, _light(Solved.of(solved.problem, solved.bound, other, solved.seconds, other.name)))
+        if budget.evaluations is None and perf_counter() - started > budget.seconds / ROUNDS:
+            break
+    for turn in range(0 if budget.is_empty else ROUNDS):
+        part = budget.share(ROUNDS, turn, perf_counter() - started)
+        assert best.schedule is not None
+        order = anneal_with_plain(best.problem, best.schedule, best.bound.time, part.seconds, part.evaluations, seed + turn)
+        found = Solved.of(best.problem, best.bound, replace(order, name=best.schedule.name), best.seconds, best.how)
+        best = shorter(best, shorter(found, _light(found)))
+    if best is solved:
+        return solved
+    assert best.schedule is not None
+    name = best.how if best.how.endswith(", mixed") else f"{best.how}, mixed"
+    return replace(best, how=name, schedule=replace(best.schedule, name=name), seconds=solved.seconds + perf_counter() - started)
+
+
+def _light(solved: Solved) -> Solved:
+    """The answer with less computed again in the same order, checked and played anew."""
+    assert solved.schedule is not None
+    problem = _with_cheaper_levels(solved.problem, solved.schedule)
+    schedule = _with_plain_forwards(problem, solved.schedule)
+    used = {stage for row in schedule.rows for stage, _ in recomputed(row)}
+    assert problem.recomputation is not None
+    levels = [level if stage in used else NONE for stage, level in enumerate(problem.recomputation.chosen)]
+    return Solved.of(problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
+
+
+def _with_cheaper_levels(problem: Problem, schedule: Schedule) -> Problem:
+    """The problem with, for one stage after the other, the quickest level with which the schedule fits the limits."""
+    assert problem.recomputation is not None
+    by_time = sorted((level for level in problem.recomputation.offered if level != NONE), key=lambda level: level.extra)
+    chosen = list(problem.recomputation.chosen)
+    for rank, row in enumerate(schedule.rows):
+        held, stays = held_bytes(row, problem.costs), list(_stays(row))
+        for stage in sorted({stay.stage for stay in stays}):
+            saved = problem.costs.held_after_f[stage]
+            for level in by_time:
+                if level.extra >= chosen[stage].extra:
+                    break
+                more = _kept(level, saved) - _kept(chosen[stage], saved)
+                lighter = _with_more(held, [stay for stay in stays if stay.stage == stage], more)
+                if max(lighter) <= problem.limits.memory[rank]:
+                    held, chosen[stage] = lighter, level
+                    break
+    return problem.with_levels(chosen)
+
+
+def _with_plain_forwards(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule without the R of forwards that may keep all they save, first those that save most time for their bytes over time."""
+    return replace(schedule, rows=tuple(tuple(_without(problem, rank, row)) for rank, row in enumerate(schedule.rows)))
+
+
+def _without(problem: Problem, rank: int, row: Sequence[Op]) -> Iterator[Op]:
+    """A row without the R's for whose stays its rank has room."""
+    costs, gone, held = problem.costs, set(), held_bytes(row, problem.costs)
+
+    def price(stay: Stay) -> float:
+        more = costs.held_after_f[stay.stage] - costs.column("held_input")[stay.stage]
+        return (stay.stop - stay.start) * more / max(1, costs.time(Kind.R, stay.stage))
+
+    for stay in sorted(_stays(row), key=price):
+        more = costs.held_after_f[stay.stage] - costs.column("held_input")[stay.stage]
+        if max(held[stay.start : stay.stop]) + more <= problem.limits.memory[rank]:
+            held[stay.start : stay.stop] = [number + more for number in held[stay.start : stay.stop]]
+            gone.add(Op(Kind.R, stay.stage, stay.microbatch))
+    return (op for op in row if op not in gone)
+
+
+def _stays(row: Sequence[Op]) -> Iterator[Stay]:
+    """The forwards of a row that are computed again."""
+    begun: dict[tuple[int, int], int] = {}
+    for at, (kind, stage, microbatch) in enumerate(row):
+        if kind is Kind.F:
+            begun[stage, microbatch] = at
+        elif kind is Kind.R:
+            yield Stay(stage, microbatch, begun[stage, microbatch], at)
+
+
+def _with_more(held: Sequence[int], stays: Iterable[Stay], more: int) -> list[int]:
+    """The bytes held where each of `stays` holds so many more."""
+    changes = [0] * (len(held) + 1)
+    for stay in stays:
+        changes[stay.start] += more
+        changes[stay.stop] -= more
+    return [number + extra for number, extra in zip(held, accumulate(changes[:-1]), strict=True)]
+
+
+def _kept(level: Level, saved: int) -> int:
+    return round(level.kept * saved)

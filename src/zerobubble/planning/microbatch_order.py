@@ -1,0 +1,116 @@
+"""Which microbatch takes which place of a schedule, where microbatches are of unequal cost. Gradients do not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from zerobubble.arguments import NUMBER, WHOLE, optional, takes
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.ir import Kind, Schedule
+from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.search import load_kernels
+from zerobubble.planning.seeds import fits_memory
+from zerobubble.simulation import metrics
+
+SECONDS = 0.02
+"""How long to search where nobody says: some hundreds of orders of 64 microbatches on 8 ranks."""
+
+_NONE_FITS = "no order of the microbatches that was tried fits the memory limits: raise them, or choose a schedule that holds less"
+
+
+@takes(
+    schedule=Schedule,
+    costs=Costs,
+    limits=optional(Limits),
+    objective=str,
+    seconds=NUMBER,
+    evaluations=optional(WHOLE),
+    seed=WHOLE,
+)
+@garbage_collection_paused()
+def order_microbatches(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    limits: Limits | None = None,
+    objective: str = Objective.SPAN,
+    seconds: float = SECONDS,
+    evaluations: int | None = None,
+    seed: int = 0,
+) -> Schedule:
+    """`schedule` with its microbatches in the places that make it shortest, by the shares of `costs`; never longer than as it is.
+
+    The order of passes stays; only the numbers of microbatches change. First the shortest microbatches go to both ends and the longest
+    to the middle, which is most of the gain; then two at a time change places, for so many `seconds`, or `evaluations`, with which the
+    answer is always the same. Raises `InputError` for a schedule of several routes, with overlapped passes, or whose stages take the
+    microbatches in different orders, where no order that was tried fits `limits`, and where numba is missing.
+
+    Arguments:
+        schedule: the order of passes.
+        costs: what stages take, with a share for each microbatch.
+        limits: bytes of activations that each rank may hold; None for as much as it takes.
+        objective: "span", the longest time of a rank from its first pass to its last, or "makespan".
+        seconds: how long to search.
+        evaluations: how many orders to play instead.
+        seed: another one makes other random choices.
+
+    >>> import zerobubble as zb
+    >>> schedule = zb.make("zb-h1", 2, 4)
+    >>> costs = zb.Costs(*[(10, 10)] * 3, (0,), (1, 1), (1, 1), shares=(1, 4, 4, 1))
+    >>> ordered = zb.planning.order_microbatches(schedule, costs, evaluations=200)
+    >>> zb.simulate(ordered, costs).span <= zb.simulate(schedule, costs).span
+    True
+    """
+    costs.require_schedule(schedule)
+    boundless = Limits((1 << 62,) * schedule.num_ranks)
+    problem = Problem(schedule.placement, schedule.num_microbatches, costs, limits or boundless, Objective.named(objective))
+    if schedule.overlaps:
+        raise InputError(f"schedule {schedule.name!r} overlaps passes, and microbatches are ordered for passes one at a time")
+    if not costs.shares:
+        return schedule
+    kernels, numbers, kinds = load_kernels(), numbers_by_place(schedule), {op.kind for row in schedule.rows for op in row}
+    # The compiled player knows R in plans alone: here it plays without R, where every forward holds all that it saves.
+    tables = kernels.tables_of(replace(problem, limits=boundless) if Kind.R in kinds else problem)
+    starts = kernels.first_orders(tables, kernels.order_of(schedule), [numbers, *first_choices(costs.shares)])
+    if not starts:
+        raise InputError(_NONE_FITS)
+    best, budget = min(starts, key=lambda start: start.time), kernels.BudgetMeter(seconds, evaluations)
+    best = kernels.improve_jointly(tables, best, 0, budget, seed, moves_passes=False)
+    found = with_numbers(schedule, dict(zip(numbers, best.takers.tolist(), strict=True)))
+    if not any(costs.reduce) and kinds.isdisjoint({Kind.BW, Kind.R}):
+        return found  # the compiled player has played this very schedule, and the one that was given among the first
+    fitting = [each for each in (schedule, found) if limits is None or fits_memory(each, problem)]
+    if not fitting:
+        raise InputError(_NONE_FITS)
+    return min(fitting, key=lambda each: problem.objective.of(metrics(each, costs)))
+
+
+def first_choices(shares: Sequence[float]) -> list[list[int]]:
+    """Orders of microbatches that are worth a try: the shortest at both ends, shortest first, longest first."""
+    shortest_first = sorted(range(len(shares)), key=lambda microbatch: shares[microbatch])
+    return [shortest_first[::2] + shortest_first[1::2][::-1], shortest_first, shortest_first[::-1]]
+
+
+def numbers_by_place(schedule: Schedule) -> list[int]:
+    """The microbatches in the order in which every stage takes them; raises `InputError` where stages differ."""
+    taken: dict[tuple[Kind, int], list[int]] = {}
+    for row in schedule.rows:
+        for kind, stage, microbatch in row:
+            taken.setdefault((kind, stage), []).append(microbatch)
+    first, *others = taken.items()
+    for (kind, stage), numbers in others:
+        if numbers != first[1]:
+            raise InputError(
+                f"schedule {schedule.name!r} takes its microbatches in other orders in {kind} of stage {stage} and in {first[0][0]} of "
+                f"stage {first[0][1]}: one whose stages all take them in one order has places to put them into"
+            )
+    return first[1]
+
+
+def with_numbers(schedule: Schedule, number: Mapping[int, int] | Sequence[int]) -> Schedule:
+    """The schedule with `number[j]` in place of each microbatch j."""
+    rows = tuple(tuple(op._replace(microbatch=number[op.microbatch]) for op in row) for row in schedule.rows)
+    return replace(schedule, rows=rows)

@@ -1,0 +1,116 @@
+"""What gathers do to a schedule whose weights lie in shards: its time and its gathers with them, and what no schedule goes below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerobubble.display import Displayed
+from zerobubble.gathers import RankGathers, gathers_of, plan_gathers, play_gathers
+from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.planning.problem import Objective, Problem, Solved
+from zerobubble.planning.sharded import Sharded
+from zerobubble.units import show_bytes
+
+
+@dataclass(frozen=True, repr=False)
+class Priced(Displayed):
+    """A schedule with its gathers: `time` is the problem's objective with them, in ns; `gathered` are the bytes of a step, of all ranks."""
+
+    solved: Solved
+    gathers: tuple[RankGathers, ...]
+    time: int
+    gathered: int
+
+    @classmethod
+    def of(cls, solved: Solved, sharded: Sharded) -> Priced:
+        """The answer `solved` with the fewest gathers of its order; raises `InputError` where the weights of a step do not fit."""
+        schedule, problem = solved.schedule, solved.problem
+        assert schedule is not None
+        sizes = sharded.sizes(problem.placement)
+        plans = plan_gathers(schedule, sizes, sharded.memory)
+        time = problem.objective.of(play_gathers(schedule, problem.costs, plans, sharded.times(problem.placement)).metrics)
+        return cls(solved, plans, time, sum(sizes[gather.stage] for plan in plans for gather in plan.gathers))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule; there is one wherever there is a price."""
+        assert self.solved.schedule is not None
+        return self.solved.schedule
+
+    @property
+    def num_gathers(self) -> int:
+        """Gathers of all ranks in a step."""
+        return sum(len(plan.gathers) for plan in self.gathers)
+
+    @property
+    def bound(self) -> int:
+        """No plan of gathers for this order has fewer."""
+        return sum(plan.bound for plan in self.gathers)
+
+    def _summary(self) -> str:
+        return f"{self.solved.how}: {self.num_gathers} gathers of at least {self.bound}, {show_bytes(self.gathered)}"
+
+
+def fewest_of_any_order(problem: Problem, sharded: Sharded) -> int:
+    """A number of gathers of all ranks that no order of passes on the placement within its limits has fewer of.
+
+    Every order has the passes of the first microbatch in their order, and a plan of gathers for all passes is one for these. Where only
+    one stage of a rank fits at a time, memory for activations says how many microbatches go through them together, too.
+
+    >>> import zerobubble as zb
+    >>> problem = zb.planning.Problem(zb.Placement.vee(2), 8, zb.Costs.uniform(4), zb.Limits((5_000_000,) * 2))
+    >>> [fewest_of_any_order(problem, Sharded(12, memory)) for memory in (None, 6)]
+    [4, 10]
+    """
+    sizes, placement = dict(enumerate(sharded.sizes(problem.placement))), problem.placement
+    return sum(
+        max(_of_one_microbatch(_chain(placement, rank), sizes, sharded.memory, rank).bound, _in_turns(problem, sizes, sharded.memory, rank))
+        for rank in range(placement.num_ranks)
+    )
+
+
+def _chain(placement: Placement, rank: int) -> list[Op]:
+    """The passes of one microbatch on a rank that compute with weights, in the only order that they can have."""
+    stages = [stage for stage, home in enumerate(placement.routes[0]) if home == rank]
+    return [*(Op(Kind.F, stage, 0) for stage in stages), *(Op(Kind.B, stage, 0) for stage in reversed(stages))]
+
+
+def _of_one_microbatch(chain: Sequence[Op], sizes: dict[int, int], memory: int | None, rank: int) -> RankGathers:
+    here = {op.stage: sizes[op.stage] for op in chain}
+    room = sum(here.values()) if memory is None else memory
+    return gathers_of([(op,) for op in chain], here, [room] * len(chain), f"rank {rank}")
+
+
+def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank: int) -> int:
+    """A number of gathers that no order has fewer of on a rank, whose stages take turns; 0 where two of them fit together.
+
+    The last stage of the rank divides the passes of each stage before it into groups, those between two of its turns. A microbatch whose F
+    is in one has its B in a later one, for it goes through the last stage between. Behind a group with F's, in a turn of the last
+    stage, k microbatches wait for their B at most: these fit beside what the one there holds in the other stages. A group begins with as
+    many as waited, and no more B's are in it, so neither are more than k F's. Hence there are at least m / k groups with F's and one
+    behind, and as many turns of the last stage as lie between them.
+    """
+    stages = [stage for stage, home in enumerate(problem.placement.routes[0]) if home == rank]
+    if memory is None or len(stages) < 2 or sum(sorted(sizes[stage] for stage in stages)[:2]) <= memory:
+        return 0
+    held, room = problem.costs.held_after_f, problem.limits.memory[rank]
+    spare = room - sum(held[stage] for stage in stages)
+    groups = [_ceil(problem.num_microbatches, 1 + max(0, spare) // held[stage]) if held[stage] else 1 for stage in stages[:-1]]
+    return sum(groups) + len(groups) + max(groups)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def least_time(problem: Problem, bound: int, sharded: Sharded) -> int:
+    """A time in ns that no schedule with gathers beats, where `bound` is one for schedules without.
+
+    A makespan has the gather of stage 0 before all passes, and all gathers of a rank one after another; a span has one before its passes.
+    """
+    times, home = sharded.times(problem.placement), problem.placement.routes[0]
+    if problem.objective is Objective.SPAN:
+        return bound + min(times)
+    loads = [sum(time for time, rank in zip(times, home, strict=True) if rank == here) for here in range(problem.placement.num_ranks)]
+    return max(bound + times[0], *loads)

@@ -1,0 +1,154 @@
+"""Plans with recomputation: without it, with one level for each leg of a microbatch, and then with less of it wherever memory has room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zerobubble.costs import FULL, NONE, Level
+from zerobubble.planning.attempt import (
+    Attempt,
+    Budget,
+    ProgressCallback,
+    shorter,
+    start_attempt,
+    with_list_schedule,
+    with_serial_schedule,
+)
+from zerobubble.planning.bought import Bought
+from zerobubble.planning.lighter import lightened
+from zerobubble.planning.problem import Problem, Solved, Status
+from zerobubble.planning.recomputation import Recomputation, choices_by_leg
+from zerobubble.planning.rounds import CtrlC, compile_search, rank_key, successive_halving
+from zerobubble.planning.search import compile_kernels
+from zerobubble.planning.weight_order import with_weights_ordered
+
+WITHOUT, WITH, LIGHTER = 0.35, 0.35, 0.3
+"""The shares of the budget for plans without recomputation, for those with levels by leg, and for less of it in the best of these."""
+
+SHORT_LIST, OF_ONE = 9, 3
+"""How many choices of levels are searched after a first schedule of each, on all placements and on one."""
+
+LIGHTENED = 2
+"""How many are searched on with less computed again."""
+
+
+class Recomputed(NamedTuple):
+    """The best attempt on each placement, what recomputation bought, and the seconds that it took to compile the search."""
+
+    attempts: list[Attempt]
+    bought: Bought
+    compiling: float
+
+
+def plan_recomputing(
+    problems: Mapping[str, Problem], offered: Sequence[Level], budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None
+) -> Recomputed:
+    """The best attempts at `problems`, which know nothing of recomputation, with the levels `offered`, by the name of their placement.
+
+    Where `NONE` is offered, none is slower than what the first part of the budget finds without recomputation.
+    """
+    is_free, levels = NONE in offered, tuple(offered)
+    plain = {name: _with_levels(problem, levels if is_free else (NONE,), NONE) for name, problem in problems.items()}
+    started = [start_attempt(name, problem, _part(budget, WITHOUT).share(len(plain))) for name, problem in plain.items()]
+    compiling = compile_search(started, budget)
+    without = _searched(started, _part(budget, WITHOUT), seed, on_progress)
+    best_without = min(without, key=rank_key)
+    if is_free and (best_without.solved.status is Status.OPTIMAL or best_without.interrupted):
+        return Recomputed(without, Bought(best_without.solved, None, best_without.solved), compiling)
+    found, pool = [], without if is_free else []
+    with CtrlC() as ctrl_c:
+        compiling += 0.0 if budget.is_empty else compile_kernels()
+        found = _searched(_short_list(problems, levels, budget), _part(budget, WITH), seed, on_progress)
+        pool = [*pool, *found]
+        pool = [*pool, *_lightened(found, _part(budget, LIGHTER), seed)]
+    if not pool:
+        raise KeyboardInterrupt
+    full = min((attempt for attempt in found if _is_full(attempt.solved.problem)), key=rank_key, default=None)
+    best = [_best_on(name, pool) for name in problems]
+    attempts = [replace(attempt, interrupted=attempt.interrupted or ctrl_c.came) for attempt in best]
+    chosen = min(attempts, key=rank_key).solved
+    return Recomputed(attempts, Bought(best_without.solved, None if full is None else full.solved, chosen), compiling)
+
+
+def _part(budget: Budget, share: float) -> Budget:
+    return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
+
+
+def _with_levels(problem: Problem, offered: tuple[Level, ...], *by_stage: Level) -> Problem:
+    """The problem with the levels of its stages, one for each or the same for all."""
+    chosen = by_stage if len(by_stage) > 1 else by_stage * problem.placement.num_stages
+    again = Recomputation(offered, chosen)
+    return replace(problem, costs=problem.costs.with_recompute(chosen), recomputation=again)
+
+
+def _searched(attempts: Sequence[Attempt], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> list[Attempt]:
+    """The attempts after a competition within the budget, each with some schedule if anything fits."""
+    found = list(attempts) if budget.is_empty else successive_halving(attempts, budget, seed, on_progress)
+    served = [with_serial_schedule(attempt) for attempt in found]
+    return [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in served]
+
+
+def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], budget: Budget) -> list[Attempt]:
+    """The choices of levels by leg that come first with a schedule at once, and full recomputation beside them.
+
+    A placement on which none fits has the leanest, with the reason.
+    """
+    listed: list[Attempt] = []
+    for name, problem in problems.items():
+        here = [_listed(name, _with_levels(problem, offered, *levels), budget) for levels in choices_by_leg(problem.placement, offered)]
+        fitting = [attempt for attempt in here if attempt.solved.status is not Status.INFEASIBLE and any(_again(attempt.solved.problem))]
+        listed += fitting if fitting else here[:1]
+    ranked = sorted(listed, key=rank_key)
+    firsts = [attempt for attempt in ranked if sum(other.name == attempt.name for other in ranked[: ranked.index(attempt)]) < OF_ONE]
+    kept = firsts[:SHORT_LIST]
+    kept += [attempt for attempt in firsts if attempt.name not in {other.name for other in kept}]
+    in_full = next((attempt for attempt in ranked if _is_full(attempt.solved.problem)), None)
+    kept += [in_full] if in_full is not None and in_full not in kept else []
+    return [_with_seeds(attempt, budget.share(len(kept))) for attempt in kept]
+
+
+def _listed(name: str, problem: Problem, budget: Budget) -> Attempt:
+    """A first schedule: of the list scheduler, or one microbatch after the other where nothing is to be searched."""
+    bound = problem.bound()
+    if problem.shortage_reason:
+        return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, 0.0, "", problem.shortage_reason))
+    attempt = Attempt(name, Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, ""))
+    return with_serial_schedule(attempt if budget.is_empty else with_list_schedule(attempt))
+
+
+def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
+    """The attempt with the published schedules to start from, under a name that tells its levels."""
+    problem = attempt.solved.problem
+    again = problem.recomputation
+    assert again is not None
+    name = f"{attempt.name} with {'+'.join(dict.fromkeys(level.name for level in again.chosen))}"
+    seeded = start_attempt(name, problem, _part(budget, WITH))
+    return replace(seeded, solved=shorter(attempt.solved, seeded.solved))
+
+
+def _lightened(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
+    """The attempts with less computed again, the best of them searched on."""
+    ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.solved.schedule is not None]
+    nothing = Budget(0.0, None if budget.evaluations is None else 0)
+    parts = [budget.share(LIGHTENED)] * LIGHTENED + [nothing] * len(ranked)
+    answers = [lightened(attempt.solved, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
+    return [replace(attempt, solved=solved) for attempt, solved in zip(ranked, answers, strict=True)]
+
+
+def _again(problem: Problem) -> list[bool]:
+    """By stage, whether forwards are computed again."""
+    return [problem.recomputes(stage) for stage in range(problem.placement.num_stages)]
+
+
+def _is_full(problem: Problem) -> bool:
+    """Whether every stage computes all again."""
+    return problem.recomputation is not None and all(level.name == FULL.name for level in problem.recomputation.chosen)
+
+
+def _best_on(name: str, pool: Sequence[Attempt]) -> Attempt:
+    """The best attempt on a placement, under its name; where nothing fits, the last, which says what the leanest levels lack."""
+    here = [attempt for attempt in pool if attempt.name.partition(" ")[0] == name]
+    able = [attempt for attempt in here if attempt.solved.schedule is not None]
+    return replace(min(able, key=rank_key) if able else here[-1], name=name)

@@ -1,0 +1,67 @@
+"""Plans for microbatches of unequal cost: first as if they were alike, then passes and microbatches in a better order together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, reduce
+from statistics import fmean
+from time import perf_counter
+
+from zerobubble.costs import UNIT_BYTES, Costs, Limits
+from zerobubble.ir import Placement
+from zerobubble.planning.attempt import Budget, shorter
+from zerobubble.planning.microbatch_order import first_choices
+from zerobubble.planning.problem import Problem, Solved
+from zerobubble.planning.search import load_kernels
+from zerobubble.planning.seeds import fits_memory, serial_schedule, split
+
+
+def alike(problem: Problem) -> Problem:
+    """The problem with microbatches that all take the mean time and hold the bytes of the largest: its schedules fit in any order."""
+    shares = problem.costs.shares
+    mean, largest = (problem.costs.scaled(share) for share in (fmean(shares), max(shares)))
+    costs = replace(mean, held_after_f=largest.held_after_f, held_after_b=largest.held_after_b)
+    return replace(problem, costs=costs, workload=None)
+
+
+@cache
+def compile_joint_search() -> None:
+    """Compile what `unequal` searches with, or load what was compiled before; once in a process."""
+    kernels, costs = load_kernels(), replace(Costs.uniform(2), shares=(1, 2))
+    tables = kernels.tables_of(Problem(Placement.linear(2), 2, costs, Limits((8 * UNIT_BYTES,) * 2)))
+    (start,) = kernels.first_orders(tables, kernels.order_of(split(serial_schedule(Placement.linear(2), 2))), [range(2)])
+    kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, 1), 0, moves_passes=True)
+
+
+def unequal(problem: Problem, found: Solved, budget: Budget, seed: int) -> Solved:
+    """The best answer to `problem`, whose microbatches have shares, that the answer `found` to `alike(problem)` leads to.
+
+    It is never longer than the schedule of `found` with the microbatches in the order of the data. Where nothing was found there, it
+    is infeasible for the same reason. Compiling the search is not counted as part of the budget.
+    """
+    bound = problem.bound()
+    if found.schedule is None:
+        return replace(found, problem=problem, bound=bound)
+    started, kernels, base = perf_counter(), load_kernels(), split(found.schedule)
+    base = base if fits_memory(base, problem) else found.schedule
+    given = Solved.of(problem, bound, found.schedule, found.seconds, found.how)
+    tables, order = kernels.tables_of(problem), kernels.order_of(base)
+    starts = kernels.first_orders(tables, order, [range(problem.num_microbatches), *first_choices(problem.costs.shares)])
+    if not starts or problem.costs.shares == (1,) * problem.num_microbatches:
+        return given
+    best = min(starts, key=lambda start: start.time)
+
+    def answer(how: str) -> Solved:
+        schedule = kernels.schedule_of_order(f"{given.how}, {how}", problem, tables, best.order, best.takers.tolist())
+        return Solved.of(problem, bound, schedule, given.seconds, schedule.name)
+
+    answers = [given]
+    if budget.is_empty:
+        answers.append(answer("microbatches ordered"))
+    else:
+        compile_joint_search()
+        for part, moves_passes in ((budget.share(4), False), (budget.share(4)._replace(seconds=0.75 * budget.seconds), True)):
+            meter = kernels.BudgetMeter(part.seconds, part.evaluations)
+            best = kernels.improve_jointly(tables, best, bound.time, meter, seed, moves_passes=moves_passes)
+        answers.append(answer("passes and microbatches ordered"))
+    return replace(reduce(shorter, answers), seconds=found.seconds + perf_counter() - started)

@@ -1,0 +1,162 @@
+"""When the gradients of stages are summed over replicas: communication beside the passes of each rank.
+
+The sums of a rank run one after another. That of a stage may begin when the last pass that adds to the stage's gradients is over; the
+sums stand in the order of these passes. A stage that several ranks hold, as in bidirectional schedules, is summed over those first, when
+the rows of all of them are over.
+
+Where a rank ends with W's of a stage, they can go parameter by parameter through their microbatches, in place of microbatch by microbatch.
+The gradients then leave in buckets, each when the last of its parameters is done.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from zerobubble.costs import Costs
+from zerobubble.graph import Graph
+from zerobubble.ir import Kind, Op
+from zerobubble.kinds import traits_of
+from zerobubble.timeline import Reduction
+
+
+class StageSum(NamedTuple):
+    """A sum of gradients of a stage, which takes `takes` ns: of all of them, or of a bucket.
+
+    It may begin `lag` ns after the sum before it and all passes of these numbers, `after`, are over, or rather `ahead` ns before that.
+    """
+
+    stage: int
+    after: tuple[int, ...]
+    takes: int = 0
+    lag: int = 0
+    ahead: int = 0
+
+
+RankSums = Sequence[Sequence[StageSum]]
+"""The sums of each rank in their order."""
+
+
+def stage_sums(graph: Graph) -> RankSums:
+    """The stages that each rank sums, in the order in which it can, without the time that they take."""
+    last: list[dict[int, int]] = [{} for _ in graph.first[1:]]
+    for number, op in enumerate(graph.ops):
+        if traits_of(op.kind).adds_gradients:
+            here = last[graph.rank[number]]
+            here.pop(op.stage, None)  # so that stages stand in the order of their last passes
+            here[op.stage] = number
+    holders: dict[int, list[int]] = {}
+    for rank, stages in enumerate(last):
+        for stage in stages:
+            holders.setdefault(stage, []).append(rank)
+    return [_of_rank(graph, stages, holders) for stages in last]
+
+
+def _of_rank(graph: Graph, last: dict[int, int], holders: dict[int, list[int]]) -> list[StageSum]:
+    alone = [StageSum(stage, (number,)) for stage, number in last.items() if len(holders[stage]) == 1]
+    shared = [stage for stage in sorted(last) if len(holders[stage]) > 1]
+    ends = {rank: graph.first[rank + 1] - 1 for stage in shared for rank in holders[stage]}
+    return [*alone, *(StageSum(stage, tuple(ends[rank] for rank in holders[stage])) for stage in shared)]
+
+
+def planned_sums(graph: Graph, costs: Costs) -> RankSums:
+    """The sums of each rank with the times of `costs`; those that take none are left out."""
+    if not any(costs.reduce):
+        return [[] for _ in graph.first[1:]]
+    tails = _tails(graph)
+    return [
+        [bucket for one in row if costs.reduce[one.stage] for bucket in _in_buckets(graph, one, tails.get(one.after, ()), costs)]
+        for row in stage_sums(graph)
+    ]
+
+
+def weight_tails(row: Sequence[Op], overlapped: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
+    """Where the last W's of each stage stand in a row: from the first of them to the last, the row has nothing but W's.
+
+    A stage has none where its last pass that adds to gradients is another one, or one of the places `overlapped`.
+
+    >>> weight_tails([Op.parse(text) for text in "0W0 1B1 1W0 0W1 1W1 0W2 0F3".split()])
+    {0: (3, 5), 1: (2, 4)}
+    """
+    tails: dict[int, list[int]] = {}
+    complete: set[int] = set()
+    for place in reversed(range(len(row))):
+        op = row[place]
+        if op.kind is not Kind.W or place in overlapped:
+            complete |= tails.keys()
+            if traits_of(op.kind).adds_gradients:
+                complete.add(op.stage)
+        elif op.stage not in complete:
+            tails.setdefault(op.stage, []).insert(0, place)
+    return {stage: tuple(tails[stage]) for stage in sorted(tails)}
+
+
+def _tails(graph: Graph) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of the passes of each tail, by that of its last pass, as `StageSum.after` has it."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for first, stop in pairwise(graph.first):
+        overlapped = {number + more - first for number in graph.pairs for more in (0, 1)}
+        for places in weight_tails(graph.ops[first:stop], overlapped).values():
+            found[(first + places[-1],)] = tuple(first + place for place in places)
+    return found
+
+
+def _in_buckets(graph: Graph, whole: StageSum, tail: Sequence[int], costs: Costs) -> list[StageSum]:
+    """The sums of the buckets that leave in the course of a `tail`, in which parameters take equal shares of the time."""
+    takes, count = costs.reduce[whole.stage], costs.buckets[whole.stage]
+    ends = list(accumulate(costs.time(*graph.ops[number]) for number in tail))
+    if count < 2 or not ends or not ends[-1]:
+        return [whole._replace(takes=takes)]
+    buckets = []
+    for number in range(1, count + 1):
+        done = -(-number * ends[-1] // count)  # the time of the tail up to the bucket's last parameter, rounded up
+        place = bisect_left(ends, done)
+        part = takes * number // count - takes * (number - 1) // count
+        buckets.append(StageSum(whole.stage, (tail[place],), part, ahead=ends[place] - done))
+    return buckets
+
+
+def measured_sums(graph: Graph, rows: Sequence[Sequence[Reduction]], end: Sequence[int], origin: int) -> RankSums:
+    """The sums that were measured in `rows`, each with the lag that gives it back where its passes end as `end` says.
+
+    One that began in the tail of its stage is taken to have waited for a parameter that was done just then.
+
+    Times of rows count from elsewhere: `origin` is the beginning of those of `end`.
+    """
+    sums = []
+    tails = _tails(graph)
+    for known, row in zip(stage_sums(graph), rows, strict=True):
+        after = {one.stage: one.after for one in known}
+        free, found = 0, []
+        for stage, start, stop in row:
+            begin = start - origin
+            waits = _waits_for(after[stage], tails.get(after[stage], ()), end, begin)
+            found.append(waits._replace(stage=stage, takes=stop - start, lag=begin - _ready(waits, end, free)))
+            free = stop - origin
+        sums.append(found)
+    return sums
+
+
+def _waits_for(after: tuple[int, ...], tail: Sequence[int], end: Sequence[int], begin: int) -> StageSum:
+    """What a sum that began at `begin` waited for: a part of the pass of the `tail` in which it began, or all passes `after`."""
+    during = next((number for number in tail if end[number] >= begin), None)
+    return StageSum(0, after) if during is None else StageSum(0, (during,), ahead=end[during] - begin)
+
+
+def play_sums(sums: RankSums, end: Sequence[int]) -> tuple[tuple[Reduction, ...], ...]:
+    """When each sum begins and ends, where the passes end as `end` says, by number."""
+    rows = []
+    for known in sums:
+        free, row = 0, []
+        for one in known:
+            begin = _ready(one, end, free) + one.lag
+            free = begin + one.takes
+            row.append(Reduction(one.stage, begin, free))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _ready(one: StageSum, end: Sequence[int], free: int) -> int:
+    return max(free, *(end[number] - one.ahead for number in one.after))

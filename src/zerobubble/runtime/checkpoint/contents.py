@@ -1,0 +1,179 @@
+"""What a checkpoint of a pipeline holds: tensors by name, and all else as one text.
+
+Every rank writes what it has; what several have, such as replicas, is the same on each and is written once.
+
+| key | is |
+|---|---|
+| `model.NAME` | a parameter or buffer |
+| `optimizer.NAME.KEY` | a tensor that the optimizer keeps for a parameter |
+| `rank.N.random.DEVICE` | torch's random state on rank N |
+| `rank.N`, `rest` | JSON: what belongs to rank N alone, and to all |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.checkpoint.names import Names
+from zerobubble.runtime.checkpoint.optimizer_state import ParameterState
+from zerobubble.runtime.step.hook import StepHook
+from zerobubble.runtime.values.experts import ExpertMark, expert_marks
+from zerobubble.runtime.values.memory import local_part
+
+Marks = Mapping[nn.Parameter, ExpertMark]
+"""Of parameters that are this rank's part of experts, which a checkpoint has joined."""
+FORM = 1
+"""The number of this form; one who reads a higher number is too old."""
+
+
+def parameters_by_name(modules: Mapping[int, nn.Module], names: Names) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a rank under each of their names in the checkpoint."""
+    for stage, module in sorted(modules.items()):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield f"{names.prefix(stage)}{name}", parameter
+
+
+def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, Tensor]:
+    """Parameters and buffers by key; raises `InputError` for a state that is no tensor."""
+    found = {}
+    for stage, module in sorted(modules.items()):
+        marks = expert_marks(module)
+        for name, value in module.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise InputError(f"{name!r} in the state of stage {stage} is a {type(value).__name__}, and a checkpoint has tensors there")
+            found[f"model.{names.prefix(stage)}{name}"] = marks[name].whole(value) if name in marks else value
+    return found
+
+
+def optimizer_tensors(named: Mapping[str, nn.Parameter], states: Mapping[nn.Parameter, ParameterState], marks: Marks) -> dict[str, Tensor]:
+    """What the optimizer keeps of each parameter, by key."""
+    return {
+        f"optimizer.{name}.{key}": _whole(parameter, tensor, marks)
+        for name, parameter in named.items()
+        if parameter in states
+        for key, tensor in states[parameter].tensors.items()
+    }
+
+
+def hook_states(hooks: Sequence[StepHook]) -> dict[str, Any]:
+    """The states of the hooks that have one, by `named_hooks`."""
+    return {name: state for name, hook in named_hooks(hooks).items() if (state := hook.state_dict())}
+
+
+def refuse_what_is_not_plain(values: Mapping[str, Any]) -> None:
+    """Raise `InputError` for values that are not made of numbers, text, lists and dicts."""
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{name} is not made of numbers, text, lists and dicts, as a checkpoint needs it: {error}") from None
+
+
+def named_hooks(hooks: Sequence[StepHook]) -> dict[str, StepHook]:
+    """Hooks by their class and their place among those of it, which does not depend on other hooks."""
+    found: dict[str, StepHook] = {}
+    for hook in hooks:
+        kind = type(hook).__name__
+        found[f"{kind}.{sum(name.startswith(f'{kind}.') for name in found)}"] = hook
+    return found
+
+
+def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mapping[str, Any]) -> list[str]:
+    """What keeps the checkpoint with the tensors `saved` from being that of the model: `mine` are this rank's, `held` all ranks' keys."""
+    there = {key for key in saved if key.startswith("model.")}
+    faults = []
+    for words, keys in (("lacks", set(held) - there), ("has and the model lacks", there - set(held))):
+        if keys:
+            listed = ", ".join(sorted(key.removeprefix("model.") for key in keys)[:3])
+            faults.append(f"it {words} {listed}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}")
+    for key, tensor in mine.items():
+        if key in saved and saved[key].size != tensor.shape:
+            faults.append(f"{key.removeprefix('model.')} is {tuple(saved[key].size)} there and {tuple(tensor.shape)} here")
+        elif key in saved and saved[key].properties.dtype != tensor.dtype:
+            faults.append(f"{key.removeprefix('model.')} is {saved[key].properties.dtype} there and {tensor.dtype} here")
+    return [f"the checkpoint is of another model: {'; '.join(faults[:4])}"] if faults else []
+
+
+def optimizer_faults(optimizer: Optimizer, named: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> list[str]:
+    """What keeps `optimizer` from taking over what was saved for parameters by name."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    lacking = [name for name, parameter in named.items() if parameter in held and name not in saved]
+    unknown = [name for name, parameter in named.items() if parameter not in held and name in saved]
+    faults = []
+    if lacking:
+        faults.append(f"the optimizer has {lacking[0]}, which it had not when it was saved")
+    if unknown:
+        faults.append(f"the optimizer lacks {unknown[0]}, which it had when it was saved")
+    options = {parameter: saved[name][1] for name, parameter in named.items() if name in saved}
+    for number, group in enumerate(optimizer.param_groups):
+        theirs = [options[parameter] for parameter in group["params"] if parameter in options]
+        if any(each != theirs[0] for each in theirs):
+            faults.append(
+                f"group {number} of the optimizer has parameters that were saved with other options than each other: "
+                "make the groups that it had when it was saved"
+            )
+    return faults
+
+
+def room_for_optimizer(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], saved: Mapping[str, Any], marks: Marks
+) -> dict[str, Tensor]:
+    """Tensors for all that was saved for the parameters of `optimizer`: those that it keeps already where they fit, else new ones."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    found = {}
+    for key, tensor in saved.items():
+        name, _, kept = key.removeprefix("optimizer.").rpartition(".")
+        parameter = named.get(name) if key.startswith("optimizer.") and kept else None
+        if parameter is not None and parameter in held:
+            now = optimizer.state.get(parameter, {}).get(kept)
+            now = _whole(parameter, now, marks) if isinstance(now, Tensor) else now
+            fits = isinstance(now, Tensor) and now.shape == tensor.size and now.dtype == tensor.properties.dtype
+            found[key] = now if fits else _new(_whole(parameter, parameter.detach(), marks), tensor)
+    return found
+
+
+def _whole(parameter: nn.Parameter, tensor: Tensor, marks: Marks) -> Tensor:
+    """What experts of all ranks have where `tensor` is what this rank keeps of its own, of the shape of the parameter."""
+    mark = marks.get(parameter)
+    return tensor if mark is None or tensor.shape != parameter.shape else mark.whole(tensor)
+
+
+def _new(parameter: Tensor, saved: Any) -> Tensor:
+    """Room for a tensor that an optimizer keeps, divided as the parameter is where it is of its shape."""
+    dtype = saved.properties.dtype
+    return torch.empty_like(parameter, dtype=dtype) if saved.size == parameter.shape else torch.empty(saved.size, dtype=dtype)
+
+
+def optimizer_states(
+    named: Mapping[str, nn.Parameter], room: Mapping[str, Tensor], saved: Mapping[str, Any], marks: Marks
+) -> dict[nn.Parameter, ParameterState]:
+    """What was read for each parameter."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in room.items():
+        if key.startswith("optimizer."):
+            name, _, kept = key.removeprefix("optimizer.").rpartition(".")
+            tensors.setdefault(name, {})[kept] = local_part(tensor) if named[name] in marks else tensor
+    return {parameter: ParameterState(tensors.get(name, {}), *saved[name]) for name, parameter in named.items() if name in saved}
+
+
+def room_like(prefix: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """New tensors for what was saved under `prefix` and names behind it."""
+    keys = [key for key in saved if key == prefix or key.startswith(f"{prefix}.")]
+    return {key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype) for key in keys}
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A value of JSON as bytes in a tensor."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def as_value(tensor: Tensor) -> Any:
+    """What `as_tensor` was given."""
+    return json.loads(bytes(tensor.tolist()))

@@ -1,0 +1,67 @@
+"""What an optimizer knows of each parameter, by the parameter's name in the whole model, whatever groups and ranks they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerobubble.errors import InputError
+
+
+class ParameterState(NamedTuple):
+    """What an optimizer keeps for a parameter, tensors and other values apart, and the options of its group."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    options: dict[str, Any]
+
+
+def states_of(optimizer: Optimizer) -> dict[nn.Parameter, ParameterState]:
+    """The state of each parameter of `optimizer`; raises `InputError` for options that are neither numbers nor text."""
+    found = {}
+    for group in optimizer.param_groups:
+        options = {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            values = {name: _plain(name, value) for name, value in state.items() if name not in tensors}
+            found[parameter] = ParameterState(tensors, values, options)
+    return found
+
+
+def take_over(optimizer: Optimizer, states: Mapping[nn.Parameter, ParameterState]) -> None:
+    """Let `optimizer` have these `states`, in which the parameters of a group have the same options."""
+    places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: {**states[parameter].tensors, **states[parameter].values}
+        for number, parameter in enumerate(places)
+        if parameter in states and (states[parameter].tensors or states[parameter].values)
+    }
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        saved = next((states[parameter].options for parameter in group["params"] if parameter in states), {})
+        kept = {name: _like(value, saved[name]) if name in saved else value for name, value in group.items() if name != "params"}
+        groups.append({**kept, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _plain(name: str, value: Any) -> Any:
+    """An option as JSON has it."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)) and all(isinstance(each, (bool, int, float, str)) or each is None for each in value):
+        return list(value)
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    raise InputError(f"the optimizer's {name!r} is a {type(value).__name__}, which a checkpoint does not hold: leave it to your program")
+
+
+def _like(now: Any, saved: Any) -> Any:
+    """A saved option in the form that it has now: a tuple, or a tensor."""
+    if isinstance(now, Tensor):
+        return now.new_tensor(saved)
+    return tuple(saved) if isinstance(now, tuple) else saved

@@ -1,0 +1,45 @@
+"""The states of the random numbers of this process: torch's, Python's and, where it is in use, numpy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensor_states(device: torch.device) -> dict[str, Tensor]:
+    """Those of torch, on the CPU and on `device`."""
+    found = {"cpu": torch.random.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_tensor_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on with what `tensor_states` gave."""
+    torch.random.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def plain_states() -> dict[str, Any]:
+    """Those of Python and numpy, as JSON has them."""
+    found: dict[str, Any] = {"python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [kind, keys.tolist(), *rest]
+    return found
+
+
+def set_plain_states(states: Mapping[str, Any]) -> None:
+    """Go on with what `plain_states` gave, after JSON made lists of its tuples."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(tuple(states["numpy"]))

@@ -1,0 +1,132 @@
+"""Writes a checkpoint: what each rank has, by name, and its place among what the others have."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerobubble.arguments import instance, optional, require
+from zerobubble.errors import InputError
+from zerobubble.runtime.checkpoint import contents
+from zerobubble.runtime.checkpoint.background import Saving
+from zerobubble.runtime.checkpoint.folder import publish, room_beside
+from zerobubble.runtime.checkpoint.names import Names
+from zerobubble.runtime.checkpoint.optimizer_state import states_of
+from zerobubble.runtime.checkpoint.parts import Part
+from zerobubble.runtime.checkpoint.random_states import plain_states, tensor_states
+from zerobubble.runtime.checkpoint.together import agreed
+from zerobubble.runtime.checkpoint.trained import Trained
+from zerobubble.runtime.hooks.post_validation import PostValidation
+from zerobubble.runtime.values.experts import marks_of
+
+AnyOptimizer = Optimizer | PostValidation
+SCHEDULE = "schedule.json"
+"""The file with the schedule, or the plan, beside the tensors."""
+
+
+class Writing:
+    """One call of `save` on this rank."""
+
+    def __init__(
+        self, trained: Trained, optimizer: AnyOptimizer | None, scaler: torch.amp.GradScaler | None, extra: Mapping[str, Any] | None
+    ) -> None:
+        self._trained = trained
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._extra = extra
+
+    def write(self, path: Path, *, wait: bool) -> Saving:
+        """Write the checkpoint, or begin to; all ranks call it."""
+        trained = self._trained
+        with trained.activity("while saving a checkpoint"):
+            saves = trained.saves
+            saves.finish()
+            tensors = self._tensors()
+            room = Path(trained.gather(str(room_beside(path)), "choosing where to write")[0])
+            agreed(trained, lambda: self._make(room, path))
+            part = Part(tensors, room, trained, None if wait else saves.copies)
+            schedule = trained.schedule()
+            saving = Saving(part, lambda part: _publish(part, path, schedule), trained)
+            if wait:
+                saving.write_now()
+                saving.wait()
+            else:
+                saves.start(saving)
+        return saving
+
+    def _make(self, room: Path, path: Path) -> None:
+        """On rank 0, make the folder in which all ranks write; raises `InputError` where it cannot be made."""
+        if self._trained.rank == 0:
+            try:
+                room.mkdir(parents=True)
+            except OSError as error:
+                raise InputError(f"a checkpoint cannot be written to {path}: {error.strerror}") from error
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that this rank has, as tensors by key; raises `InputError` on every rank for what cannot be saved on one."""
+        trained = self._trained
+        inner = agreed(trained, lambda: settled(self._optimizer))
+        num_steps = trained.settle()
+        names = trained.names()
+        tensors, mine = agreed(trained, lambda: self._mine(names, inner))
+        told = trained.gather(mine, "telling the others what a checkpoint holds")
+        agreed(trained, lambda: _refuse_other(told))
+        options = {name: kept for theirs in told for name, kept in theirs["optimizer"].items()}
+        rest = {"form": contents.FORM, "num_ranks": len(told), "num_steps": num_steps, **names.as_plain(), "optimizer": options}
+        rest |= {"layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
+        own = {"hooks": mine["hooks"], "random": plain_states()}
+        return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
+
+    def _mine(self, names: Names, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What this rank has: tensors, and all else."""
+        trained = self._trained
+        named = dict(contents.parameters_by_name(trained.modules, names))
+        states = {} if optimizer is None else states_of(optimizer)
+        random = {f"rank.{trained.rank}.random.{kind}": state for kind, state in tensor_states(trained.device).items()}
+        kept = contents.optimizer_tensors(named, states, marks_of(trained.modules.values()))
+        tensors = {**contents.model_tensors(trained.modules, names), **kept, **random}
+        mine = {
+            "optimizer": {name: [states[one].values, states[one].options] for name, one in named.items() if one in states},
+            "hooks": contents.hook_states(trained.hooks),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "extra": dict(self._extra or {}),
+        }
+        contents.refuse_what_is_not_plain(mine)
+        return tensors, mine
+
+
+def settled(optimizer: AnyOptimizer | None) -> Optimizer | None:
+    """The optimizer of torch, its last step final."""
+    require("optimizer", optimizer, optional(instance(Optimizer, PostValidation)))
+    if isinstance(optimizer, PostValidation):
+        optimizer.settle()
+        return optimizer.optimizer
+    return optimizer
+
+
+def _refuse_other(told: list[dict[str, Any]]) -> None:
+    """Raise `InputError` where ranks have `told` other things that there are once in a checkpoint."""
+    for what in ("extra", "scaler"):
+        for rank, theirs in enumerate(told):
+            if theirs[what] != told[0][what]:
+                raise InputError(
+                    f"{what} is {told[0][what]!r:.200} on rank 0 and {theirs[what]!r:.200} on rank {rank}: "
+                    "a checkpoint has one for all ranks, so give the same on each"
+                )
+
+
+def _publish(part: Part, path: Path, schedule: dict[str, Any] | None) -> None:
+    """On rank 0, when all parts are there."""
+    if schedule is not None:
+        with (part.folder / SCHEDULE).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(schedule) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    publish(part.folder, path)

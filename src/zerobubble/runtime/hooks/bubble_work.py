@@ -1,0 +1,113 @@
+"""Work that is no pass, done in the bubbles of training steps: writing a checkpoint, evaluating, preparing the next batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from zerobubble.arguments import Wanted, require
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.explain.windows import Window, windows
+from zerobubble.ir import Schedule
+from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
+
+_STEPS_SEEN = 4
+"""Steps whose idle time a window is held to, the shortest of which counts."""
+_SHARE = Wanted("a number above 0, up to 1", lambda given: isinstance(given, (int, float)) and 0 < given <= 1)
+_SECONDS = Wanted("a number of seconds, 0 or more", lambda given: isinstance(given, (int, float)) and 0 <= given < float("inf"))
+
+
+class Bubble(NamedTuple):
+    """Idle time of this rank that begins now: work of `seconds` that takes not more than `free` bytes delays no pass.
+
+    `step` is the number of the step of the rank's row (from 0) that comes after it.
+    """
+
+    seconds: float
+    free: int
+    step: int
+    ends: float
+
+    def left(self) -> float:
+        """The seconds that are left of it; below 0 when it is over."""
+        return self.ends - perf_counter()
+
+
+class BubbleWork(StepHook):
+    """Calls `work(bubble)` in training steps where this rank's schedule leaves idle time, with a `Bubble` that says how long and how much.
+
+    Windows are those of `zb.explain.windows` under `costs`, such as `Pipeline.profile` gives, and `limits`. Of each `share` is offered, so
+    that times may vary; where the last steps had less idle time there, a share of that; and nothing where it is less than `least` seconds.
+    `work` runs between two passes, on the thread that runs them: it must return in time, for nobody stops it; `overruns` counts the times
+    when it did not. On a GPU what it enqueues on the current stream runs between the passes. Torch's random numbers are put back after it,
+    so that training has the same with it and without it.
+
+    `offered` and `used` are the seconds of all bubbles so far and those that `work` took. What `work` raises ends the step on every rank.
+    """
+
+    hears_of_row = True
+
+    def __init__(
+        self, work: Callable[[Bubble], object], costs: Costs, limits: Limits | None = None, *, share: float = 0.8, least: float = 0.001
+    ) -> None:
+        self.offered = 0.0
+        self.used = 0.0
+        self.overruns = 0
+        self._work = work
+        self._costs = costs
+        self._limits = limits
+        self._share = share
+        self._least = least
+        self._schedule: Schedule | None = None
+        self._windows: dict[int, Window] = {}
+        self._idle: dict[int, deque[float]] = {}
+
+    def on_attach(self, pipeline: AttachedPipeline) -> None:
+        """Raises `InputError` for arguments that mean nothing, and for costs that do not fit the pipeline's schedule."""
+        if not callable(self._work):
+            raise InputError(f"work must be a function that takes a Bubble, got {type(self._work).__name__}")
+        require("share", self._share, _SHARE)
+        require("least", self._least, _SECONDS)
+        self._rank = pipeline.rank
+        self._device = pipeline.device
+        self._use(pipeline.schedule)
+
+    def on_step_begin(self, step: TrainingStep) -> None:
+        """Find the windows of a schedule that was not played in the step before."""
+        if step.schedule is not self._schedule:
+            self._use(step.schedule)
+
+    def _use(self, schedule: Schedule) -> None:
+        found = windows(schedule, self._costs, self._limits)[self._rank]
+        self._windows = {window.step: window for window in found if window.duration * self._share >= self._least * 1e9}
+        self._idle = {step: deque(maxlen=_STEPS_SEEN) for step in self._windows}
+        self._schedule = schedule
+
+    def before_step_of_row(self, number: int) -> None:
+        """Offer the window before this step, if there is one."""
+        window = self._windows.get(number)
+        if window is None:
+            return
+        seconds = self._share * min([window.duration / 1e9, *self._idle[number]])
+        if seconds < self._least:
+            return
+        began = perf_counter()
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            self._work(Bubble(seconds, window.free, number, began + seconds))
+        took = perf_counter() - began
+        self.offered += seconds
+        self.used += took
+        self.overruns += took > seconds
+
+    def on_step_end(self, step: TrainingStep) -> None:
+        """See how much idle time there was in each window, that of the work in it included."""
+        times = [(begin / 1e9, end / 1e9) for begin, end in step.times()]
+        if len(times) == len(step.schedule.steps[self._rank]):
+            for number, idle in self._idle.items():
+                before = step.began if number == 0 else times[number - 1][1]
+                idle.append(max(0.0, times[number][0] - before))

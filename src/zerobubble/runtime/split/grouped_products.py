@@ -1,0 +1,65 @@
+"""Grouped products in graphs: rows times the matrix of their group, as experts of a mixture multiply.
+
+torch tells the shapes of its grouped products in bfloat16 alone, so that no other type can be traced. In other types a graph holds an
+operation of our own, which runs torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import register_flop_formula
+
+from zerobubble.runtime.split.weight_flops import grouped_product_flops
+
+IS_THERE = hasattr(torch, "_grouped_mm")
+"""Whether this torch has grouped products."""
+
+
+class TraceableGroupedProducts(TorchFunctionMode):
+    """Inside, grouped products of rows and a stack of matrices are the operation of our own where torch's cannot be traced."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        if IS_THERE and func is torch._grouped_mm and len(args) == 2 and given.keys() == {"offs"}:
+            a, b = args
+            if a.dtype is not torch.bfloat16 and a.dtype is b.dtype and (a.dim(), b.dim()) == (2, 3):
+                return grouped_product(a, b, given["offs"])
+        return func(*args, **kwargs)
+
+
+@torch.library.custom_op("zerobubble::grouped_product", mutates_args=())
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The rows of `a` times the matrix of their group in `b`, or with two matrices the product of the columns and rows of each group.
+
+    Of the rows, group i has those from `ends[i - 1]` to `ends[i]`.
+    """
+    found: Tensor = torch._grouped_mm(a, b, offs=ends)
+    return found.contiguous()
+
+
+@grouped_product.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _go_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    a, b, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    of_rows = grouped_product(gradient, b.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    of_matrices = grouped_product(a.t(), gradient, ends) if ctx.needs_input_grad[1] else None
+    return of_rows, of_matrices, None
+
+
+grouped_product.register_autograd(_go_back, setup_context=_keep)
+register_flop_formula(torch.ops.zerobubble.grouped_product, get_raw=True)(grouped_product_flops)

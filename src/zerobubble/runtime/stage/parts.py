@@ -1,0 +1,145 @@
+"""The parts of a stage that was cut from a model, and what each of them takes alone: F, B and W of one microbatch, and the bytes held.
+
+The law: a part runs on the arguments that it is given in a step, alone and in the way in which deferred stages run, so that nothing of
+other parts, of the code around them or of messages is in its times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median_low
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zerobubble.runtime.measure.clock import clock_for
+from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.stage.stage import Stage, make_stage
+from zerobubble.runtime.values.payload import Tensors
+
+
+class Part(NamedTuple):
+    """A part of a model by its name, the block that it is inside of if any, the module that a stage calls, and that of the whole model."""
+
+    name: str
+    block: str
+    called: nn.Module
+    module: nn.Module
+
+
+@runtime_checkable
+class KnowsItsParts(Protocol):
+    """The module of a stage that was cut from a model, such as `zb.split` gives."""
+
+    def parts_of_the_model(self) -> list[Part]:
+        """The parts that this stage holds."""
+        ...
+
+
+class PartCost(NamedTuple):
+    """ns of F, B and W for a microbatch, and bytes held from F until B and from B until W."""
+
+    forward: int
+    backward: int
+    weight: int
+    held_after_f: int
+    held_after_b: int
+
+
+Calls = dict[str, list[tuple[Any, Any]]]
+"""For each part, in the order of their first calls, the arguments of its calls."""
+
+
+@contextmanager
+def noting_calls(stage: nn.Module, parts: list[Part], calls: Calls) -> Iterator[None]:
+    """Inside, the arguments of each call of a part are noted in `calls`, in the first forward of the stage alone."""
+    forwards = 0
+
+    def begin(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if forwards == 1:
+                calls.setdefault(name, []).append((args, kwargs))
+
+        return note
+
+    handles = [stage.register_forward_pre_hook(begin)]
+    handles += [part.called.register_forward_pre_hook(noting(part.name), with_kwargs=True) for part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, steps: int) -> PartCost:
+    """What the calls of a part in one microbatch cost together: the medians of `steps` runs, after one that counts bytes and warms up."""
+    leaves, structures = zip(*(pytree.tree_flatten(call) for call in calls), strict=True)
+    stages = [
+        make_stage("deferred", _Called(part.module, found, structure), 0) for found, structure in zip(leaves, structures, strict=True)
+    ]
+    own = [*part.module.parameters(), *part.module.buffers()]
+    # Of its arguments those without a gradient are the batch's, such as masks, which stages have once.
+    shared = [tensor for found in leaves for tensor in _tensors(found) if not tensor.requires_grad]
+    held = [_run(stage, found, Meter([*own, *shared]), device) for stage, found in zip(stages, leaves, strict=True)]
+    runs = [[_run(stage, found, None, device) for stage, found in zip(stages, leaves, strict=True)] for _ in range(steps)]
+    times = [median_low(sum(cost[kind] for cost in run) for run in runs) for kind in range(3)]
+    return PartCost(times[0], times[1], times[2], *(sum(cost[kind] for cost in held) for kind in (3, 4)))
+
+
+class _Called(nn.Module):
+    """A call of a module whose floating-point arguments are given one by one, and that gives the tensors of its output."""
+
+    def __init__(self, module: nn.Module, leaves: list[Any], structure: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.module = module
+        self._leaves, self._structure = leaves, structure
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if _flows(leaf) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        output = self.module(*args, **kwargs)
+        return tuple(_tensors(pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)))
+
+
+def _run(stage: Stage, leaves: list[Any], meter: Meter | None, device: torch.device) -> PartCost:
+    inputs: Tensors = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if _flows(leaf))
+    clock = clock_for(device)
+    clock.start()
+    bytes_ = []
+    with stage.stepping(meter), torch.enable_grad():
+        instants = [clock.mark()]
+        outputs = stage.forward(0, inputs)
+        instants.append(clock.mark())
+        bytes_.append(0 if meter is None else meter.bytes)
+        gradients = tuple(torch.ones_like(output) for output in outputs if output.requires_grad)
+        del outputs
+        instants.append(clock.mark())
+        stage.backward(0, gradients)
+        instants.append(clock.mark())
+        del gradients
+        bytes_.append(0 if meter is None else meter.bytes)
+        stage.weight(0)
+        instants.append(clock.mark())
+    clock.settle()
+    start, forward, before, backward, weight = map(clock.read, instants)
+    trains = any(parameter.requires_grad for parameter in stage.parameters)
+    goes_back = any(tensor.requires_grad for tensor in inputs)
+    return PartCost(
+        forward - start, (backward - before) * (goes_back or trains), (weight - backward) * trains, bytes_[0], bytes_[1] * trains
+    )
+
+
+def _flows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,185 @@
+"""What every rank is given of its replica's batch, and lends to the others when ranks of the replica are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerobubble.errors import InputError, near
+from zerobubble.runtime.session import Session
+from zerobubble.runtime.step.batch import split_batch
+from zerobubble.runtime.step.input_gradients import InputGradients
+from zerobubble.runtime.step.named_arguments import for_each_microbatch, names_taken
+from zerobubble.runtime.step.runner import StepInputs
+from zerobubble.runtime.transport.contact import exchanging
+from zerobubble.runtime.transport.control import Topic
+from zerobubble.runtime.transport.endpoint import Line
+from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.transport.work import Work
+from zerobubble.runtime.values.payload import Structure, flatten_pytree, unflatten_pytree
+
+
+class Share(NamedTuple):
+    """The microbatches of one replica, which one of its ranks lends to the others; or something else of each of its parts."""
+
+    inputs: Any
+    targets: Any
+    kwargs: Any
+
+
+class Lending:
+    """The shares of all replicas, as they are given to a rank that holds the stages `modules`.
+
+    `taken` are the names of arguments that stages of any rank take, None where one takes every name.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], taken: Iterable[str] | None) -> None:
+        self._modules = modules
+        self._taken = None if taken is None else frozenset(taken)
+
+    def own(self, given: StepInputs) -> StepInputs:
+        """What this rank plays of what its replica was given: of named arguments those that its stages take."""
+        self._refuse(given)
+        return given._replace(kwargs=self._of_own_stages(given.kwargs))
+
+    def whole_batch(self, given: StepInputs, num_microbatches: int, lenders: Sequence[int], session: Session) -> StepInputs:
+        """The microbatches of all replicas, of each of which the rank `lenders[replica]` has told the others what it was given.
+
+        Ranks that begin no route get no inputs, and those that end none no targets.
+        """
+        self._refuse(given)
+        mine = _share(given, num_microbatches)
+        routes = session.setup.schedule.placement.routes
+        everybody = frozenset(range(session.transport.size))
+        wanted = Share({route[0] for route in routes}, {route[-1] for route in routes}, everybody)
+        whole = Share(*_all_lent(mine, wanted, lenders, session.transport))
+        return given._replace(inputs=whole.inputs, targets=whole.targets, kwargs=self._of_own_stages(whole.kwargs))
+
+    def _refuse(self, given: StepInputs) -> None:
+        """Raise `InputError` for what could not be lent to the others when a rank is gone."""
+        if given.inputs is None or given.targets is None:
+            raise InputError("with survive every rank is given the inputs and targets of its replica, to lend them when others are gone")
+        tensors: list[Tensor] = []
+        for what in ("inputs", "targets", "kwargs"):
+            try:
+                flatten_pytree(getattr(given, what), tensors, what)
+            except TypeError as error:
+                raise InputError(f"with survive ranks lend each other what they are given, and {error}: keep it in the stages") from None
+        if any(tensor.requires_grad for tensor in tensors):
+            raise InputError("with survive inputs, targets and kwargs get no gradients: give them .detach()ed")
+        unknown = [name for name in _names_in(given.kwargs) if self._taken is not None and name not in self._taken]
+        if unknown:
+            known = sorted(self._taken or ())
+            named = ", ".join(map(repr, unknown))
+            raise InputError(f"no stage takes {named}: {near(unknown[0], known)}stages take {', '.join(known) or 'no named arguments'}")
+
+    def _of_own_stages(self, kwargs: Any) -> Any:
+        """Of named arguments, given once or for each microbatch, those that the stages of this rank take."""
+        own = {name for names in names_taken(self._modules, _names_in(kwargs)).values() for name in names}
+        if isinstance(kwargs, list):
+            return [{name: value for name, value in named.items() if name in own} for named in kwargs]
+        return kwargs and {name: value for name, value in kwargs.items() if name in own}
+
+
+def _names_in(kwargs: Any) -> list[str]:
+    """The names of arguments given once, or for each microbatch; raises `InputError` for anything else."""
+    each = kwargs if isinstance(kwargs, list) else [kwargs or {}]
+    if not all(isinstance(named, dict) for named in each):
+        raise InputError(f"kwargs must be a dict, or a list of a dict for each microbatch, got {type(kwargs).__name__}")
+    return list(dict.fromkeys(name for named in each for name in named))
+
+
+def _share(given: StepInputs, num_microbatches: int) -> Share:
+    gradients = InputGradients()
+    cut = partial(split_batch, num_microbatches=num_microbatches, gradients=gradients)
+    inputs = cut(given.inputs, what="inputs")
+    kwargs = given.kwargs
+    named = None if kwargs is None else for_each_microbatch(kwargs, num_microbatches, inputs.batch_size, gradients)
+    return Share(inputs.microbatches, cut(given.targets, what="targets").microbatches, named)
+
+
+def _all_lent(mine: Share, wanted: Share, lenders: Sequence[int], transport: Transport) -> list[list[Any] | None]:
+    """The inputs, targets and named arguments of all replicas, each None on ranks that are not among those by which it is `wanted`."""
+    doing = "sharing out the batch"
+    parcels = [Parcel.of(part) for part in mine]
+    with transport.collective(doing), exchanging():
+        told = transport.gather_objects([parcel.form for parcel in parcels] if transport.rank in lenders else None)
+        moving = [
+            [_move(parcel, form, lender, ranks, transport) for lender in lenders for form in [told[lender][number]]]
+            for number, (parcel, ranks) in enumerate(zip(parcels, wanted, strict=True))
+        ]
+        for work in (work for parts in moving for _, works in parts for work in works):
+            work.wait()
+    return [
+        _joined([parcel.part(transport.device) for parcel, _ in parts]) if transport.rank in ranks else None
+        for parts, ranks in zip(moving, wanted, strict=True)
+    ]
+
+
+def _joined(parts: list[Any]) -> list[Any] | None:
+    """What all replicas were given, one after another, None where they were given nothing."""
+    return None if None in parts else [each for part in parts for each in part]
+
+
+def _move(mine: Parcel, form: Form, lender: int, ranks: Collection[int], transport: Transport) -> tuple[Parcel, list[Work]]:
+    """Begin to send `mine` from its `lender` to those of `ranks` that are others, or to receive it: the parcel, and what to wait for."""
+    here, num_bytes = transport.rank, form.num_bytes
+    if here == lender:
+        others = [rank for rank in sorted(ranks) if rank != here and num_bytes]
+        return mine, [transport.sender(Line(here, rank, Topic.BATCH))(mine.data) for rank in others]
+    if here not in ranks or not num_bytes:
+        return Parcel(form, torch.empty(num_bytes, dtype=torch.uint8)), []
+    theirs = Parcel(form, torch.empty(num_bytes, dtype=torch.uint8))
+    return theirs, [transport.receiver(Line(lender, here, Topic.BATCH))(theirs.data)]
+
+
+class Form(NamedTuple):
+    """How tensors lie in a parcel, and in what they are nested."""
+
+    structure: Structure
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the tensors take."""
+        return sum(_padded(shape.numel() * dtype.itemsize) for shape, dtype in self.tensors)
+
+
+class Parcel(NamedTuple):
+    """A part of a share as one message: the bytes of its tensors, one after another, on the CPU."""
+
+    form: Form
+    data: Tensor
+
+    @classmethod
+    def of(cls, part: Any) -> Parcel:
+        """The parcel of a part of this rank's share."""
+        tensors: list[Tensor] = []
+        structure = flatten_pytree(part, tensors)
+        form = Form(structure, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+        parcel = cls(form, torch.zeros(form.num_bytes, dtype=torch.uint8))
+        for room, tensor in zip(parcel._tensors(), tensors, strict=True):
+            room.copy_(tensor.detach())
+        return parcel
+
+    def part(self, device: torch.device) -> Any:
+        """What `of` was given, its tensors on `device`."""
+        return unflatten_pytree(self.form.structure, (tensor.to(device) for tensor in self._tensors()))
+
+    def _tensors(self) -> list[Tensor]:
+        """The tensors, in the place of their bytes."""
+        found, begin = [], 0
+        for shape, dtype in self.form.tensors:
+            end = begin + shape.numel() * dtype.itemsize
+            found.append(self.data[begin:end].view(dtype).view(shape))
+            begin += _padded(end - begin)
+        return found
+
+
+def _padded(num_bytes: int) -> int:
+    """So many bytes, and those up to where a tensor of any type may begin."""
+    return -(-num_bytes // 16) * 16

@@ -1,0 +1,80 @@
+"""Experts of a layer that are spread over ranks as plain parameters: marked, so that nobody takes them for copies of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from zerobubble.arguments import WHOLE, instance, optional, require
+from zerobubble.errors import InputError
+
+_MARK = "_zerobubble_experts"
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class ExpertMark:
+    """That tensors are this rank's part of experts which the ranks of `mesh` divide among them.
+
+    Along their dimension `dim` the parts make the whole; with None each is whole, and has a name that no other rank's has.
+    """
+
+    mesh: DeviceMesh
+    dim: int | None
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole of which `tensor` is this rank's part, in the same memory."""
+        return tensor if self.dim is None else DTensor.from_local(tensor, self.mesh, [Shard(self.dim)], run_check=False)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Copies of a module belong to the same ranks."""
+        return self
+
+
+def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Module:
+    """Mark all parameters and buffers in `module` as this rank's own experts, which the ranks of `mesh`, such as `mesh["ep"]`, spread.
+
+    Give it what holds experts and nothing else, in `build`. A Pipeline then neither makes them equal on these ranks nor sums their
+    gradients over them, and a norm counts them all. `dim` is the dimension along which experts are stacked: there the tensors of all ranks
+    are joined in a checkpoint. With None each expert has tensors of its own, whose names tell it apart: `experts.7.up.weight` on the rank
+    that holds expert 7. Experts that are DTensors need no mark. Gives `module` back; raises `InputError` for anything else.
+    """
+    require("mark_experts: module", module, instance(nn.Module))
+    require("mark_experts: mesh", mesh, instance(DeviceMesh))
+    require("mark_experts: dim", dim, optional(WHOLE))
+    if mesh.ndim != 1:
+        raise InputError(f"mark_experts: mesh has {mesh.ndim} dimensions: give the one along which experts are spread, such as mesh['ep']")
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if dim is not None and isinstance(tensor, Tensor) and tensor.dim() <= dim:
+            raise InputError(
+                f"mark_experts: {name!r} has shape {tuple(tensor.shape)} and no dimension {dim} along which experts are stacked: "
+                "give the module that holds experts alone, or dim=None where each has a name of its own"
+            )
+    module.__dict__[_MARK] = ExpertMark(mesh, dim)
+    return module
+
+
+def marks_of(modules: Iterable[nn.Module]) -> dict[nn.Parameter, ExpertMark]:
+    """The parameters in `modules` that are marked."""
+    found: dict[nn.Parameter, ExpertMark] = {}
+    for module in modules:
+        marks = expert_marks(module)
+        named = module.named_parameters(remove_duplicate=False)
+        found.update((parameter, marks[name]) for name, parameter in named if name in marks)
+    return found
+
+
+def expert_marks(module: nn.Module) -> dict[str, ExpertMark]:
+    """The marks of the parameters and buffers in `module` that have one, under all of their names."""
+    found: dict[str, ExpertMark] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        mark = part.__dict__.get(_MARK)
+        if mark is not None:
+            tensors = (*part.named_parameters(prefix, remove_duplicate=False), *part.named_buffers(prefix, remove_duplicate=False))
+            found.update(dict.fromkeys((name for name, _ in tensors), mark))
+    return found

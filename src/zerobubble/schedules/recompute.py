@@ -1,0 +1,65 @@
+"""Any schedule with less memory: forwards keep their inputs alone, and what backwards need is computed again right before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from zerobubble.arguments import WHOLE, each, optional, takes
+from zerobubble.errors import InputError
+from zerobubble.ir import Op, Schedule, Step
+from zerobubble.kinds import Kind, Stuff, kinds_making
+from zerobubble.rules import recomputed
+
+
+@takes(schedule=Schedule, stages=optional(each(WHOLE)), microbatches=optional(each(WHOLE)))
+def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None, microbatches: Iterable[int] | None = None) -> Schedule:
+    """`schedule` with an R before each backward of these stages and microbatches, all by default: their F then keeps its input alone.
+
+    R waits for no message, so it runs while its rank waits for the gradient that the backward uses. A forward whose backward comes right
+    after it is left alone, for nothing else runs while it holds anything. Raises `InputError` for stages and microbatches
+    that the schedule does not have, and for a schedule that has forwards computed again, or no backwards.
+
+    >>> import zerobubble as zb
+    >>> print(zb.picture(zb.schedules.with_recompute(zb.make("1f1b", 2, 2))))
+    F0 F1 R0 .  BW0   R1 BW1
+    .  F0 BW0   F1 BW1   .  .
+    """
+    _require_plain(schedule)
+    chosen = [
+        _chosen("stage", stages, schedule.num_stages),
+        _chosen("microbatch", microbatches, schedule.num_microbatches),
+    ]
+    rows = [list(_with_recompute(row, *chosen)) for row in schedule.steps]
+    name = f"{schedule.name}, recomputed"
+    return Schedule.of_steps(name, schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
+
+
+def _require_plain(schedule: Schedule) -> None:
+    again = next((again for row in schedule.rows for again in recomputed(row).items()), None)
+    if again is not None:
+        (stage, microbatch), kind = again
+        raise InputError(f"schedule {schedule.name!r} has {Op(kind, stage, microbatch)} already: give the schedule without such passes")
+    if schedule.is_forward_only:
+        raise InputError(f"schedule {schedule.name!r} has no backward, so that nothing is kept for one: give a schedule that trains")
+
+
+def _chosen(noun: str, given: Iterable[int] | None, count: int) -> frozenset[int]:
+    """The numbers `given`, by default all below `count`."""
+    chosen = frozenset(range(count) if given is None else given)
+    beyond = sorted(number for number in chosen if not 0 <= number < count)
+    if beyond:
+        raise InputError(f"there is no {noun} {beyond[0]} to compute again: the schedule has 0 to {count - 1}")
+    return chosen
+
+
+def _with_recompute(row: Iterable[Step], stages: frozenset[int], microbatches: frozenset[int]) -> Iterator[Step]:
+    """A row with its additional passes."""
+    backwards = kinds_making(Stuff.GRADIENT)
+    before: Step = ()
+    for step in row:
+        for kind, stage, microbatch in step:
+            is_chosen = kind in backwards and stage in stages and microbatch in microbatches
+            if is_chosen and Op(Kind.F, stage, microbatch) not in before:
+                yield (Op(Kind.R, stage, microbatch),)
+        yield step
+        before = step

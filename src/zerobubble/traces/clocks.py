@@ -1,0 +1,116 @@
+"""How far the clocks of ranks are apart, by what cannot be: that a message is used before it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TypeVar
+
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError
+from zerobubble.units import show_ms
+
+K = TypeVar("K")
+
+TOLERANCE = 20_000
+"""ns by which times of one machine contradict each other: a GPU's times are converted to those of the host."""
+
+Links = Mapping[tuple[int, int], int]
+"""By sender and receiver, the least time in ns from the end of a pass that makes a message to its use, each by its own rank's clock."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClockShift(Displayed):
+    """What was added to the times of a rank to read the clock of rank 0, in ns: `shift`, which lies between `least` and `most`.
+
+    The bounds are what the run's messages leave open; None where there is no bound.
+    """
+
+    rank: int
+    shift: int
+    least: int | None
+    most: int | None
+
+    def _summary(self) -> str:
+        known = [show_ms(bound) if bound is not None else "unknown" for bound in (self.least, self.most)]
+        return f"of rank {self.rank}: {show_ms(self.shift)} added, between {known[0]} and {known[1]} by the messages"
+
+
+def shifts(links: Links, hosts: Sequence[str]) -> tuple[ClockShift, ...]:
+    """What to add to the clock of each rank so that nothing is used before it was made.
+
+    Clocks that contradict nothing stay as they are. Otherwise ranks of one host, where `hosts` names them, share a clock if that can be.
+    Clocks that are further apart than the messages leave open are moved to the middle of that, as if messages took equal time either
+    way; others by no more than they must be. Raises `InputError` where no shift helps: the traces are not of one run.
+    """
+    ranks = range(len(hosts))
+    alone = [str(rank) for rank in ranks]
+    loose = {link: least + TOLERANCE for link, least in links.items()}
+    if all(least >= 0 for least in loose.values()):
+        chosen = [0] * len(hosts)
+    else:
+        owners = hosts if all(hosts) and _least_shifts(_joined(loose, hosts), sorted({*hosts})) else alone
+        chosen = [round(shift) for shift in _chosen(loose, owners)]
+    below, above = _bounds(loose, ranks)
+    return tuple(
+        ClockShift(rank, chosen[rank], *(None if abs(bound) == inf else round(bound) for bound in (below[rank], above[rank])))
+        for rank in ranks
+    )
+
+
+def _chosen(links: Links, owners: Sequence[str]) -> list[float]:
+    """The shift of each rank's clock, where ranks of one owner share theirs."""
+    names = sorted({*owners})
+    joined = _joined(links, owners)
+    needed = _least_shifts(joined, names)
+    if needed is None:
+        wrong = min(links, key=lambda link: links[link])
+        raise InputError(
+            f"rank {wrong[1]} uses a message {show_ms(-links[wrong])} before rank {wrong[0]} made it, and no shift of the clocks helps: "
+            "give the traces of one run, of the same steps"
+        )
+    numbers = {name: number for number, name in enumerate(names)}
+    below, above = _bounds({(numbers[a], numbers[b]): least for (a, b), least in joined.items()}, range(len(names)), numbers[owners[0]])
+    found = [needed[name] - needed[owners[0]] for name in names]
+    widths = [above[number] - below[number] for number in range(len(names))]
+    if max(map(abs, found)) > max(widths):
+        found = [(above[number] + below[number]) / 2 for number in range(len(names))]
+    return [found[numbers[owner]] for owner in owners]
+
+
+def _joined(links: Links, owners: Sequence[str]) -> dict[tuple[str, str], int]:
+    """The links between owners of clocks; what contradicts itself on one clock stays, as a link of an owner to itself."""
+    found: dict[tuple[str, str], int] = {}
+    for (sender, receiver), least in links.items():
+        pair = owners[sender], owners[receiver]
+        found[pair] = min(least, found.get(pair, least))
+    return found
+
+
+def _least_shifts(links: Mapping[tuple[str, str], int], names: Sequence[str]) -> dict[str, float] | None:
+    """The shifts down that are needed at least, None where there are none that do."""
+    return _relaxed(links, dict.fromkeys(names, 0.0))
+
+
+def _bounds(links: Links, ranks: Iterable[int], origin: int = 0) -> tuple[dict[int, float], dict[int, float]]:
+    """Per rank, the least and the largest shift against the clock of `origin` that the links allow."""
+    start = {rank: 0.0 if rank == origin else inf for rank in ranks}
+    most = _relaxed(links, dict(start)) or start
+    least = _relaxed({(b, a): time for (a, b), time in links.items()}, dict(start)) or start
+    return {rank: -time for rank, time in least.items()}, most
+
+
+def _relaxed(links: Mapping[tuple[K, K], int], shift: dict[K, float]) -> dict[K, float] | None:
+    """`shift` lowered until `shift[sender] <= shift[receiver] + time` holds for every link, by Bellman and Ford.
+
+    None where that never ends, since links contradict each other.
+    """
+    for _ in range(len(shift) + 1):
+        is_done = True
+        for (sender, receiver), time in links.items():
+            if shift[receiver] + time < shift[sender]:
+                shift[sender], is_done = shift[receiver] + time, False
+        if is_done:
+            return shift
+    return None

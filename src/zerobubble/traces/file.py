@@ -1,0 +1,193 @@
+"""One rank's profiler trace: which of its events tell of the pipeline, with their times in ns."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, NamedTuple
+
+from zerobubble.errors import MOST_WHOLE, InputError, ParseError
+
+MOST_BYTES = 4_000_000_000
+"""A longer trace, unpacked, is refused: it does not fit into the memory of most machines."""
+HOW_TO_NAME = (
+    "PyTorch names the passes of schedules with several stages per rank; for the others call zb.io.name_passes(stage) before training, "
+    "and record the trace again"
+)
+
+_PASS = re.compile(r"PP:.+|(?:Forward|Backward) [0-9]{1,9}")
+_STEP = re.compile(r"ProfilerStep#([0-9]{1,9})")
+_COMMUNICATION = re.compile(r"[a-z]*ccl|gloo:|mpi:|c10d::", re.IGNORECASE)
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
+
+
+class Event(NamedTuple):
+    """A range in a trace from `start` to `end`, in ns since the epoch by the clock of its machine."""
+
+    name: str
+    start: int
+    end: int
+
+
+class Kernel(NamedTuple):
+    """What ran on a stream of a GPU, and when the host launched it; None where the trace does not tell."""
+
+    name: str
+    start: int
+    end: int
+    stream: str
+    launched: int | None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it moves data between ranks instead of computing."""
+        return _COMMUNICATION.search(self.name) is not None
+
+
+@dataclass
+class RankTrace:
+    """What the trace in `file` tells of the pipeline.
+
+    `passes` are the ranges of the schedule's actions on the host, `transfers` those of communication there, `steps` those of the
+    profiler's steps; `kernels` is what ran on the GPU. `pipeline_size` is the number of ranks of the run where it has one process group,
+    which is then that of the pipeline.
+    """
+
+    file: str
+    rank: int | None
+    pipeline_size: int | None
+    host: str
+    has_gpu: bool
+    passes: list[Event] = field(default_factory=list)
+    transfers: list[Event] = field(default_factory=list)
+    steps: list[Event] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+
+
+def read_rank(file: str | os.PathLike[str]) -> RankTrace:
+    """The trace in `file`, JSON or JSON packed with gzip. Raises `InputError` naming the file, and the line or event that is broken."""
+    name = os.fspath(file)
+    document = _parsed(name, _text(name))
+    head, events = (document, document.get("traceEvents")) if isinstance(document, dict) else ({}, document)
+    if not isinstance(events, list):
+        raise ParseError(f"{name} is not a profiler trace: it has no list traceEvents; export it with prof.export_chrome_trace")
+    trace = _empty(name, head)
+    _collect(trace, events, _base(name, head))
+    if not trace.passes:
+        raise InputError(f"{name} has {len(events)} events but no range of a pipeline pass, such as PP:2F0: {HOW_TO_NAME}")
+    for found in (trace.passes, trace.transfers, trace.steps):
+        found.sort(key=lambda event: (event.start, -event.end))
+    return trace
+
+
+def _text(file: str) -> str:
+    try:
+        with open(file, "rb") as raw:
+            is_packed = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(file, "rb") if is_packed else open(file, "rb") as opened:
+            data = opened.read(MOST_BYTES + 1)
+    except EOFError as error:
+        raise InputError(f"{file} ends in the middle of its gzip data: the program that wrote it was stopped; record it again") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"cannot unpack {file}: {error}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
+    if len(data) > MOST_BYTES:
+        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes: profile fewer steps, without with_stack and record_shapes")
+    try:
+        return data.decode("utf-8-sig")
+    except ValueError as error:
+        raise InputError(f"cannot read {file}: it is not UTF-8 text") from error
+
+
+def _parsed(file: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if not text[error.pos :].strip():
+            cut = "the program that wrote it was stopped, or the file was copied in part; record it again"
+            raise ParseError(f"{file} ends in the middle, at line {error.lineno}: {cut}") from None
+        raise ParseError(f"{file}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except (RecursionError, ValueError) as error:
+        raise ParseError(f"{file} is not JSON that can be read: {error}") from None
+
+
+def _empty(file: str, head: dict[str, Any]) -> RankTrace:
+    """A trace with nothing but what stands before its events."""
+    distributed = head.get("distributedInfo")
+    info = distributed if isinstance(distributed, dict) else {}
+    rank, size = (info.get(key) if type(info.get(key)) is int else None for key in ("rank", "world_size"))
+    return RankTrace(
+        file, rank, size if info.get("pg_count") == 1 else None, str(head.get("host_name", "")), bool(head.get("deviceProperties"))
+    )
+
+
+def _base(file: str, head: dict[str, Any]) -> int:
+    base = head.get("baseTimeNanoseconds", 0)
+    if type(base) is not int or abs(base) > MOST_WHOLE:
+        raise ParseError(f"{file}: baseTimeNanoseconds is {base!r:.60}, not a whole number of 64 bits")
+    return base
+
+
+def _collect(trace: RankTrace, events: list[Any], base: int) -> None:
+    kernels: list[tuple[Event, str, Any]] = []
+    launches: dict[Any, int] = {}
+    for number, raw in enumerate(events):
+        if not isinstance(raw, dict):
+            raise ParseError(f"{trace.file}: event {number} is {type(raw).__name__}, not an object")
+        if raw.get("ph") != "X":
+            continue
+        name, category = str(raw.get("name", "")), raw.get("cat")
+        if category in _LAUNCHES:
+            launches[_argument(raw, "correlation")] = _event(trace.file, number, raw, base).start
+        elif category in _KERNELS:
+            kernels.append((_event(trace.file, number, raw, base), str(raw.get("tid")), _argument(raw, "correlation")))
+        elif category == "gpu_user_annotation":
+            continue  # it misses what autograd's thread launches, most of a backward pass: github.com/pytorch/kineto/issues/1022
+        elif _PASS.fullmatch(name):
+            trace.passes.append(_event(trace.file, number, raw, base))
+        elif _STEP.fullmatch(name):
+            trace.steps.append(_event(trace.file, number, raw, base))
+        elif category in ("user_annotation", "cpu_op") and _COMMUNICATION.match(name):
+            trace.transfers.append(_event(trace.file, number, raw, base))
+    launches.pop(None, None)
+    trace.kernels = sorted(_kernels(kernels, launches), key=lambda kernel: kernel.start)
+
+
+def _kernels(kernels: list[tuple[Event, str, Any]], launches: dict[Any, int]) -> Iterator[Kernel]:
+    for event, stream, correlation in kernels:
+        yield Kernel(*event, stream, launches.get(correlation))
+
+
+def _argument(raw: dict[str, Any], key: str) -> Any:
+    """An argument of an event by which another one is found, or None."""
+    arguments = raw.get("args")
+    value = arguments.get(key) if isinstance(arguments, dict) else None
+    return value if isinstance(value, (int, str)) else None
+
+
+def _event(file: str, number: int, raw: dict[str, Any], base: int) -> Event:
+    name = str(raw.get("name"))
+    times = []
+    for key in ("ts", "dur"):
+        value = raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or abs(value) > 1e17:
+            raise ParseError(f"{file}: event {number} ({name!r}) has {value!r} as {key}, not a time in microseconds")
+        times.append(round(value * 1000))
+    if times[1] < 0:
+        raise ParseError(f"{file}: event {number} ({name!r}) lasts {raw['dur']} microseconds, less than nothing")
+    return Event(name, base + times[0], base + times[0] + times[1])
+
+
+def step_number(event: Event) -> int:
+    """The number of a profiler's step."""
+    match = _STEP.fullmatch(event.name)
+    assert match is not None
+    return int(match[1])

@@ -1,0 +1,160 @@
+"""A timeline as columns of numbers for the viewer, a row a pass, rank after rank: a few bytes a pass, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.explain import Gap, WaitsFor, critical_path
+from zerobubble.export.svg import caption
+from zerobubble.kinds import KINDS
+from zerobubble.timeline import Doing, Span, Timeline
+from zerobubble.view.packing import packed
+
+WAITS = tuple(WaitsFor)
+"""What idle time is spent waiting for; a page has the place in this tuple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """A timeline and what is known beside it; whatever is left out is not shown.
+
+    - `costs`: what its messages take, so that they are seen on their way.
+    - `gaps`: its idle time by what ranks waited for, as `explain.gaps` gives it; a simulated timeline needs none.
+    - `limits`: the most bytes each rank may hold, `layers` the bytes that each holds all the time, by what they are.
+    - `microbatch_bytes`: bytes of one microbatch on each rank, where bytes stand for microbatches and memory is shown in those.
+    - `memory_unit`: what memory is told in then.
+    - `caption`: what stands above the timeline in place of its makespan and bubble.
+    - `unit`: what a ms of the timeline stands for, such as a slot of a block.
+    """
+
+    timeline: Timeline
+    costs: Costs | None = None
+    gaps: Sequence[Sequence[Gap]] = ()
+    limits: Sequence[int] = ()
+    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    microbatch_bytes: Sequence[int] = ()
+    memory_unit: str = "microbatches"
+    caption: str = ""
+    unit: str = "ms"
+
+    def __post_init__(self) -> None:
+        ranks = self.timeline.num_ranks
+        parts = {"gaps": self.gaps, "limits": self.limits, "microbatch_bytes": self.microbatch_bytes, **self.layers}
+        for name, given in parts.items():
+            if given and len(given) != ranks:
+                raise InputError(f"a view of {ranks} ranks needs {name} for each of them or for none, got {len(given)}")
+
+
+def timeline_columns(viewed: Viewed) -> dict[str, Any]:
+    """What the viewer reads of one timeline; times in ns from its first start."""
+    timeline = viewed.timeline
+    spans = list(chain.from_iterable(timeline.rows))
+    told = viewed.caption or caption(timeline)
+    return {
+        "name": timeline.name,
+        "source": timeline.source,
+        "caption": told,
+        "unit": viewed.unit,
+        "makespan": timeline.makespan,
+        "first": list(accumulate(map(len, timeline.rows), initial=0)),
+        "columns": {name: packed(values) for name, values in _pass_columns(timeline, spans).items()},
+        "last": _last(timeline, spans),
+        "memory": _steps(timeline),
+        "gaps": _gaps(viewed),
+        "marks": _marks(timeline),
+        "sums": [[[one.stage, one.start - timeline.start, one.end - timeline.start] for one in row] for row in timeline.reductions],
+        "delays": _delays(viewed.costs),
+        "limits": list(viewed.limits),
+        "layers": {name: list(sizes) for name, sizes in viewed.layers.items()},
+        "microbatchBytes": list(viewed.microbatch_bytes),
+        "memoryUnit": viewed.memory_unit,
+    }
+
+
+def _pass_columns(timeline: Timeline, spans: Sequence[Span]) -> dict[str, list[int]]:
+    """Kind, stage, microbatch, the time since the pass before it ended, its own time, and how far back the pass is that it came after.
+
+    Differences repeat themselves where whole numbers grow, and so take less space.
+    """
+    code = {kind: place for place, kind in enumerate(KINDS)}
+    starts = []
+    for row in timeline.rows:
+        ends = [timeline.start, *(span.end for span in row)]
+        starts += [span.start - end for span, end in zip(row, ends, strict=False)]
+    columns = {
+        "kind": [code[span.op.kind] for span in spans],
+        "stage": [span.op.stage for span in spans],
+        "microbatch": _steps_between([span.op.microbatch for span in spans]),
+        "wait": starts,
+        "time": [span.end - span.start for span in spans],
+    }
+    if spans and all(span.why is not None for span in spans):
+        columns["back"] = _back(spans)
+    return columns
+
+
+def _steps_between(values: Sequence[int]) -> list[int]:
+    return [after - before for before, after in pairwise((0, *values))]
+
+
+def _back(spans: Sequence[Span]) -> list[int]:
+    """For each span, its number minus that of the span that it came after; 0 where it started at once."""
+    number = {span.op: place for place, span in enumerate(spans)}
+    return [place - number[span.why.op] if span.why and span.why.op in number else 0 for place, span in enumerate(spans)]
+
+
+def _last(timeline: Timeline, spans: Sequence[Span]) -> int:
+    """The number of the pass at the end of the critical path; -1 where it is not known."""
+    if not spans or any(span.why is None for span in spans):
+        return -1
+    op = critical_path(timeline)[-1].op
+    return next(place for place, span in enumerate(spans) if span.op == op)
+
+
+def _steps(timeline: Timeline) -> dict[str, Any] | None:
+    """Memory over time, rank after rank: the time since the step before and the bytes that it adds."""
+    if not any(timeline.memory):
+        return None
+    times = [_steps_between([time - timeline.start for time, _ in row]) for row in timeline.memory]
+    held = [_steps_between([size for _, size in row]) for row in timeline.memory]
+    first = list(accumulate(map(len, timeline.memory), initial=0))
+    return {"first": first, "wait": packed(list(chain(*times))), "added": packed(list(chain(*held)))}
+
+
+def _gaps(viewed: Viewed) -> dict[str, Any] | None:
+    """Idle time by what is waited for, rank after rank: start, length and what."""
+    if not viewed.gaps:
+        return None
+    gaps, origin = list(chain.from_iterable(viewed.gaps)), viewed.timeline.start
+    return {
+        "first": list(accumulate(map(len, viewed.gaps), initial=0)),
+        "start": packed([gap.start - origin for gap in gaps]),
+        "time": packed([gap.end - gap.start for gap in gaps]),
+        "what": packed([WAITS.index(gap.waits_for) for gap in gaps]),
+    }
+
+
+def _marks(timeline: Timeline) -> dict[str, Any] | None:
+    """What measured ranks did outside their passes, rank after rank: start, length and what, by its place in `Doing`."""
+    marks = list(chain.from_iterable(timeline.marks))
+    if not marks:
+        return None
+    places = {doing: place for place, doing in enumerate(Doing)}
+    return {
+        "first": list(accumulate(map(len, timeline.marks), initial=0)),
+        "start": packed([mark.start - timeline.start for mark in marks]),
+        "time": packed([mark.duration for mark in marks]),
+        "what": packed([places[mark.doing] for mark in marks]),
+    }
+
+
+def _delays(costs: Costs | None) -> list[list[int]] | None:
+    """By kind and stage, how long the message of a pass is on its way."""
+    if costs is None:
+        return None
+    return [[costs.message_time(kind, stage) for stage in range(costs.num_stages)] for kind in KINDS]

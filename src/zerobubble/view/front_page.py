@@ -1,0 +1,97 @@
+"""The front of memory against bubble as a page that opens offline: a chart whose points open their schedules in the viewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any, Generic, TypeVar
+
+from zerobubble.export.front import NOTE, knee, placement_colours, points_with_schedules
+from zerobubble.ir import Schedule
+from zerobubble.planning.competition import Choice
+from zerobubble.planning.pareto import Front, Point, point_cells, titles
+from zerobubble.planning.problem import Solved, Status, microbatch_bytes
+from zerobubble.view.columns import Viewed
+from zerobubble.view.page import header, page, section, table, viewer
+
+MOST_PASSES = 2_000_000
+"""Passes of all timelines that a page holds, some 3 MB: beyond them, only the best plan of each limit has a schedule to open."""
+
+
+Value = TypeVar("Value")
+
+
+def front_html(front: Front, title: str) -> str:
+    """The page: the chart, the schedule of the point that was chosen, and a row of figures for each limit.
+
+    Raises `InputError` when no point has a schedule.
+    """
+    points = points_with_schedules(front)
+    kept = Kept(points, _viewed, MOST_PASSES)
+    body = (
+        header(title),
+        f'<div id="front"></div>\n<p class="hint">{escape(NOTE)}</p>\n',
+        section("schedule", "The schedule of a point", viewer(), '<span id="opened" role="status"></span>'),
+        section("figures", "Every limit", table(titles(front.points[0].plan.best.problem.objective), map(point_cells, front.points))),
+    )
+    return page(escape(title), body, kept.values, front=front_data(points, kept))
+
+
+def _viewed(solved: Solved) -> Viewed:
+    assert solved.timeline is not None
+    problem = solved.problem
+    unit = () if problem.workload is None else microbatch_bytes(problem.placement, problem.costs)
+    return Viewed(replace(solved.timeline, name=problem.placement.name), problem.costs, microbatch_bytes=unit)
+
+
+class Kept(Generic[Value]):
+    """What a chart's points open, by `make`: each schedule once, however many limits it is the answer to.
+
+    The winners of all limits are kept, and others while there are fewer than `most_passes`.
+    """
+
+    def __init__(self, points: Sequence[Point], make: Callable[[Solved], Value], most_passes: int) -> None:
+        self.values: list[Value] = []
+        self._make, self._passes = make, 0
+        self._places: dict[Schedule, int] = {}
+        for point in points:
+            self._keep(point.plan.choices[0].solved)
+        for choice in (choice for point in points for choice in point.plan.choices[1:]):
+            if self._passes < most_passes:
+                self._keep(choice.solved)
+
+    def _keep(self, solved: Solved) -> None:
+        if solved.timeline is None or solved.schedule is None or solved.schedule in self._places:
+            return
+        self._places[solved.schedule] = len(self.values)
+        self._passes += sum(map(len, solved.timeline.rows))
+        self.values.append(self._make(solved))
+
+    def place(self, solved: Solved) -> int | None:
+        """Which of the values is that of an answer; None for one that was left out."""
+        return None if solved.schedule is None else self._places.get(solved.schedule)
+
+
+def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
+    """What the chart reads: for each limit its bound and its answers, the best one first, each with the place of what it opens."""
+    colours = placement_colours(points)
+    return {
+        "objective": points[0].plan.best.problem.objective,
+        "knee": knee(points),
+        "points": [
+            {"memory": point.memory, "bound": point.plan.lower_bound, "answers": list(_answers(point, colours, kept))} for point in points
+        ],
+    }
+
+
+def _answers(point: Point, colours: dict[str, str], kept: Kept[Any]) -> Iterator[dict[str, Any]]:
+    for choice in point.plan.choices:
+        if choice.solved.bubble is not None:
+            yield _answer(choice, colours[choice.name], kept)
+
+
+def _answer(choice: Choice, colour: str, kept: Kept[Any]) -> dict[str, Any]:
+    solved = choice.solved
+    told = {"placement": choice.name, "bubble": solved.bubble, "how": solved.how, "optimal": solved.status is Status.OPTIMAL}
+    return told | {"colour": colour, "opens": kept.place(solved)}

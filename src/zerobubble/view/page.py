@@ -1,0 +1,125 @@
+"""A page of the viewer: one HTML file that opens offline. No request leaves it, no framework, no build step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from zerobubble.explain import WaitsFor
+from zerobubble.export.palette import REDUCTION_COLOUR, WAIT_COLOURS, ink, num_shades, shade
+from zerobubble.kinds import KINDS
+from zerobubble.timeline import Doing, Timeline
+from zerobubble.view.assets import asset, script
+from zerobubble.view.columns import WAITS, Viewed, timeline_columns
+
+WAITING = {
+    WaitsFor.PASS: "waiting for a pass of another rank",
+    WaitsFor.MESSAGE: "waiting for a message",
+    WaitsFor.HOST: "waiting for the host",
+}
+"""What idle time is spent waiting for, in words."""
+
+DOING = {
+    Doing.SEND: ("#3d8fa8", "sends a message"),
+    Doing.WAIT: (WAIT_COLOURS[WaitsFor.MESSAGE], "waits for a message"),
+    Doing.OPTIMIZER: ("#7d6a4f", "steps the optimizer"),
+}
+"""What a measured rank does outside its passes: its colour in the lane of messages, and words."""
+
+EITHER = {"colour": "#b48ac4", "text": "waiting for a message or the host"}
+"""For a measured timeline of which nobody knows the messages' times."""
+
+
+LAID_OUT = "laid out"
+"""The source of a timeline that a building block says and nothing was played for: there a pass may begin later than it could."""
+
+LEFT_IDLE = {"colour": "#c2a878", "text": "idle though the next pass could run"}
+"""For a timeline that was laid out."""
+
+
+def page(
+    title: str,
+    body: Iterable[str],
+    viewed: Sequence[Viewed] = (),
+    losses: Sequence[dict[str, Any]] = (),
+    front: dict[str, Any] | None = None,
+) -> str:
+    """The page: its title, the sections of `body`, and what the viewer reads. `title` and `body` are HTML.
+
+    With a `front` the viewer shows, of the timelines, the one of the point that the reader chooses.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<style>\n{asset('page.css')}</style>\n</head>\n<body>\n<main>\n{''.join(body)}</main>\n"
+        f'<script type="application/json" id="data">{_data(viewed, losses, front)}</script>\n'
+        f'<script type="module">\n{script()}</script>\n</body>\n</html>\n'
+    )
+
+
+def viewer() -> str:
+    """Where the viewer draws the page's timelines."""
+    return '<div id="viewer"></div>\n'
+
+
+def section(name: str, title: str, body: str, lead: str = "") -> str:
+    """A section with its heading; empty when it has no body."""
+    intro = f'<p class="lead">{lead}</p>' if lead else ""
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>{intro}\n{body}</section>\n' if body else ""
+
+
+def header(title: str, facts: Iterable[tuple[str, str]] = ()) -> str:
+    """The heading of a page, and its facts as labels and values; every text is escaped."""
+    items = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in facts)
+    told = f'<dl class="facts">{items}</dl>' if items else ""
+    return f"<header><h1>{escape(title)}</h1>\n{told}</header>\n"
+
+
+def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table whose rows begin with what they are about; every text is escaped."""
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    lines = "".join(_row(name, cells) for name, *cells in rows)
+    return f'<div class="scroll" tabindex="0"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>\n'
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    figures = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{escape(name)}</th>{figures}</tr>'
+
+
+def _data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]], front: dict[str, Any] | None) -> str:
+    data = json.dumps(viewer_data(viewed, losses) | {"front": front}, separators=(",", ":"), allow_nan=False)
+    return data.replace("<", "\\u003c")
+
+
+def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """What the viewer reads: timelines, and the table of kinds and colours by which they are drawn; a value for `json`."""
+    return {
+        "kinds": _kinds([each.timeline for each in viewed]),
+        "timelines": [timeline_columns(each) for each in viewed],
+        "waiting": [*({"colour": WAIT_COLOURS[waiting], "text": WAITING[waiting]} for waiting in WAITS), EITHER, LEFT_IDLE],
+        "summing": REDUCTION_COLOUR,
+        "doing": [{"colour": DOING[doing][0], "text": DOING[doing][1]} for doing in Doing],
+        "losses": losses,
+    }
+
+
+def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
+    """The table of kinds: what each uses and makes, of the forwards it computes again, and how it looks on the stages of a rank."""
+    shades = num_shades(*timelines)
+    return [
+        {
+            "letters": kind,
+            "phrase": traits.phrase,
+            "uses": traits.uses,
+            "makes": traits.makes,
+            "forward": traits.forward.makes if traits.forward else [],
+            "fills": traits.fills_from_start,
+            "colours": [shade(kind, place, shades) for place in range(shades)],
+            "inks": [ink(shade(kind, place, shades)) for place in range(shades)],
+            "usualTexture": "rising" if {"backward", "weight"} <= set(traits.times) else "",
+        }
+        for kind, traits in KINDS.items()
+    ]

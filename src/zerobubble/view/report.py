@@ -1,0 +1,111 @@
+"""What a training report holds, and the figures drawn from it. The page itself is made in `html`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isnan
+
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError
+from zerobubble.explain import Difference, Gap
+from zerobubble.timeline import Timeline
+from zerobubble.units import counted
+
+REFERENCE = "1f1b"
+"""The schedule that speed-ups are told against."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Activation memory of one rank in bytes; None where a figure is not known or there is no limit."""
+
+    rank: int
+    predicted: int | None = None
+    measured: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputRow:
+    """One schedule's speed in tokens per second, and what else is known: bubble rates (0 to 1), activation bytes of the fullest rank."""
+
+    schedule: str
+    tokens_per_second: float
+    predicted_bubble: float | None = None
+    measured_bubble: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Displayed):
+    """What one training run is told by. Every part may be empty, and then its section is left out.
+
+    `facts` are (label, value) pairs; `timelines` share one axis, such as 1F1B above the schedule that was trained and its simulation;
+    `losses` holds a loss per step under the name of each run, the pipeline first and what it is compared to second. `gaps` are the idle
+    times of each timeline by what its ranks wait for, `layers` the bytes that each rank holds all the time beside activations, by what
+    they are, for each timeline; `difference` tells the measured one from its plan.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]] = ()
+    timelines: Sequence[Timeline] = ()
+    memory: Sequence[MemoryRow] = ()
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    throughput: Sequence[ThroughputRow] = ()
+    notes: Sequence[str] = ()
+    gaps: Sequence[Sequence[Sequence[Gap]]] = ()
+    difference: Difference | None = None
+    layers: Sequence[Mapping[str, Sequence[int]]] = ()
+
+    def __post_init__(self) -> None:
+        for name, given in (("gaps", self.gaps), ("layers", self.layers)):
+            if given and len(given) != len(self.timelines):
+                raise InputError(f"a report needs the {name} of every timeline or of none, got {len(given)} for {len(self.timelines)}")
+        for name, losses in self.losses.items():
+            if not losses:
+                raise InputError(f"the losses of {name!r} are empty; give one per step or leave the run out")
+
+    def _summary(self) -> str:
+        return f"{self.title!r}: {counted(len(self.timelines), 'timeline')}, {counted(len(self.losses), 'run')}"
+
+    @property
+    def told(self) -> Sequence[Timeline]:
+        """The timelines that the report is about: all but those of 1F1B, which others are shown beside, unless there is nothing else."""
+        return [t for t in self.timelines if t.name != REFERENCE] or self.timelines
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """The first simulated timeline of those that the report is about."""
+        return next((t for t in self.told if t.source == "simulated"), None)
+
+    @property
+    def measured(self) -> Timeline | None:
+        """The first of them that is not simulated."""
+        return next((t for t in self.told if t.source != "simulated"), None)
+
+    def loss_difference(self) -> tuple[str, str, float, int] | None:
+        """The first two runs' names, the largest absolute difference of their losses and its step; None for fewer than two."""
+        if len(self.losses) < 2:
+            return None
+        (name, losses), (other, others) = list(self.losses.items())[:2]
+        differences = [_difference(a, b) for a, b in zip(losses, others, strict=False)]
+        largest = max(differences)
+        return name, other, largest, differences.index(largest)
+
+    def speed_up(self) -> tuple[str, float] | None:
+        """The schedule of the timelines (or else the fastest) and its speed as a multiple of 1F1B's; None if one is unknown."""
+        speeds = {row.schedule: row.tokens_per_second for row in self.throughput}
+        base = speeds.pop(REFERENCE, 0.0)
+        if not speeds or base <= 0:
+            return None
+        names = [timeline.name for timeline in self.timelines if timeline.name in speeds]
+        name = names[0] if names else max(speeds, key=speeds.__getitem__)
+        return name, speeds[name] / base
+
+
+def _difference(a: float, b: float) -> float:
+    """How far two losses are apart: 0 when neither is a number, infinite when one is not."""
+    if isnan(a) or isnan(b):
+        return 0.0 if isnan(a) and isnan(b) else inf
+    return 0.0 if a == b else abs(a - b)

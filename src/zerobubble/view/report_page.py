@@ -1,0 +1,177 @@
+"""A training report as one HTML page that opens offline: the viewer, and the run's figures beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import cycle, repeat
+from math import isfinite
+from typing import Any
+
+from zerobubble.arguments import takes
+from zerobubble.explain import PARTS, Account
+from zerobubble.kinds import Kind, traits_of
+from zerobubble.units import ms, show_bytes, show_percent
+from zerobubble.view.columns import Viewed
+from zerobubble.view.page import header, page, section, viewer
+from zerobubble.view.report import REFERENCE, MemoryRow, Report, ThroughputRow
+
+
+@takes(report=Report)
+def report_html(report: Report) -> str:
+    """The page of `report`. Numbers in it are those of the report; every text is escaped."""
+    sections = (_headline, _timelines, _difference, _losses, _throughput, _memory, _notes)
+    losses = [_run_data(name, report.losses[name], colour) for name, colour in _run_colours(report)]
+    body = (header(report.title, report.facts), *(part(report) for part in sections))
+    return page(escape(report.title), body, list(_viewed(report)), losses)
+
+
+def _viewed(report: Report) -> Iterator[Viewed]:
+    limits = [row.limit or 0 for row in sorted(report.memory, key=lambda row: row.rank) if row.limit is not None]
+    for timeline, gaps, layers in zip(report.timelines, report.gaps or repeat(()), report.layers or repeat({}), strict=False):
+        fits = timeline.memory and len(limits) == timeline.num_ranks
+        yield Viewed(timeline, gaps=gaps, limits=limits if fits else (), layers=layers)
+
+
+def _headline(report: Report) -> str:
+    cards = "".join(_cards(report))
+    return f'<section class="cards" aria-label="Headline figures">{cards}</section>\n' if cards else ""
+
+
+def _card(label: str, value: str, detail: str) -> str:
+    return f'<div class="card"><div class="label">{label}</div><div class="value">{value}</div><div class="detail">{detail}</div></div>'
+
+
+def _cards(report: Report) -> Iterator[str]:
+    if report.losses:
+        name, losses = next(iter(report.losses.items()))
+        arrow = '<span class="arrow">→</span>'
+        yield _card("Loss, first to last step", f"{losses[0]:.3f}{arrow}{losses[-1]:.3f}", f"{escape(name)}, {len(losses)} steps")
+    difference = report.loss_difference()
+    if difference is not None:
+        _, other, largest, step = difference
+        detail = "the same loss in every step, bit for bit" if largest == 0 else f"largest difference of a loss, at step {step + 1}"
+        yield _card(f"Against {escape(other)}", "identical" if largest == 0 else f"{largest:.2g}", detail)
+    yield from _bubble_card(report)
+    gain = report.speed_up()
+    if gain is not None:
+        yield _card("Speed", f"{gain[1]:.2f}×", f"{escape(gain[0])} against {REFERENCE}, tokens per second")
+
+
+def _bubble_card(report: Report) -> Iterator[str]:
+    measured, predicted = report.measured, report.predicted
+    if measured is not None:
+        detail = f"predicted {show_percent(predicted.bubble_makespan)}" if predicted else "share of rank time that is idle"
+        yield _card("Bubble, measured", show_percent(measured.bubble_makespan), detail)
+    elif predicted is not None:
+        yield _card("Bubble, predicted", show_percent(predicted.bubble_makespan), "share of rank time that is idle")
+
+
+def _timelines(report: Report) -> str:
+    return section("timelines", "Timeline", viewer() if report.timelines else "")
+
+
+def _difference(report: Report) -> str:
+    if report.difference is None:
+        return ""
+    whole, *ranks = map(escape, report.difference.sentences())
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("rank", *PARTS, "run ms"))
+    rows = "".join(_account_row(account) for account in report.difference.accounts)
+    table = (
+        f'<div class="scroll" tabindex="0"><table class="speeds accounts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
+    items = "".join(f"<li>{line}</li>" for line in ranks)
+    return section("difference", "Run against plan", f'{table}<ul class="told">{items}</ul>', whole)
+
+
+def _account_row(account: Account) -> str:
+    cells = "".join(f"<td>{ms(time):,.2f}</td>" for time in (*account.parts(), account.total))
+    return f'<tr><th scope="row">{account.rank}</th>{cells}</tr>'
+
+
+def _losses(report: Report) -> str:
+    if not report.losses:
+        return ""
+    label = escape("Loss per step of " + ", ".join(report.losses))
+    runs = "".join(f'<li><i class="line" style="background:{colour}"></i>{escape(name)}</li>' for name, colour in _run_colours(report))
+    body = f'<ul class="legend">{runs}</ul><div class="stage"><div id="losses" tabindex="0" role="img" aria-label="{label}"></div></div>'
+    return section("loss", "Loss", body, _loss_sentence(report))
+
+
+def _run_colours(report: Report) -> Iterator[tuple[str, str]]:
+    return zip(report.losses, cycle(traits_of(kind).colour for kind in (Kind.F, Kind.W, Kind.BW, Kind.B)), strict=False)
+
+
+def _loss_sentence(report: Report) -> str:
+    difference = report.loss_difference()
+    if difference is None:
+        return ""
+    name, other, largest, step = difference
+    pair = f"<b>{escape(name)}</b> and <b>{escape(other)}</b>"
+    steps = min(len(losses) for losses in list(report.losses.values())[:2])
+    if largest == 0:
+        return f"{pair} are identical in all {steps} steps: the largest difference is exactly 0."
+    return f"{pair} differ by at most {largest:.3g}, at step {step + 1} of {steps}."
+
+
+def _throughput(report: Report) -> str:
+    if not report.throughput:
+        return ""
+    speeds = {row.schedule: row.tokens_per_second for row in report.throughput}
+    top, base = max(speeds.values()) or 1.0, speeds.get(REFERENCE, 0.0)
+    titles = ("schedule", "tokens/s", "", f"against {REFERENCE}", "memory of the fullest rank", "makespan bubble predicted", "measured")
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    own = {timeline.name for timeline in report.told}
+    rows = "".join(_throughput_row(row, top, base, row.schedule in own) for row in report.throughput)
+    body = f'<div class="scroll" tabindex="0"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return section("throughput", "Throughput", body)
+
+
+def _throughput_row(row: ThroughputRow, top: float, base: float, own: bool) -> str:
+    gain = f"{row.tokens_per_second / base:.2f}×" if base > 0 else "–"
+    bar = f'<div class="meter"><i style="width:{100 * row.tokens_per_second / top:.2f}%"></i></div>'
+    peak = f"<td>{'–' if row.peak_bytes is None else show_bytes(row.peak_bytes)}</td>"
+    shares = "".join(f"<td>{'–' if share is None else show_percent(share)}</td>" for share in (row.predicted_bubble, row.measured_bubble))
+    name = f'<th scope="row">{escape(row.schedule)}</th>'
+    speed = f'<td>{row.tokens_per_second:,.0f}</td><td class="wide">{bar}</td><td>{gain}</td>'
+    return f"<tr{' class=own' if own else ''}>{name}{speed}{peak}{shares}</tr>"
+
+
+def _memory(report: Report) -> str:
+    known = [n for row in report.memory for n in (row.predicted, row.measured, row.limit) if n is not None]
+    if not known:
+        return ""
+    rows = "".join(_memory_row(row, max(known) or 1) for row in report.memory)
+    limits = {row.limit for row in report.memory if row.limit is not None}
+    text = f"limit {show_bytes(max(limits))}" if len(limits) == 1 else "limit"
+    limit = f'<li><i class="limit"></i>{text}</li>' if limits else ""
+    legend = f'<ul class="legend"><li><i class="predicted"></i>predicted</li><li><i class="measured"></i>measured</li>{limit}</ul>'
+    return section("memory", "Peak activation memory", f'{legend}<div class="memory">{rows}</div>')
+
+
+def _memory_row(row: MemoryRow, top: int) -> str:
+    bars = "".join(_memory_bar(name, size, top) for name, size in (("predicted", row.predicted), ("measured", row.measured)))
+    mark = ""
+    if row.limit is not None:
+        text = f"limit {show_bytes(row.limit)}"
+        mark = f'<i class="limit" style="left:{100 * row.limit / top:.2f}%" title="{text}"></i>'
+    return f'<div class="rank">rank {row.rank}</div><div class="bars">{bars}{mark}</div>{_memory_text(row)}'
+
+
+def _memory_bar(name: str, size: int | None, top: int) -> str:
+    return "" if size is None else f'<div class="{name}" style="width:{100 * size / top:.2f}%"></div>'
+
+
+def _memory_text(row: MemoryRow) -> str:
+    sizes = "".join(f"<div>{'–' if size is None else show_bytes(size)}</div>" for size in (row.predicted, row.measured))
+    return f'<div class="sizes">{sizes}</div>'
+
+
+def _notes(report: Report) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
+    return section("notes", "Notes", f"<ul>{items}</ul>" if items else "")
+
+
+def _run_data(name: str, losses: Sequence[float], colour: str) -> dict[str, Any]:
+    """A run for the chart; a loss that is not finite is null, which leaves a gap in the line."""
+    return {"name": name, "values": [loss if isfinite(loss) else None for loss in losses], "colour": colour}

@@ -1,0 +1,117 @@
+// The viewer's frame: its legend, its buttons with labels, the canvases and the tip.
+
+import { element } from "./words.js";
+
+export const BUTTONS = [
+  ["zoom-in", "+", "zoom in"], ["zoom-out", "−", "zoom out"], ["zoom-all", "all", "show all"],
+  ["taller", "↕+", "taller rows"], ["lower", "↕−", "lower rows"], ["dark", "◐", "dark or light"],
+];
+const TOGGLES = [
+  ["messages", "messages", "lines from passes to those that use their results on other ranks"],
+  ["critical", "critical path", "the chain of passes that sets the end"],
+  ["lanes", "message lanes", "messages on their way, below the rank that waits for them"],
+  ["memory", "memory", "what each rank holds over time, and its limit"],
+  ["textures", "patterns", "lines that tell the kinds apart without colours"],
+];
+const KEYS = "Keys: arrows go from pass to pass and through bubbles, Enter follows the arrow to the cause, + and − zoom, Page Up and Down move, 0 shows all, space plays.";
+
+export function frame(host, timelines, data) {
+  const label = `Timelines: ${timelines.map((t) => `${t.name}, ${t.source}, ${t.caption}`).join("; ")}`;
+  const stage = element("div", "", { class: "stage" });
+  const sheet = element("div", "", { class: "sheet" });
+  sheet.append(element("canvas", "", { class: "base", "aria-hidden": "true" }));
+  sheet.append(element("canvas", "", { class: "over", tabindex: "0", role: "application", "aria-label": label, "aria-describedby": "keys" }));
+  stage.append(sheet, element("div", "", { class: "tip", role: "status", hidden: "" }));
+  const hint = `Point at a pass or a bubble to see why it is there. Ctrl and wheel, or pinch, to zoom, drag to move, double click for all. ${KEYS}`;
+  host.append(legend(timelines, data), bar(timelines), stage, captions(timelines), element("p", hint, { class: "hint", id: "keys" }));
+  return stage;
+}
+
+function bar(timelines) {
+  const made = element("div", "", { class: "bar" });
+  const buttons = element("div", "", { class: "buttons", role: "group", "aria-label": "view" });
+  for (const [id, text, label] of BUTTONS) buttons.append(element("button", text, { type: "button", id, "aria-label": label, title: label }));
+  const toggles = element("div", "", { class: "toggles", role: "group", "aria-label": "layers" });
+  for (const [id, text, title] of TOGGLES.filter(([name]) => isUseful(name, timelines))) {
+    toggles.append(element("button", text, { type: "button", id, title, "aria-pressed": "false" }));
+  }
+  made.append(toggles, player(), buttons);
+  return made;
+}
+
+function isUseful(name, timelines) {
+  if (name === "memory") return timelines.some((t) => t.memory);
+  if (name === "critical") return timelines.some((t) => t.last >= 0);
+  return true;
+}
+
+function player() {
+  const made = element("div", "", { class: "player" });
+  made.append(element("button", "▶", { type: "button", id: "play", "aria-label": "play", title: "play through time" }));
+  made.append(element("input", "", { type: "range", id: "moment", min: "0", max: "1000", value: "0", "aria-label": "moment" }));
+  made.append(element("output", "", { id: "clock", for: "moment" }));
+  return made;
+}
+
+function legend(timelines, data) {
+  const made = element("ul", "", { class: "legend" });
+  const shades = Math.max(...timelines.map((t) => t.shades));
+  const present = new Set(timelines.flatMap((t) => [...new Set(t.kind)]));
+  data.kinds.forEach((kind, code) => {
+    if (!present.has(code)) return;
+    const item = element("li");
+    for (const colour of kind.colours.slice(0, Math.min(shades, 4))) item.append(swatch(colour, kind.usualTexture ? "striped" : ""));
+    item.append(element("b", kind.letters), ` ${kind.phrase}`);
+    made.append(item);
+  });
+  const idle = element("li", "idle");
+  idle.prepend(element("i", "", { class: "idle" }));
+  made.append(idle);
+  data.waiting.forEach(({ colour, text }, what) => {
+    if (what === 2 && !timelines.some((t) => t.gaps?.what.includes(2))) return;
+    if (what === 3 && timelines.every((t) => t.gaps || ["simulated", "laid out"].includes(t.source))) return;
+    if (what === 4 && !timelines.some((t) => t.source === "laid out")) return;
+    made.append(labelled(colour, text));
+  });
+  if (timelines.some((t) => t.sums.length)) made.append(labelled(data.summing, "sum over replicas"));
+  if (shades > 1) made.append(element("li", "lighter: the rank's later stages"));
+  if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ colour, text }) => shownWith("lanes", labelled(colour, text))));
+  made.append(...memoryLegend(timelines));
+  return made;
+}
+
+// What memory is drawn in; shown where memory is.
+function memoryLegend(timelines) {
+  const layers = new Set(timelines.flatMap((t) => Object.keys(t.layers)));
+  const items = [["var(--held)", "activations"], ...(layers.size ? [["var(--layer)", [...layers].join(", ")]] : [])];
+  if (timelines.some((t) => t.limits.length)) items.push(["var(--limit)", "limit"]);
+  return items.map(([colour, text]) => shownWith("memory", labelled(colour, text)));
+}
+
+function shownWith(layer, item) {
+  item.className = `of-${layer}`;
+  return item;
+}
+
+function swatch(colour, look = "") {
+  const made = element("i", "", { class: look });
+  made.style.backgroundColor = colour;
+  return made;
+}
+
+function labelled(colour, text) {
+  const made = element("li", text);
+  made.prepend(swatch(colour));
+  return made;
+}
+
+// For pages too narrow for the figures beside the names.
+function captions(timelines) {
+  const made = element("ul", "", { class: "captions" });
+  for (const { name, source, caption } of timelines) {
+    const item = element("li");
+    item.append(element("b", name), ` ${source} `, element("span", caption));
+    made.append(item);
+  }
+  return made;
+}

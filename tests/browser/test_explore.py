@@ -1,0 +1,292 @@
+"""`zerobubble explore` in a real browser: the served page asks the package as values change, tells errors beside fields, keeps links."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.browser.accessibility import CONTRAST
+from tests.browser.chromium import Browser
+from tests.browser.explorer import Page, Server, serving
+from zerobubble import Costs, make, simulate
+from zerobubble.blocks import Block, collisions, four_steps, known_block
+from zerobubble.cost_model import transformer
+from zerobubble.export import from_torch_csv
+from zerobubble.export.blocks import layout_figures
+from zerobubble.planning import Solved
+from zerobubble.units import show_bytes, show_ms
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as started:
+        yield started
+
+
+def test_picture_and_figures_follow_every_change_and_so_does_the_link(browser: Browser, server: Server) -> None:
+    page = Page(browser, server)
+    assert page.boxes == 8 * 8 * 3
+    for field, value in {"schedule": "interleaved-1f1b", "ranks": "3", "microbatches": "6", "stages": "3", "forward": "12.5"}.items():
+        page.put(field, value)
+    timeline = simulate(make("interleaved-1f1b", 3, 6, 3), Costs.uniform(9, (12.5, 10, 8), 0.5, stages_per_rank=3))
+    assert page.boxes == 9 * 6 * 2
+    assert show_ms(timeline.makespan) in page.text(".cards")
+    link = page.link
+    page.put("ranks", "4")
+    again = Page(browser, server, link)
+    assert (again.link, again.boxes) == (link, 9 * 6 * 2)
+    assert "zerobubble show interleaved-1f1b --ranks 3 --microbatches 6 --stages-per-rank 3 --times 12.5,10,8" in page.text("#line-command")
+    told: dict[str, Any] = {}
+    exec(page.text("#line-python").replace("print(timeline)", ""), told)
+    assert told["timeline"].makespan == timeline.makespan
+    assert page.errors == []
+
+
+def test_what_cannot_be_used_is_told_beside_its_field_and_the_picture_stays(browser: Browser, server: Server) -> None:
+    page = Page(browser, server)
+    for field, value, sentence in (
+        ("microbatches", "many", "'many' is not a whole number"),
+        ("ranks", "1000", "1000 is not in 1 to 256"),
+        ("forward", "-1", "-1 is not in 0 to"),
+        ("slow_link", "1", "give the time of a message over the slow link, too"),
+    ):
+        before = browser.run(f"document.getElementById('q-{field}').value")
+        page.put(field, value)
+        place = "slow_comm" if field == "slow_link" else field
+        assert sentence in page.text(f"#q-{place}-problem")
+        assert browser.run(f"document.getElementById('q-{place}').getAttribute('aria-invalid')") == "true"
+        assert page.boxes == 8 * 8 * 3
+        page.put(field, before)
+        assert page.text(f"#q-{place}-problem") == ""
+    assert page.errors == []
+
+
+def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&schedule=zb-v&ranks=4&microbatches=8&model=llama3-70b&gpu=H100&tp=8")
+    found = transformer("llama3-70b", gpu="H100", tp=8, pp=4, v=2)
+    step = found.step("zb-v", 8)
+    assert f"{step.seconds:.4g} s" in page.text(".cards")
+    assert show_bytes(max(step.rank_bytes)) in page.text(".cards")
+    assert browser.run("document.querySelectorAll('#assumed li').length") == len(found.assumptions)
+    assert browser.run("document.getElementById('q-forward').disabled")
+    told: dict[str, Any] = {}
+    exec(page.text("#line-python").replace("print(timeline)", ""), told)
+    assert told["costs"] == found.costs
+    for field, value, sentence in (
+        ("tp", "7", "tp=7 does not divide the 64 heads"),
+        ("cp", "3", "does not divide the 8192 tokens"),
+        ("recompute", "selective", "llama3-70b has fused attention"),
+        ("gpu", "A100", ""),
+        ("precision", "fp8", "the A100 has no matrix products in 'fp8'"),
+        ("layers", "70, 10", "layers must be 8 counts >= 0 that sum to 80, got 2"),
+        ("layers", "ten", "'ten' are not the layers of each stage"),
+    ):
+        before = browser.run(f"document.getElementById('q-{field}').value")
+        page.put(field, value)
+        assert sentence in page.text(f"#q-{field}-problem")
+        if sentence:
+            page.put(field, before)
+            assert page.text(f"#q-{field}-problem") == ""
+    page.put("tp", "1")
+    assert "Does not fit" in page.text(".noted")
+    page.put("model", "")
+    assert "model=" not in page.link
+    assert page.errors == []
+
+
+def test_old_and_foreign_links_open_or_say_why_not(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&schedule=1f1b&ranks=2&microbatches=4&colour=red")
+    assert "colour, which this version does not know" in page.text("#told")
+    assert page.boxes == 2 * 4 * 2
+    assert "reads version 1" in Page(browser, server, "#link=9&ranks=2").text("#told")
+    assert "zb-9, which is not known here" in Page(browser, server, "#link=1&schedule=zb-9").text("#told")
+    assert "costs is damaged" in Page(browser, server, "#link=1&costs=***").text("#told")
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_field_has_a_label_and_is_reached_by_keys_at_both_widths(browser: Browser, server: Server, width: int) -> None:
+    page = Page(browser, server, "", width)
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+    names = "[...document.querySelectorAll('input, select, textarea, button')].filter((e) => !e.disabled && e.offsetParent)"
+    unnamed = (
+        f"{names}.filter((e) => e.tabIndex < 0 || !((e.labels && e.labels[0]) || e.getAttribute('aria-label') || e.textContent.trim()))"
+    )
+    assert browser.run(f"{unnamed}.map((e) => e.id)") == []
+    assert browser.run(CONTRAST) == []
+    browser.click("#dark")
+    assert browser.run(CONTRAST) == []
+    assert page.errors == []
+
+
+def test_forms_hold_what_is_shown(server: Server) -> None:
+    question = json.dumps({"schedule": "zb-v", "slow_link": 1, "slow_comm": 9})
+    assert from_torch_csv(server.post("saved/torch-csv", question)[1]).rows == make("zb-v", 4, 8).rows
+    costs = server.post("saved/costs", question)[1]
+    status, text = server.post("timeline", json.dumps({"costs": costs}))
+    assert (status, json.loads(text)["figures"]) == (200, json.loads(server.post("timeline", question)[1])["figures"])
+    assert server.post("saved/svg", question)[1].startswith("<svg")
+    assert server.post("saved/gif", question)[0] == 422
+
+
+def test_a_limit_that_is_not_kept_gives_no_bound(server: Server) -> None:
+    free, tight = (json.loads(server.post("timeline", json.dumps(each))[1]) for each in ({}, {"memory": 2}))
+    assert tight["figures"][0]["detail"] == free["figures"][0]["detail"]
+    assert tight["notes"][0] == "Does not fit: 4 ranks hold more than the limit."
+
+
+def test_the_server_refuses_with_a_sentence(server: Server) -> None:
+    assert server.refuses({"schedule": "zb-z"})[:2] == (422, "schedule")
+    assert server.refuses({"schedule": "1f1b", "ranks": 256, "microbatches": 4096})[:2] == (422, "microbatches")
+    assert server.refuses({"file": "hello"})[:2] == (422, "file")
+    assert server.refuses({"costs": '{"format": "zerobubble costs 2"}'}) == (422, "costs", "the costs lacks the key 'forward'")
+    assert server.refuses([1])[0] == 422
+    status, text = server.post("timeline", '"' + "x" * 5_000_000 + '"')
+    assert (status, "more than" in json.loads(text)["error"]) == (413, True)
+    assert server.post("timeline", "{")[0] == 400
+    assert server.post("timeline", "{}", host="evil.example")[0] == 400
+
+
+def searched(server: Server, question: dict[str, Any], stop_at: str = "") -> Iterator[dict[str, Any]]:
+    """The news of a search, which is stopped at the first of the kind `stop_at`."""
+    connection = HTTPConnection(urlsplit(server.address).netloc, timeout=300)
+    connection.request("POST", "/api/search", json.dumps(question))
+    number, stopped = 0, False
+    for line in connection.getresponse():
+        if not line.startswith(b"data: "):
+            continue
+        news = json.loads(line[6:])
+        number = news.get("number", number)
+        if news["event"] == stop_at and not stopped:
+            stopped = json.loads(server.post(f"search/{number}/stop", "{}")[1])["stopped"]
+        yield news
+    connection.close()
+
+
+@pytest.mark.long
+def test_a_search_tells_its_progress_is_stopped_with_its_best_and_its_plan_opens(server: Server) -> None:
+    hard = {
+        "ranks": 8,
+        "microbatches": 24,
+        "forward": 18.522,
+        "backward": 18.086,
+        "weight": 9.337,
+        "comm": 0.601,
+        "memory": 5,
+        "seconds": 300,
+    }
+    *_, found = searched(server, hard, stop_at="progress")
+    assert (found["event"], found["interrupted"]) == ("found", True)
+    status, text = server.post("timeline", json.dumps({"file": found["plan"], "file_name": "plan.json"}))
+    assert (status, json.loads(text)["ranks"]) == (200, 8)
+    *_, refused = searched(server, {"ranks": 2, "microbatches": 4, "memory": 0.5, "evaluations": 1})
+    assert refused["event"] == "refused"
+    assert server.post("search", json.dumps({"seconds": 1e9}))[0] == 422
+
+
+def test_a_front_has_a_plan_for_each_limit(server: Server) -> None:
+    *_, found = searched(server, {"ranks": 2, "microbatches": 4, "evaluations": 20, "limits": [1, 2]})
+    points = found["front"]["points"]
+    assert [point["memory"] for point in points] == [1, 2]
+    best = [point["answers"][0] for point in points]
+    assert best[0]["bubble"] >= best[1]["bubble"]
+    plans = [Solved.from_dict(json.loads(found["plans"][answer["opens"]])) for answer in best]
+    assert [plan.bubble for plan in plans] == [answer["bubble"] for answer in best]
+
+
+def test_a_search_for_a_model_has_its_costs_and_what_it_leaves_of_the_memory(server: Server) -> None:
+    shape = {"schedule": "zb-v", "ranks": 4, "microbatches": 8, "model": "llama3-70b", "tp": 8, "sequence_parallel": 0, "overlap_tp": 1}
+    *_, found = searched(server, {**shape, "evaluations": 20})
+    estimate = transformer("llama3-70b", gpu="H100", tp=8, pp=4, v=2, sequence_parallel=False, overlap_tp=True)
+    problem = Solved.from_dict(json.loads(found["plan"])).problem
+    assert (problem.costs, problem.placement.name, problem.num_microbatches) == (estimate.costs, "vee", 8)
+    assert problem.limits == estimate.limits(problem.placement)
+    *_, refused = searched(server, {**shape, "tp": 1, "evaluations": 20})
+    assert refused["event"] == "refused"
+    costs = server.post("saved/costs", json.dumps(shape))[1]
+    *_, again = searched(server, {"schedule": "1f1b", "ranks": 8, "microbatches": 8, "costs": costs, "evaluations": 20, "limits": [8]})
+    assert Solved.from_dict(json.loads(again["plans"][0])).problem.costs == estimate.costs
+
+
+def pressed(browser: Browser, op: str, key: str, shift: bool = False) -> None:
+    """Press a key on a pass of the block, and wait for the answer."""
+    browser.run(f"document.querySelector('[data-op=\"{op}\"]').focus()")
+    for kind in ("keyDown", "keyUp"):
+        browser.send("Input.dispatchKeyEvent", type=kind, key=key, modifiers=8 if shift else 0)
+    browser.until("document.documentElement.dataset.state === 'ready'")
+
+
+BLOCKS = "#link=1&tab=blocks&block=v-half&ranks=4&microbatches=8"
+
+
+def test_a_pass_is_moved_by_keys_and_collisions_and_steps_follow_as_the_package_has_them(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, BLOCKS)
+    block = known_block("v-half", 4)
+    assert page.boxes == 3 * 8 * 8 * 3
+    assert page.link == f"{BLOCKS}&through=0"
+    pressed(browser, "7B0", "ArrowRight")
+    moved = Block.from_text(block.to_text().replace("7B0@14", "7B0@15"))
+    (collision,) = collisions(moved)
+    assert (str(collision.first), str(collision.second)) == ("7B0@15", "7W0@15")
+    assert "7B0@15 and 7W0@15 collide" in page.text("#w-wrong")
+    assert "7W0 starts in slot 15" in page.text("#w-wrong")
+    assert browser.run("document.activeElement.dataset.op") == "7B0"
+    assert browser.run("document.querySelectorAll('.block-pass.wrong').length") == 2
+    assert Page(browser, server, page.link).text("#w-wrong").startswith("on rank 0 7B0@15")
+    pressed(browser, "7B0", "ArrowLeft")
+    pressed(browser, "0W0", "ArrowRight", shift=True)
+    held = Block.from_text(block.to_text().replace("0W0@29", "0W0@35"))
+    steps = four_steps(held, 8)
+    assert page.text("#w-wrong") == ""
+    told = page.text("#w-steps")
+    for layout in (steps.repeated, steps.squeezed, steps.reordered):
+        assert "\t".join(layout_figures(layout)) in told
+    assert "zerobubble block v-half.block.txt --microbatches 8" in page.text("#block-line-command")
+    status, text = server.post("workshop/saved/text", json.dumps({"text": held.to_text(), "microbatches": 8}))
+    assert (status, text) == (200, steps.reordered.schedule.to_text())
+    browser.click("#w-reset")
+    browser.until("document.documentElement.dataset.state === 'ready'")
+    assert page.link == f"{BLOCKS}&through=0"
+    assert page.errors == []
+
+
+def test_a_pass_is_dragged_by_the_mouse_and_its_schedule_opens_among_the_others(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&tab=blocks&block=1f1b&ranks=3&microbatches=5")
+    browser.run("document.querySelector('#block-editor').scrollIntoView({ block: 'center' })")
+    rect = "document.querySelector('[data-op=\"0BW0\"] rect').getBoundingClientRect()"
+    x, y, width = browser.run(f"(() => {{ const b = {rect}; return [b.left + 5, b.top + 9, b.width]; }})()")
+    browser.drag((x, y), (x + 1.5 * (width + 1), y))
+    browser.until("document.documentElement.dataset.state === 'ready'")
+    assert "0BW0@10" in browser.run("document.getElementById('w-text').value")
+    browser.click("#w-open")
+    browser.until("document.documentElement.dataset.state === 'ready' && !!document.querySelector('#viewer .stage')")
+    assert page.boxes == 3 * 5 * 2
+    assert "1f1b.txt" in page.text("#q-file-name")
+    assert browser.run("document.querySelector('#block-viewer').children.length") == 0
+    assert page.errors == []
+
+
+def test_a_block_that_cannot_be_used_is_refused_by_its_field(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, BLOCKS)
+    for name, value, sentence in (
+        ("text", "zerobubble block 1\nname x", "the header line 'interval' is missing"),
+        ("memory", "2", "more than the limit of 2"),
+        ("microbatches", "100000", "100000 is not in 1 to 1024"),
+        ("ranks", "0", "0 is not in 1 to 32"),
+    ):
+        page.put(name, value, "w")
+        assert sentence in page.text(f"#w-{name}-problem")
+        assert page.boxes == 3 * 8 * 8 * 3
+        browser.click("#w-reset")
+        page.put("memory", "", "w")
+        page.put("microbatches", "8", "w")
+    assert page.errors == []
+    wide = known_block("1f1b", 2).to_text().replace("interval 3", "interval 999999")
+    status, told = server.post("workshop", json.dumps({"text": wide, "microbatches": 9}))
+    assert (status, json.loads(told)["field"]) == (422, "microbatches")
+    assert server.post("workshop/saved/pdf", "{}")[0] == 422

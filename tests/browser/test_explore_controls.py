@@ -1,0 +1,244 @@
+"""Every control of the explorer at both widths: what is used changes what is asked or shown, and what is not used fails the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+
+from tests.browser.chromium import Browser
+from tests.browser.explorer import READY, Page, Server, serving
+from zerobubble import Costs, make
+from zerobubble.export import dumps
+
+pytestmark = pytest.mark.long
+both_widths = pytest.mark.parametrize("width", [1280, 390])
+
+STUBS = (
+    "window.saved = []; HTMLAnchorElement.prototype.click = function () { window.saved.push(this.download); };"
+    "Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text; } } })"
+)
+CONTROLS = "[...document.querySelectorAll('HOME :is(input, select, textarea, button):enabled')].filter((e) => e.offsetParent)"
+PROBLEM = ":is(.field, .fields, .saved) > .problem:not([hidden])"
+SIZE = "document.documentElement.scrollWidth <= innerWidth"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as started:
+        yield started
+
+
+class Controls:
+    """The controls within `home` of a page, and which of them were used so far."""
+
+    def __init__(self, page: Page, home: str) -> None:
+        self.page, self.browser, self.home = page, page.browser, home
+        self.met: set[str] = set()
+        self.used: set[str] = set()
+        self.browser.run(STUBS)
+        self.meet()
+
+    def meet(self) -> None:
+        """Note the controls that can be used now, by id or label."""
+        self.met |= set(self.browser.run(CONTROLS.replace("HOME", self.home) + ".map((e) => e.id || e.ariaLabel)"))
+
+    def ready(self) -> None:
+        self.browser.until(READY)
+        self.meet()
+
+    def write(self, values: Mapping[str, str], form: str = "q") -> None:
+        """Write into fields one after another without waiting for answers to each."""
+        for field, value in values.items():
+            name = f"{form}-{field}"
+            self.browser.run(
+                f"(() => {{ const e = document.getElementById('{name}'); if (e.disabled) throw new Error('{name} is disabled');"
+                f"if (e.type === 'checkbox') e.checked = {json.dumps(value)} === '1'; else e.value = {json.dumps(value)};"
+                "e.dispatchEvent(new Event(e.tagName === 'SELECT' || e.type === 'checkbox' ? 'change' : 'input')); })()"
+            )
+            self.used.add(name)
+        self.ready()
+        assert self.problems == []
+
+    def fill(self, values: Mapping[str, str], form: str = "q") -> None:
+        """Write into fields, and see all of it in the link."""
+        self.write(values, form)
+        asked = parse_qs(self.page.link[1:])
+        assert {field: asked.get(field) for field in values} == {field: [value] for field, value in values.items()}
+
+    @property
+    def problems(self) -> list[str]:
+        """What is told beside fields and exports."""
+        return list(self.browser.run(f"[...document.querySelectorAll('{PROBLEM}')].map((e) => e.innerText)"))
+
+    def slide(self) -> None:
+        """Move every slider that can be moved by a key: its box has the slider's value."""
+        sliders = CONTROLS.replace("HOME", f"{self.home} .field") + ".filter((e) => e.type === 'range').map((e) => e.ariaLabel)"
+        for slider in self.browser.run(sliders):
+            chosen = f"document.querySelector('{self.home} [aria-label=\"{slider}\"]')"
+            before = self.browser.run(f"{chosen}.focus(), {chosen}.value")
+            self.browser.key("ArrowRight" if self.browser.run(f"{chosen}.value < +{chosen}.max") else "ArrowLeft")
+            value, box = self.browser.run(f"[{chosen}.value, {chosen}.closest('.field').querySelector('input').value]")
+            assert value != before, slider
+            assert box == value, slider
+            self.used.add(slider)
+            self.ready()
+        assert self.problems == []
+
+    def press(self, names: Iterable[str], times: int = 1) -> None:
+        for name in names:
+            for _ in range(times):
+                self.browser.click(f"#{name}")
+            self.used.add(name)
+
+    def save_and_copy(self, prefix: str) -> None:
+        """Every form is downloaded, every line copied."""
+        forms = [name for name in self.met if name.startswith(f"{prefix}save-")]
+        for count, form in enumerate(forms, 1):
+            self.press([form])
+            self.browser.until(f"window.saved.length >= {count} || !!document.querySelector('{PROBLEM}')")
+            assert self.problems == [], form
+        assert len(set(self.browser.run("window.saved"))) == len(forms)
+        for line in ("command", "python"):
+            self.press([f"{prefix}copy-{line}"])
+            self.browser.until(f"document.getElementById('{prefix}copy-{line}').innerText === 'copied'")
+            assert self.browser.run(f"window.copied === document.getElementById('{prefix}line-{line}').textContent")
+
+    def use_viewer(self) -> None:
+        """Press every button of the viewer twice, which leaves the picture as it was, and go through time."""
+        toggles = CONTROLS.replace("HOME", f"{self.home} .toggles") + ".map((e) => e.id)"
+        for toggle in self.browser.run(toggles):
+            for pressed in ("true", "false"):
+                self.press([toggle])
+                assert self.browser.run(f"document.getElementById('{toggle}').getAttribute('aria-pressed')") == pressed
+        self.press(["zoom-in", "taller", "zoom-out", "lower", "zoom-all"])
+        self.press(["dark", "play"], times=2)
+        self.browser.run("document.getElementById('moment').focus()")
+        self.browser.key("ArrowRight")
+        assert self.browser.run("document.getElementById('clock').textContent") != ""
+        self.used.add("moment")
+
+    def open_file(self, name: str, file: Path) -> None:
+        """Choose a file as the reader would; what is said of it, and the button that leaves it out."""
+        found = self.browser.send("Runtime.evaluate", expression=f"document.getElementById('q-{name}')")["result"]["objectId"]
+        self.browser.send("DOM.setFileInputFiles", files=[str(file)], objectId=found)
+        self.browser.until(f"!document.getElementById('q-{name}-drop').hidden")
+        self.ready()
+        assert self.problems == []
+        self.used.add(f"q-{name}")
+
+    def drop(self, name: str) -> None:
+        self.press([f"q-{name}-drop"])
+        self.ready()
+        assert self.page.text(f"#q-{name}-name") == ""
+
+    def all_used(self) -> None:
+        assert self.met - self.used == set()
+        assert self.browser.run(SIZE), "the page is wider than the window"
+        assert self.browser.run("document.documentElement.dataset.error") is None
+        assert self.page.errors == []
+
+
+@both_widths
+def test_every_control_of_the_schedules(browser: Browser, server: Server, tmp_path: Path, width: int) -> None:
+    controls = Controls(Page(browser, server, "#link=1&ranks=2&microbatches=4", width), "#explorer .fields")
+    shape = {"schedule": "interleaved-1f1b", "ranks": "3", "microbatches": "6", "stages": "2", "options": "group=3"}
+    times = {"forward": "11", "backward": "12", "weight": "7", "comm": "0.25", "slow_link": "0", "slow_comm": "2", "held": "0.5"}
+    controls.fill({**shape, **times, "memory": "5"})
+    controls.write({"schedule": "breadth-first", "slow_link": "", "slow_comm": ""})
+    controls.slide()
+    browser.run("(() => { const e = document.getElementById('q-preset'); e.selectedIndex = 1; e.dispatchEvent(new Event('change')); })()")
+    controls.ready()
+    assert browser.run("document.getElementById('q-forward').value") == "18.522"
+    controls.used.add("q-preset")
+    model = {"model": "llama3-70b", "gpu": "A100", "tp": "4", "cp": "2", "dp": "2", "microbatch": "2", "recompute": "full"}
+    checks = {"sequence_parallel": "0", "overlap_tp": "1", "precision": "bf16", "layers": ", ".join(["5"] * 16)}
+    controls.fill({"schedule": "zb-v", "ranks": "8", "microbatches": "8", **model, **checks})
+    controls.write({"model": "", "schedule": "1f1b", "ranks": "2", "microbatches": "4"})
+    (tmp_path / "own.json").write_text(dumps(make("zb-h1", 3, 5)))
+    controls.open_file("file", tmp_path / "own.json")
+    assert controls.page.text("#q-file-name") == "own.json"
+    assert controls.page.boxes == 3 * 5 * 3
+    controls.drop("file")
+    (tmp_path / "costs.json").write_text(dumps(Costs.uniform(2, times=(3, 4, 5))))
+    controls.open_file("costs", tmp_path / "costs.json")
+    controls.drop("costs")
+    controls.write({"costs-text": dumps(Costs.uniform(2, times=(4, 4, 4)))})
+    controls.drop("costs")
+    controls.all_used()
+
+
+@both_widths
+def test_every_control_of_the_answer(browser: Browser, server: Server, width: int) -> None:
+    controls = Controls(Page(browser, server, "#link=1&ranks=2&microbatches=4", width), "#explorer .answer")
+    controls.use_viewer()
+    controls.save_and_copy("")
+    controls.used |= SEARCH
+    controls.all_used()
+
+
+@both_widths
+def test_every_control_of_the_building_blocks(browser: Browser, server: Server, width: int) -> None:
+    controls = Controls(Page(browser, server, "#link=1&tab=blocks&block=1f1b&ranks=2&microbatches=4", width), "#workshop")
+    controls.fill({"block": "v-half", "ranks": "2", "microbatches": "5", "memory": "9", "through": "1"}, "w")
+    controls.use_viewer()
+    controls.save_and_copy("block-")
+    text = browser.run("document.getElementById('w-text').value")
+    controls.slide()
+    controls.write({"interval": "9"}, "w")
+    controls.write({"text": text}, "w")
+    assert "text=" in controls.page.link
+    controls.press(["w-reset"])
+    controls.ready()
+    assert "text=" not in controls.page.link
+    controls.press(["w-open"])
+    browser.until(f"{READY} && !!document.querySelector('#viewer .stage')")
+    assert ".txt" in controls.page.text("#q-file-name")
+    controls.all_used()
+
+
+SEARCH = {"search-seconds", "search-objective", "search-plan", "search-front", "search-stop"}
+OVER = "document.querySelector('.search').dataset.running === 'false'"
+FIND = "document.getElementById('search-seconds').value = '1'; document.getElementById('search-objective').value = 'makespan'"
+
+
+def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
+    browser.run(FIND)
+    browser.click("#search-plan")
+    browser.until(OVER)
+    assert page.text("#search-problem") == ""
+    assert len(browser.run("[...document.querySelectorAll('#search-found tbody tr')].map((row) => row.innerText)")) > 1
+    browser.click("#search-open")
+    browser.until(f"{READY} && document.getElementById('q-file-name').innerText === 'plan.json'")
+    assert page.errors == []
+
+
+def test_points_of_a_front_are_gone_through_and_opened(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&ranks=2&microbatches=4", 390)
+    browser.run(FIND)
+    browser.click("#search-front")
+    browser.until(OVER)
+    assert page.text("#search-problem") == ""
+    assert page.text("#front .legend") != ""
+    browser.run("document.querySelector('svg.front').focus()")
+    for key in ("Home", "Enter"):
+        browser.key(key)
+    assert "microbatch" in page.text("#front-told")
+    browser.until(f"{READY} && document.getElementById('q-file-name').innerText === 'plan.json'")
+    assert browser.run(SIZE), "the page is wider than the window"
+    assert page.errors == []
+
+
+def test_a_search_is_stopped(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&ranks=8&microbatches=24&forward=18.522&backward=18.086&weight=9.337&memory=5")
+    browser.run("document.getElementById('search-seconds').value = '300'")
+    browser.click("#search-plan")
+    browser.until("document.getElementById('search-news').innerText.includes(': bubble')")
+    browser.click("#search-stop")
+    browser.until(OVER)
+    assert "Stopped: this is the best until then." in page.text("#search-news"), page.text("#search-problem")
+    assert page.errors == []

@@ -1,0 +1,201 @@
+"""The viewer in a real browser, wide and narrow: every control, pointer, touch and keys, bubbles and their reasons, and no errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser.chromium import Browser
+from tests.browser.picture import Picture
+from zerobubble import Costs, make, simulate
+from zerobubble.explain import attribute, critical_path
+from zerobubble.view import Viewed, comparison_html
+
+COSTS = Costs.uniform(4, times=(10, 10, 8), comm=2)
+MICROBATCH = COSTS.held_after_f[0]
+WIDTHS = [1280, 390]
+
+
+def viewed(name: str) -> Viewed:
+    timeline = simulate(make(name, 4, 8), COSTS)
+    layers = {"parameters": [MICROBATCH] * 4, "optimizer state": [2 * MICROBATCH] * 4}
+    return Viewed(timeline, COSTS, limits=[6 * MICROBATCH] * 4, layers=layers, microbatch_bytes=[MICROBATCH] * 4)
+
+
+VIEWED = [viewed("1f1b"), viewed("zb-h1")]
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Picture]:
+    width = request.param
+    html = comparison_html("Two", ["makespan"], [["a"], ["b"]], VIEWED, "A note.")
+    yield Picture(browser, tmp_path, html, VIEWED, width, touch=width < 500)
+    assert browser.errors == []
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+
+
+wide_and_narrow = pytest.mark.parametrize("opened", WIDTHS, indirect=True)
+wide = pytest.mark.parametrize("opened", WIDTHS[:1], indirect=True)
+narrow = pytest.mark.parametrize("opened", WIDTHS[1:], indirect=True)
+
+
+def pixels(browser: Browser, canvas: str) -> str:
+    return str(browser.run(f"document.querySelector('canvas.{canvas}').toDataURL()"))
+
+
+@wide_and_narrow
+def test_every_button_changes_the_picture_and_says_so(opened: Picture) -> None:
+    browser = opened.browser
+    for toggle in ("messages", "critical", "lanes", "memory", "textures"):
+        before = pixels(browser, "base") + pixels(browser, "over")
+        browser.click(f"#{toggle}")
+        assert browser.run(f"document.getElementById('{toggle}').getAttribute('aria-pressed')") == "true"
+        assert pixels(browser, "base") + pixels(browser, "over") != before, toggle
+        browser.click(f"#{toggle}")
+        assert pixels(browser, "base") + pixels(browser, "over") == before, toggle
+    for button, back in (("zoom-in", "zoom-all"), ("taller", "lower"), ("dark", "dark")):
+        before = pixels(browser, "base")
+        browser.click(f"#{button}")
+        assert pixels(browser, "base") != before, button
+        browser.click(f"#{back}")
+        assert pixels(browser, "base") == before, back
+    assert browser.run("document.documentElement.dataset.theme") == "light"
+
+
+@wide
+def test_a_bubble_tells_its_reason_its_cause_and_what_would_remove_it(opened: Picture) -> None:
+    timeline = VIEWED[1].timeline
+    assert attribute(make("zb-h1", 4, 8), COSTS).overall.dependency > 0
+    row = timeline.rows[1]
+    at = next(place for place in range(4, len(row)) if row[place].start > row[place - 1].end and str(row[place].why.cause) == "message")
+    opened.point_at(1, 1, (row[at - 1].end + row[at].start) / 2)
+    gap = (row[at].start - row[at - 1].end) / 1e6
+    assert f"Bubble on rank 1\nfrom\t{row[at - 1].end / 1e6:.3f} ms\nfor\t{gap:.3f} ms" in opened.tip
+    cause = row[at].why.op
+    assert f"while the message of {cause} is on its way" in opened.tip
+    assert "What would remove it: " in opened.tip
+    opened.browser.run("document.querySelector('canvas.over').focus()")
+    opened.point_at(1, 1, (row[at - 1].end + row[at].start) / 2)
+    opened.browser.key("Enter")
+    assert f"{cause} on rank" in opened.tip
+
+
+@wide
+def test_an_own_pass_that_could_run_in_a_bubble_is_named(opened: Picture) -> None:
+    opened.point_at(0, 0, VIEWED[0].timeline.rows[0][4].start - 5_000_000)
+    assert "0F4 of this rank is ready: run here it would fill 10.000 ms" in opened.tip
+    assert "It costs memory" in opened.tip
+    opened.point_at(0, 3, VIEWED[0].timeline.end - 1_000_000)
+    assert "rank 3 has done all its passes" in opened.tip
+
+
+@wide
+def test_a_pass_tells_what_it_waited_for_and_whom_it_delays(opened: Picture) -> None:
+    opened.point_at_pass(0, "1F0")
+    assert "waited for the message of 0F0, on rank 0" in opened.tip
+    assert "delays 2F0 on rank 2" in opened.tip
+    assert "1BW0 on rank 1 uses its result" in opened.tip
+
+
+@wide
+def test_keys_go_through_passes_and_bubbles_zoom_move_and_leave(opened: Picture) -> None:
+    browser = opened.browser
+    browser.run("document.querySelector('canvas.over').focus()")
+    told = []
+    for _ in range(12):
+        browser.key("ArrowRight")
+        told.append(opened.tip.splitlines()[0])
+    assert told[0] == "forward of stage 0, microbatch 0"
+    assert "Bubble on rank 0" in told
+    assert len(set(told)) > 7
+    browser.key("ArrowLeft")
+    assert opened.tip.splitlines()[0] == told[-2]
+    browser.key("ArrowDown")
+    assert "rank 1" in opened.tip
+    whole = opened.boxes
+    for _ in range(5):
+        browser.key("+")
+    assert opened.boxes < whole
+    for key in ("PageDown", "End", "Home", "-", "0"):
+        before = pixels(browser, "base")
+        browser.key(key)
+        assert pixels(browser, "base") != before or key == "Home", key
+    assert opened.boxes == whole
+    browser.key("Escape")
+    assert opened.tip == ""
+
+
+@wide
+def test_memory_is_told_with_its_layers_and_its_limit(opened: Picture) -> None:
+    opened.browser.click("#memory")
+    x, y = opened.place(0, 0, 60_000_000)
+    opened.browser.point(x, y + opened.row)
+    held = next(size for time, size in reversed(VIEWED[0].timeline.memory[0]) if time <= 60_000_000)
+    assert f"activations\t{held / MICROBATCH:g} microbatches" in opened.tip
+    assert "parameters\t1 microbatches" in opened.tip
+    assert "optimizer state\t2 microbatches" in opened.tip
+    assert "limit of activations\t6 microbatches" in opened.tip
+
+
+@wide
+def test_dragging_moves_and_play_runs_to_the_end(opened: Picture) -> None:
+    browser = opened.browser
+    browser.click("#zoom-in")
+    browser.click("#zoom-in")
+    before = pixels(browser, "base")
+    x, y = opened.place(0, 1, VIEWED[0].timeline.end / 2)
+    browser.drag((x, y), (x - 150, y))
+    assert pixels(browser, "base") != before
+    browser.click("#play")
+    browser.until("document.getElementById('clock').textContent.includes('of 4')")
+    browser.click("#play")
+    assert browser.run("document.getElementById('play').getAttribute('aria-label')") == "play"
+    browser.run("const s = document.getElementById('moment'); s.value = 0; s.dispatchEvent(new Event('input'))")
+    assert browser.run("document.getElementById('clock').textContent") == ""
+
+
+@narrow
+def test_a_finger_taps_moves_and_pinches(opened: Picture) -> None:
+    browser = opened.browser
+    x, y = opened.place_of(0, "3BW0")
+    browser.touch("touchStart", (x, y))
+    browser.touch("touchEnd")
+    assert "3BW0 on rank 3" in opened.tip
+    whole = opened.boxes
+    browser.touch("touchStart", (150, y), (250, y))
+    browser.touch("touchMove", (60, y), (340, y))
+    browser.touch("touchEnd")
+    assert 0 < opened.boxes < whole
+    before = pixels(browser, "base")
+    browser.touch("touchStart", (200, y))
+    browser.touch("touchMove", (120, y))
+    browser.touch("touchMove", (90, y))
+    browser.touch("touchEnd")
+    assert pixels(browser, "base") != before
+
+
+@wide
+def test_the_critical_path_is_that_of_the_simulation(opened: Picture) -> None:
+    path = critical_path(VIEWED[1].timeline)
+    opened.point_at_pass(1, str(path[-1].op))
+    opened.browser.run("document.querySelector('canvas.over').focus()")
+    opened.point_at_pass(1, str(path[-1].op))
+    for span in reversed(path[:-1]):
+        opened.browser.key("Enter")
+        assert f"pass\t{span.op} on rank" in opened.tip
+
+
+def test_sixty_four_ranks_and_512_microbatches_fit_and_answer(browser: Browser, tmp_path: Path) -> None:
+    timeline = simulate(make("1f1b", 64, 512), Costs.uniform(64, comm=0.1))
+    html = comparison_html("Large", [], [[]], [Viewed(timeline)], "")
+    assert len(html) < 300_000
+    picture = Picture(browser, tmp_path, html, [Viewed(timeline)])
+    assert (picture.boxes, picture.data("dense")) == (0, "64")
+    picture.point_at_pass(0, "40F300")
+    assert "40F300 on rank 40" in picture.tip
+    for _ in range(9):
+        browser.click("#zoom-in")
+    assert 64 < picture.boxes < 2000
+    assert browser.errors == []

@@ -1,0 +1,160 @@
+"""Checkpoints that are written while training goes on hold what there was when `save` was called; what goes wrong is told by all ranks."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import zerobubble as zb
+from tests.procs.models import loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, optimizer_for, resumed, train
+
+WRITE = FileSystemWriter.write_data
+
+
+def held_back(gate: threading.Event) -> Any:
+    def write(*args: Any, **kwargs: Any) -> Any:
+        assert gate.wait(60)
+        return WRITE(*args, **kwargs)
+
+    return write
+
+
+def saved_while_training(group: Any, path: str, monkeypatch_rank: int) -> tuple[list[float], list[bool]]:
+    """Losses of the steps while a rank is kept from writing, and whether this rank was done before and after."""
+    gate = threading.Event()
+    with zb.Pipeline(cut(), "zb-v", MICROBATCHES, loss_fn, group=group) as pipe, pytest.MonkeyPatch.context() as patch:
+        if pipe.rank == monkeypatch_rank:
+            patch.setattr(FileSystemWriter, "write_data", held_back(gate))
+        optimizer = optimizer_for(pipe)
+        train(pipe, optimizer, range(3))
+        saving = zb.save(path, pipe, optimizer, extra={"seen": 3}, wait=False)
+        losses = train(pipe, optimizer, range(3, 6))
+        done = [saving.done()]
+        gate.set()
+        saving.wait()
+        saving.wait()
+        return losses, [*done, saving.done()]
+
+
+@pytest.mark.parametrize("held", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_what_is_saved_is_what_there_was(world: Ranks, tmp_path: Path, held: int) -> None:
+    path = str(tmp_path / "last")
+    told = world.run(saved_while_training, path, held, ranks=2)
+    assert not told[held][1][0]
+    assert not told[0][1][0], "rank 0 waits for the others"
+    assert all(done[-1] for _, done in told)
+    assert world.run(resumed, path, "1f1b", ranks=1)[0] == pytest.approx(told[0][0], rel=1e-12)
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+def one_after_another(group: Any, path: str) -> list[int]:
+    """What a load finds after saves that nobody waits for, and after the pipeline was closed over another one."""
+    found = []
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        for number in range(3):
+            first = zb.save(path, pipe, extra={"number": number}, wait=False)
+        found.append(zb.load(path, pipe)["number"])
+        first.wait()
+        zb.save(path, pipe, extra={"number": 3}, wait=False)
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        found.append(zb.load(path, pipe)["number"])
+        zb.save(path, pipe, extra={"number": 4}, wait=False)
+        zb.save(path, pipe, extra={"number": 5})
+        found.append(zb.load(path, pipe)["number"])
+    return found
+
+
+def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(world: Ranks, tmp_path: Path) -> None:
+    assert world.run(one_after_another, str(tmp_path / "last"), ranks=2) == [[2, 3, 5], [2, 3, 5]]
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+def full(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def on_a_full_disk(group: Any, path: str, victim: int) -> tuple[list[str], int]:
+    """What is told where a rank cannot write: by wait, by the next save, by a save that waits, and by the end; training goes on."""
+    told = []
+    pipe = zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group)
+    optimizer = optimizer_for(pipe)
+    zb.save(path, pipe, extra={"number": 0})
+    with pytest.MonkeyPatch.context() as patch:
+        if pipe.rank == victim:
+            patch.setattr(FileSystemWriter, "write_data", full)
+        for ask in ("wait", "save", "at once", "load", "close"):
+            train(pipe, optimizer, range(1))
+            with pytest.raises(zb.InputError) as caught:
+                _ask(ask, path, pipe)
+            told.append(str(caught.value))
+    with pytest.raises(zb.PipelineError):
+        train(pipe, optimizer, range(1))
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        return told, zb.load(path, pipe)["number"]
+
+
+def _ask(ask: str, path: str, pipe: zb.Pipeline) -> None:
+    saving = zb.save(path, pipe, extra={"number": 1}, wait=ask == "at once")
+    if ask == "wait":
+        with pytest.raises(zb.InputError):
+            saving.wait()
+        saving.wait()
+    elif ask == "save":
+        zb.save(path, pipe, extra={"number": 2}, wait=False)
+    elif ask == "load":
+        zb.load(path, pipe)
+    else:
+        pipe.close()
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_checkpoint_that_cannot_be_written_is_one_error_on_all_ranks(world: Ranks, tmp_path: Path, victim: int) -> None:
+    told = world.run(on_a_full_disk, str(tmp_path / "last"), victim, ranks=2)
+    assert told[0] == told[1]
+    texts, number = told[0]
+    assert number == 0
+    assert len(texts) == 5
+    for text in texts:
+        assert text.startswith(f"the checkpoint could not be written: rank {victim}: OSError: [Errno 28] No space left on device")
+        assert text.endswith("; the one before it is whole")
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+def failing_in_between(group: Any, path: str) -> float:
+    """The seconds until the pipeline has told of an error of the user's while a checkpoint is written."""
+    pipe = zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group, timeout=200.0)
+    saving = zb.save(path, pipe, extra={"number": 7}, wait=False)
+    began = time.monotonic()
+    with pytest.raises(zb.PipelineError), pipe:
+        pipe.step(*((None, None) if pipe.rank == 0 else (1, 2)))
+    while not saving.done():
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def test_an_error_in_a_step_does_not_undo_a_checkpoint(world: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "last")
+    assert max(world.run(failing_in_between, path, ranks=2)) < 100.0
+    assert zb.load(path, Tied().double())["number"] == 7
+
+
+def differing(group: Any, path: str) -> str:
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        with pytest.raises(zb.InputError) as caught:
+            zb.save(path, pipe, extra={"next": pipe.rank})
+        zb.save(path, pipe, extra={"next": 1})
+    return str(caught.value)
+
+
+def test_an_extra_that_differs_between_ranks_is_refused(world: Ranks, tmp_path: Path) -> None:
+    first, second = world.run(differing, str(tmp_path / "last"), ranks=2)
+    assert first == second
+    assert first.startswith("extra is {'next': 0} on rank 0 and {'next': 1} on rank 1: a checkpoint has one for all ranks")

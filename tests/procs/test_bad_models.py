@@ -1,0 +1,233 @@
+"""Models that cannot be cut as they are, on real ranks: each is one error on every rank, with the culprit and the way out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import zerobubble as zb
+from tests.procs.ranks import Ranks
+
+WIDTH = 6
+X = torch.ones(2, WIDTH)
+IDS = torch.arange(8).view(2, 4)
+
+
+def row(*others: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), *others)
+
+
+class Named(nn.Module):
+    """Needs two arguments, and knows a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, scale: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * scale
+        return x if mask is None else x * mask
+
+
+class Deciding(Named):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        for layer in self.layers:
+            x = layer(x) if x.sum() > 0 else x
+        return x
+
+
+class Single(Deciding):
+    """One part, and operations that torch cannot trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        import os
+
+        for layer in self.layers:
+            x = layer(x)
+        return x * len(os.environ.get("HOME", "")) + torch.frombuffer(bytearray(8), dtype=torch.float64).float()[0]
+
+
+class LanguageModel(nn.Module):
+    """A head whose weight is what `share` makes of the embedding's."""
+
+    def __init__(self, share: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(8, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+        self.head.weight = share(self.tokens.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def of_one_memory() -> nn.Module:
+    """Tied by what lies below autograd: the head's weight is a view of the embedding's."""
+    return LanguageModel(lambda weight: nn.Parameter(weight.detach()))
+
+
+def divided(group: Any, *names: str) -> nn.Module:
+    """A model of which `fully_shard` has divided these modules."""
+    model = row()
+    for name in names:
+        fully_shard(model.get_submodule(name), mesh=DeviceMesh.from_group(group, "cpu"))
+    return model
+
+
+def sparse() -> nn.Module:
+    model = row()
+    model[1].weight = nn.Parameter(torch.eye(WIDTH).to_sparse())
+    return model
+
+
+def quantized() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(row().eval(), {nn.Linear})
+
+
+BOTH = {"x": X, "scale": X}
+CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "DistributedDataParallel": (
+        lambda group: zb.split(DistributedDataParallel(row(), process_group=group), example=X),
+        r"the model given to zb.split is a DistributedDataParallel, which sums gradients .*mesh=",
+    ),
+    "DataParallel inside": (lambda _: zb.split(row(DataParallel(row())), example=X), r"module '3' is a DataParallel, which copies"),
+    "FullyShardedDataParallel": (
+        lambda group: zb.split(FullyShardedDataParallel(row(), process_group=group, device_id=torch.device("cpu")), example=X),
+        r"the model given to zb.split is a FullyShardedDataParallel, which has divided .*fully_shard\(split\(stage, num_stages\)",
+    ),
+    "fully_shard": (
+        lambda group: zb.split(divided(group, "0", ""), example=X),
+        r"the model given to zb.split is divided by fully_shard.* before that, .*fully_shard\(split\(stage, num_stages\)",
+    ),
+    "fully_shard inside": (lambda group: zb.split(divided(group, "1"), example=X), r"module '1' is divided by fully_shard"),
+    "replicate": (lambda group: zb.split(replicate(row(), process_group=group), example=X), r"is under replicate\(\).*mesh="),
+    "one memory": (
+        lambda _: zb.split(of_one_memory(), example=IDS),
+        r"parameters 'tokens.weight' of stage 0 and 'head.weight' of stage 3 lie in the same memory .* make them one parameter",
+    ),
+    "one memory, made by a function": (lambda _: zb.split(of_one_memory, example=IDS), r"parameters 'tokens.weight' of stage 0 and 'head"),
+    "compiled": (lambda _: zb.split(torch.compile(row()), example=X), r"compiled as a whole by torch.compile.* _orig_mod"),
+    "SyncBatchNorm": (lambda _: zb.split(row(nn.SyncBatchNorm(WIDTH)), example=X), r"module '3' is a SyncBatchNorm over all ranks"),
+    "sparse": (lambda _: zb.split(sparse(), example=X), r"parameter '1.weight' is sparse"),
+    "quantized": (lambda _: zb.split(quantized(), example=X), r"module '0' is a quantized Linear, which does not train"),
+    "argument missing": (lambda _: zb.split(Named(), example={"x": X}), r"fails on the example.* 'scale'.*: a batch that|'scale'"),
+    "argument unknown": (lambda _: zb.split(Named(), example={**BOTH, "bias": X}), r"unexpected keyword argument 'bias'"),
+    "deciding": (lambda _: zb.split(Deciding(), example=X), r"looks at numbers that come from 'layers.0'"),
+    "too few layers": (lambda _: zb.split(lambda: row(), example=X), r"a model of 3 parts cannot be cut into 4 stages; its parts are '0'"),
+    "no layers": (lambda _: zb.split(nn.Tanh(), example=X), r"it holds no other modules with parameters.* torch.export finds 0 places"),
+}
+
+
+def refused(group: Any, case: str) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(CASES[case][0](group), "zb-v", 4, nn.functional.mse_loss, group=group)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_cannot_be_cut_is_one_error_on_every_rank(world: Ranks, case: str) -> None:
+    first, second = world.run(refused, case, ranks=2)
+    assert first == second
+    with pytest.raises(zb.InputError, match=CASES[case][1]):
+        raise zb.InputError(first)
+
+
+def around_the_split(group: Any) -> tuple[str, float]:
+    """What is told of tied parameters that a function around the split hides, and how far the way out is from one device's loss."""
+    split = zb.split(LanguageModel(lambda weight: weight), example=IDS)
+
+    def build(stage: int, num_stages: int) -> nn.Module:
+        return split(stage, num_stages).train()
+
+    def loss_fn(logits: Tensor, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "1f1b", 2, loss_fn, group=group)
+    plain = LanguageModel(lambda weight: weight)
+    with zb.Pipeline(build, "1f1b", 2, loss_fn, group=group, tied=split.tied(2)) as pipe:
+        pipe.step(IDS, IDS)
+        loss_fn(plain(IDS), IDS).backward()
+        (module,) = pipe.modules.values()
+        ours = module.get_parameter("tokens.weight" if group.rank() == 0 else "head.weight").grad
+    assert ours is not None
+    return str(caught.value), (ours - plain.tokens.weight.grad).abs().max().item()
+
+
+def test_tied_parameters_that_nobody_tells_pipeline_of_are_refused(world: Ranks) -> None:
+    for text, error in world.run(around_the_split, ranks=2):
+        assert "one parameter as 'tokens.weight' of stage 0 and 'head.weight' of stage 1" in text
+        assert "tied=split.tied(num_stages)" in text
+        assert error < 1e-6
+
+
+def steps(group: Any, case: str) -> str:
+    split = zb.split(Named(), example=BOTH)
+    batch: dict[str, Any] = {"x": torch.ones(8, WIDTH), "scale": torch.ones(8, WIDTH)}
+    options: dict[str, Any] = {}
+    if case == "mask":  # which the last rank alone is given
+        options = {"kwargs": {"mask": torch.ones(8, WIDTH)}} if group.rank() == 1 else {}
+    elif case == "missing":
+        del batch["scale"]
+    elif case == "too few samples":
+        batch = {name: rows[:3] for name, rows in batch.items()}
+    else:
+        batch["bias"] = torch.ones(8, WIDTH)
+    with zb.Pipeline(split, "1f1b", 4, nn.functional.mse_loss, group=group) as pipe:
+        with pytest.raises((zb.InputError, zb.PipelineError)) as caught:
+            pipe.step(batch, torch.zeros(len(batch["x"]), WIDTH), **options)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+WRONG_STEPS = {
+    "mask": r"step\(kwargs=...\) gives 'mask' to stage 1 alone; every stage of a model that is cut runs its code",
+    "missing": r"'scale'",
+    "unknown": r"'bias'",
+    "too few samples": "of batch size 3 cannot be cut into 4 microbatches; give at least one sample each",
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_a_step_with_other_arguments_is_told_on_every_rank(world: Ranks, case: str) -> None:
+    for text in world.run(steps, case, ranks=2):
+        assert WRONG_STEPS[case].replace("\\", "") in text
+
+
+def uneven(group: Any, samples: int) -> float:
+    """A step of a batch that is no multiple of the microbatches: how far loss and gradients are from one device's."""
+    model = Named().double()
+    plain = copy.deepcopy(model)
+    x, scale = torch.randn(2, samples, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    with zb.Pipeline(zb.split(model, example={"x": x, "scale": scale}), "zb-h1", 4, nn.functional.mse_loss, group=group) as pipe:
+        loss, expected = pipe.step({"x": x, "scale": scale}, x), nn.functional.mse_loss(plain(x, scale), x)
+        expected.backward()
+        named = [each for module in pipe.modules.values() for each in module.named_parameters()]
+        found = [(parameter.grad - plain.get_parameter(name).grad).abs().max().item() for name, parameter in named]
+        return max(*found, (loss - expected).abs().item())
+
+
+@pytest.mark.parametrize("samples", [5, 7])
+def test_a_batch_that_is_no_multiple_of_the_microbatches_trains_as_on_one_device(world: Ranks, samples: int) -> None:
+    assert max(world.run(uneven, samples, ranks=2)) < 1e-14

@@ -1,0 +1,68 @@
+"""Models that tensor parallelism divides before `zb.split` cuts them: the numbers of one device, and what cannot be tied."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerobubble as zb
+from tests.procs.ranks import Ranks
+from tests.procs.test_mesh import relative, whole
+
+
+class Tokens(nn.Module):
+    """An embedding, a block and a head that tell the next token; the head's weight may be the embedding's."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        result: Tensor = self.head(x + self.down(self.up(x).tanh()))
+        return result
+
+
+def next_token(logits: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def divided_and_cut(group: dist.ProcessGroup) -> tuple[float, str]:
+    """Models that tensor parallelism has divided before `zb.split` cuts them: the worst relative error, and what is told of tied parts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    block = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    ends = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    ids, found = torch.arange(16).reshape(4, 4) % 12, []
+    for is_tied, plan in ((True, block), (False, block | ends)):
+        model = Tokens(is_tied=is_tied).double()
+        plain = copy.deepcopy(model)
+        split = zb.split(parallelize_module(model, mesh["tp"], plan), example=ids)
+        with zb.Pipeline(split, "zb-h1", 2, next_token, mesh=mesh) as pipe:
+            loss, expected = pipe.step(ids, ids), next_token(plain(ids), ids)
+            expected.backward()
+            named = [each for module in pipe.modules.values() for each in module.named_parameters()]
+            found += [relative(whole(parameter.grad), whole(plain.get_parameter(name).grad)) for name, parameter in named]
+            found.append(abs(loss / expected - 1).item())
+    model = parallelize_module(Tokens(is_tied=False), mesh["tp"], block | ends)
+    model.head.weight = model.embed.weight
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(zb.split(model, example=ids), "zb-h1", 2, next_token, mesh=mesh)
+    return max(found), str(caught.value)
+
+
+def test_models_that_are_divided_before_they_are_cut_train_as_one_device(world: Ranks) -> None:
+    for worst, told in world.run(divided_and_cut, ranks=4):
+        assert worst < 1e-12
+        assert "'head.weight') on rank 1 is a DTensor, of which a rank holds no plain numbers, and several stages or ranks share it" in told

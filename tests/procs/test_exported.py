@@ -1,0 +1,99 @@
+"""Programs of torch.export and graphs of torch.fx, cut like the models that they were made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import Block, batch, loss_fn
+from tests.procs.ranks import Ranks
+
+MICROBATCHES = 4
+
+
+class Model(nn.Module):
+    """A language model whose head is its embedding; `scale` is a named argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(5))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        x = first = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x + first)
+        return {"logits": logits if scale is None else logits * scale, "first": first}
+
+
+def made() -> Model:
+    torch.manual_seed(0)
+    model = Model().double()
+    for block in model.blocks:
+        block.act = nn.ReLU()  # type: ignore[assignment, union-attr]
+    return model
+
+
+def output_loss(output: Any, targets: Tensor) -> Tensor:
+    return loss_fn(output["logits"], targets) + output["first"].square().mean()
+
+
+def trained(group: Any, schedule: str) -> float:
+    """The worst relative difference of the loss and the gradients of a step."""
+    inputs, targets = batch(MICROBATCHES)
+    split = zb.split(torch.export.export(made(), (inputs[:2],)))
+    with zb.Pipeline(split, schedule, MICROBATCHES, output_loss, group=group) as pipe:
+        loss = pipe.step(inputs, targets)
+        model = made()
+        total = torch.zeros((), dtype=torch.float64)
+        for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+            part = output_loss(model(x), y) / MICROBATCHES
+            part.backward()
+            total += part.detach()
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        found = [abs(loss.item() / total.item() - 1)]
+        for module in pipe.modules.values():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                assert parameter.grad is not None
+                theirs = expected[name].grad
+                assert theirs is not None
+                found.append(((parameter.grad - theirs).norm() / theirs.norm()).item())
+    return max(found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_an_exported_program_trains_with_the_numbers_and_names_of_its_model(world: Ranks, schedule: str) -> None:
+    assert max(world.run(trained, schedule, ranks=2)) < 1e-12
+
+
+def test_the_cut_of_an_exported_program_is_proved() -> None:
+    inputs, _ = batch(1)
+    told = zb.split(torch.export.export(made(), (inputs,))).describe(2)
+    assert "Proved: cut and uncut" in told
+    assert "tied: embed.weight of stage 0 and head.weight of stage 1" in told
+
+
+def test_a_graph_of_fx_is_cut() -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    assert "Proved: cut and uncut" in zb.split(graph, example=torch.ones(1, 3)).describe(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning")  # torch 2.13 copies what it deprecates
+def test_programs_that_cannot_be_cut_are_refused() -> None:
+    inputs, _ = batch(1)
+    scale = torch.ones(1, dtype=torch.float64)
+    with_statistics = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    with pytest.raises(zb.InputError, match=r"changes buffer '1.num_batches_tracked', as for running statistics"):
+        zb.split(torch.export.export(with_statistics, (torch.rand(4, 3),)).run_decompositions())
+    named = torch.export.export(made(), (inputs,), {"scale": scale})
+    with pytest.raises(zb.InputError, match=r"brings no example"):
+        zb.split(named)
+    with pytest.raises(zb.InputError, match=r"was exported with \(\('\*',\), {'scale': '\*'}\): call it alike"):
+        zb.split(named, example=inputs)

@@ -1,0 +1,324 @@
+"""Stages that FSDP2 divides: gathered when the plan says, reduced once a step, with one device's gradients, W apart from B."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerobubble as zb
+from tests.procs.models import build, loss_fn
+from tests.procs.programs import programs_of
+from tests.procs.ranks import Ranks
+from tests.procs.test_mesh import MICROBATCHES, ignoring, oracle, relative, share, tokens, undivided, whole, whole_batch, worst_of_a_step
+from tests.procs.test_mesh import divided as divided_by_tensor_parallelism
+from tests.procs.versions import needs_fsdp2_on_cpu, needs_own_reductions
+from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula
+from zerobubble.runtime.stage import reduction, shards
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Counts the collectives of FSDP2."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
+
+    counts: Counter[str] = Counter()
+    kept = fsdp2.foreach_all_gather, fsdp2.foreach_reduce
+
+    def counted(name: str, call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **kwargs)
+
+        return run
+
+    fsdp2.foreach_all_gather, fsdp2.foreach_reduce = counted("gathers", kept[0]), counted("reductions", kept[1])
+    try:
+        yield counts
+    finally:
+        fsdp2.foreach_all_gather, fsdp2.foreach_reduce = kept
+
+
+class OneAfterAnother:
+    """Reduces and scatters for FSDP2; each message of a step but the last is over only when the next one has been started, too."""
+
+    def __init__(self) -> None:
+        self.started: list[threading.Event] = []
+
+    def expect(self, num: int) -> None:
+        """A step begins that sends so many messages."""
+        self.started = [threading.Event() for _ in range(num)]
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        number = sum(event.is_set() for event in self.started)
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True)
+        if not self.started:  # `describe` plays a step, too
+            return work
+        self.started[number].set()
+        return _After(work, self.started[number + 1 : number + 2])
+
+
+class _After:
+    def __init__(self, work: Any, events: list[threading.Event]) -> None:
+        self.work, self.events = work, events
+
+    def wait(self) -> None:
+        assert all(event.wait(90) for event in self.events), "the next reduction does not start before this one is over"
+        self.work.wait()
+
+
+def divided(mesh: Any, dtype: torch.dtype, comm: OneAfterAnother | None) -> Any:
+    """Makes stages that are divided; with `comm`, which then reduces and scatters, in two parts."""
+    from torch.distributed.fsdp import fully_shard
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        if comm is None:
+            return fully_shard(build(stage, num_stages).to(dtype), mesh=mesh["dp_shard"])
+        module = undivided(stage, num_stages)
+        parts = module.get_submodule("1.up" if stage == 0 else "0.up"), module
+        for part in parts:
+            fully_shard(part, mesh=mesh["dp_shard"]).set_custom_reduce_scatter(comm)
+        return module
+
+    return make
+
+
+WAYS = {"on the GPU": lambda group, _: reduction._Enqueued(group), "at once": lambda group, _: reduction._WaitedFor(group)}
+"""How reductions run elsewhere than in threads: enqueued on a device, which the CPU does at once, or in a torch that waits for them."""
+
+
+def schedule_of(name: str, largest: int, limit: int | None) -> dict[str, Any]:
+    """What to play: a published schedule by its name, or a plan from its file, which keeps the room for weights."""
+    if name != "planned":
+        return {"schedule": name, "gathered_bytes": limit}
+    work, sharded = zb.Workload.uniform(2, times=(10, 12, 8), comm=1), zb.planning.Sharded((largest,) * 4, limit, 1e9)
+    found = zb.plan(work, MICROBATCHES, 1.5, placements="vee", evaluations=300, sharded=sharded).best
+    return {"schedule": zb.planning.Solved.from_dict(found.to_dict())}
+
+
+class Found(NamedTuple):
+    """What two steps into one sum of gradients show on a rank.
+
+    `worst` is the worst relative difference from one device, `counts` the gathers and reductions of each step, `planned` the gathers that
+    were planned; `told` is what `describe` tells, `within` the stages of which a reduction began before their last W was over.
+    """
+
+    worst: float
+    counts: list[tuple[int, int]]
+    planned: int
+    stages: int
+    told: list[str]
+    reductions: int
+    within: int
+
+
+def largest_of(dtype: torch.dtype) -> int:
+    """The bytes of the weights of the largest stage."""
+    return dtype.itemsize * max(sum(p.numel() for p in build(stage, 4).parameters()) for stage in range(4))
+
+
+def trained(group: dist.ProcessGroup, played: dict[str, Any], dtype: torch.dtype, way: str) -> Found:
+    """Two steps of stages whose gradients are reduced in this way."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    replica = mesh.get_local_rank("dp_shard")
+    comm = OneAfterAnother() if way == "in parts" else None
+    kept = shards.start_reduction
+    shards.start_reduction = WAYS.get(way, kept)  # type: ignore[attr-defined]
+    try:
+        stages = divided(mesh, dtype, comm)
+        with zb.Pipeline(stages, **played, num_microbatches=MICROBATCHES, loss_fn=ignoring, loss_weight=tokens, mesh=mesh) as pipe:
+            told = pipe.describe(*share(replica, 0, uneven=True))
+            counts, losses = [], []
+            for seed in range(2):
+                if comm is not None:
+                    comm.expect(2 * len(pipe.modules))
+                with counting() as counted:
+                    losses.append(pipe.step(*share(replica, seed, uneven=True)).item())
+                counts.append((counted["gathers"], counted["reductions"]))
+            timeline = pipe.timeline()
+            norm = pipe.clip_grad_norm_(0.1).item()
+            modules, expected, expected_norm = oracle(pipe.schedule.num_stages, 2, 0.1, uneven=True)
+            found = [abs(loss / theirs - 1) for loss, theirs in zip(losses, expected, strict=True)]
+            found.append(abs(norm / expected_norm - 1))
+            for stage, module in pipe.modules.items():
+                pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
+                found += [relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs]
+            pipe.eval_step(*share(replica, 0, uneven=True))
+            assert all(hasattr(parameter, "full_tensor") for module in pipe.modules.values() for parameter in module.parameters())
+            assert pipe.gathers.is_proven
+            reductions = timeline.reductions_of(mesh.get_local_rank("pp"))
+            ends = {span.op.stage: span.end for span in timeline.rows[mesh.get_local_rank("pp")] if span.op.kind is zb.Kind.W}
+            within = {one.stage for one in reductions if one.start < ends.get(one.stage, 0)}
+            reports = [str(report) for report in told]
+            return Found(max(found), counts, len(pipe.gathers.gathers), len(pipe.modules), reports, len(reductions), len(within))
+    finally:
+        shards.start_reduction = kept  # type: ignore[attr-defined]
+
+
+@needs_fsdp2_on_cpu
+@pytest.mark.parametrize(
+    ("name", "memory", "dtype", "way"),
+    [
+        ("1f1b", None, torch.float64, "in threads"),
+        ("zb-h1", 1.0, torch.float64, "on the GPU"),
+        ("zb-h1", None, torch.float32, "in threads"),
+        pytest.param("zb-v", None, torch.float64, "in parts", marks=needs_own_reductions),
+        ("zb-v", 1.0, torch.float64, "in threads"),
+        ("interleaved-1f1b", 1.0, torch.float64, "at once"),
+        ("planned", 1.0, torch.float64, "in threads"),
+    ],
+)
+def test_weights_are_gathered_as_planned_and_gradients_reduced_once(
+    world: Ranks, name: str, memory: float | None, dtype: torch.dtype, way: str
+) -> None:
+    """`memory` counts the largest stage's weights. What to play is planned once, not on every rank."""
+    parts = 2 if way == "in parts" else 1
+    largest = largest_of(dtype)
+    played = schedule_of(name, largest, None if memory is None else int(memory * largest))
+    for found in world.run(trained, played, dtype, way, ranks=4):
+        planned, stages = found.planned, found.stages
+        assert found.worst < (1e-12 if dtype == torch.float64 else 1e-4)
+        assert found.counts == [(planned * parts, stages * parts)] * 2
+        assert planned == stages if memory is None or stages == 1 else planned > stages
+        assert found.reductions == (0 if way == "on the GPU" else stages * parts)
+        if name.startswith("zb") or name == "planned":
+            assert all("W does 100.0% of weight gradients" in text for text in found.told), found.told
+        if parts > 1:  # the first part is complete before the last W is over
+            assert found.within > 0
+
+
+def whole_stages(mesh: Any) -> Any:
+    """Stages divided along the dimension of `mesh` beside "pp"."""
+    from torch.distributed.fsdp import fully_shard
+
+    if "tp" in mesh.mesh_dim_names:
+        return divided_by_tensor_parallelism(mesh)
+    return lambda stage, num_stages: fully_shard(undivided(stage, num_stages), mesh=mesh["dp_shard"])
+
+
+def taken_back(group: dist.ProcessGroup, dimension: str) -> tuple[float, int, tuple[int, ...], tuple[int, ...]]:
+    """The worst relative difference of parameters after steps of which some are undone by arithmetic, and how many are.
+
+    Then the bytes that a profile finds held after F in these stages, and in plain ones.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
+    replica = mesh.get_local_rank(dimension)
+    kept, undone = ByFormula.undo, []
+    ByFormula.undo = lambda self: (undone.append(1), kept(self))  # type: ignore[assignment, method-assign, misc, func-returns-value]
+    try:
+        with zb.Pipeline(whole_stages(mesh), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
+            modules = [undivided(stage, 2) for stage in range(2)]
+            one_device = torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=1e-2)
+            optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.3, undo="arithmetic")
+            for seed in range(5):
+                inputs, targets = whole_batch(seed, uneven=False)
+                loss_fn(nn.Sequential(*modules)(inputs), targets).backward()
+                nn.utils.clip_grad_norm_(nn.ModuleList(modules).parameters(), 0.3)
+                one_device.step()
+                one_device.zero_grad()
+                given = share(replica, seed, uneven=False) if dimension == "dp_shard" else (inputs, targets)
+                pipe.step(*given)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.settle()
+            worst = max(
+                relative(whole(ours), theirs)
+                for stage, module in pipe.modules.items()
+                for ours, theirs in zip(module.parameters(), modules[stage].parameters(), strict=True)
+            )
+            held = pipe.profile(*share(replica, 0, uneven=False), steps=1).held_after_f
+        with zb.Pipeline(undivided, "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as plain:
+            expected = plain.profile(*share(replica, 0, uneven=False), steps=1).held_after_f
+    finally:
+        ByFormula.undo = kept  # type: ignore[method-assign]
+    return worst, len(undone), held, expected
+
+
+@needs_fsdp2_on_cpu
+@pytest.mark.parametrize("dimension", ["dp_shard", "tp"])
+def test_steps_are_taken_back_and_profiles_are_right(world: Ranks, dimension: str) -> None:
+    outcomes = world.run(taken_back, dimension, ranks=4)
+    assert sum(undone for _, undone, _, _ in outcomes) > 0
+    for worst, _, held, expected in outcomes:
+        assert worst < 1e-9
+        assert held == expected if dimension == "dp_shard" else all(0 < part <= whole for part, whole in zip(held, expected, strict=True))
+
+
+def cut_and_divided(group: dist.ProcessGroup) -> float:
+    """A model that `zb.split` cuts, whose stages FSDP2 divides, as `zb.split` tells who gives it a model that is divided."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))).double()
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    rows = x.chunk(2)[mesh.get_local_rank("dp_shard")]
+    split = zb.split(model, example=x)
+    stages = zb.Pipeline(
+        lambda stage, num_stages: fully_shard(split(stage, num_stages), mesh=mesh["dp_shard"]),
+        "zb-h1",
+        MICROBATCHES,
+        nn.functional.mse_loss,
+        mesh=mesh,
+    )
+    with stages as pipe:
+        loss, expected = pipe.step(rows, rows), nn.functional.mse_loss(plain(x), x)
+        expected.backward()
+        named = [each for module in pipe.modules.values() for each in module.named_parameters()]
+        found = [relative(whole(parameter.grad), plain.get_parameter(name).grad) for name, parameter in named]
+        return max(*found, abs(loss / expected - 1).item())
+
+
+@needs_fsdp2_on_cpu
+def test_stages_of_a_cut_model_are_divided(world: Ranks) -> None:
+    assert max(world.run(cut_and_divided, ranks=4)) < 1e-12
+
+
+def composed(group: dist.ProcessGroup, sizes: tuple[int, ...], names: tuple[str, ...]) -> float:
+    """One step with all wrappers, in the order of docs/fsdp.md; the worst relative difference from one device."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        module = divided_by_tensor_parallelism(mesh)(stage, num_stages)
+        assert isinstance(module, nn.Sequential)
+        for place, part in enumerate(module):
+            module[place] = checkpoint_wrapper(part)
+            module[place].compile(backend="eager")
+            fully_shard(module[place], mesh=mesh["dp_shard"])
+        return fully_shard(module, mesh=mesh["dp_shard"])
+
+    with zb.Pipeline(make, "zb-v", MICROBATCHES, ignoring, loss_weight=tokens, mesh=mesh) as pipe:
+        return worst_of_a_step(pipe, mesh.get_local_rank("dp_shard"))
+
+
+@needs_fsdp2_on_cpu
+@pytest.mark.long
+@pytest.mark.parametrize(("sizes", "names"), [((2, 2), ("pp", "dp_shard")), ((1, 2, 2), ("pp", "dp_shard", "tp"))])
+def test_all_wrappers_together_have_the_numbers_of_one_device(world: Ranks, sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+    assert max(world.run(composed, sizes, names, ranks=4)) < 1e-12
+
+
+def test_the_page_on_shards_counts_gathers(capsys: pytest.CaptureFixture[str]) -> None:
+    program = "\n".join(programs_of("docs/fsdp.md"))
+    exec(compile(program, "docs/fsdp.md", "exec"), {})
+    one_each, one_at_a_time, *plan = capsys.readouterr().out.splitlines()
+    assert plan[0].startswith("Sharded weights of 12 GB a rank: 6 GB have room")
+    assert plan[-1].endswith("longer than the quickest.")
+    assert one_each == "2 gathers (none has fewer than 2), 2 gathers (none has fewer than 2)"
+    assert one_at_a_time == "23 gathers (none has fewer than 23), 9 gathers (none has fewer than 9)"

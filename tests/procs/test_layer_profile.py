@@ -1,0 +1,108 @@
+"""Layers measured one by one on the ranks of a pipeline: their times and bytes, and the better cut that follows from them."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.measured import assert_least_within
+from tests.procs.ranks import Ranks
+from tests.procs.test_profile import UNIT_S, Doze
+
+WIDTH, ROWS = 16, 8
+NAPS = (0, 0, 0, 0, 1, 5, 1, 3)
+"""How many units of time each layer sleeps in F, and twice as many in B, which no count of operations tells."""
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Doze(nap)) for nap in NAPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(Doze(2)(output), target)
+
+
+def profile_and_cut_anew(group: Any) -> tuple[tuple[zb.partition.Layer, ...], list[list[int]]]:
+    """The measured layers, and the ns of each stage in which the model is cut by operations, and by what was measured."""
+    x = torch.ones(2 * ROWS, WIDTH)
+    split = zb.split(Layers(), example=x)
+    with zb.Pipeline(split, "1f1b", 2, slow_loss, group=group) as pipe:
+        layers = pipe.profile_layers(x, x, steps=2)
+        before = pipe.profile(x, x)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+    plan = zb.planning.plan_layers(layers, zb.Placement.linear(2), 2, evaluations=20)
+    with zb.Pipeline(split, plan, 2, slow_loss, group=group) as pipe:
+        after = pipe.profile(x, x)
+        pipe.step(x, x)
+    return layers, [list(map(sum, zip(each.forward, each.backward, each.weight, strict=True))) for each in (before, after)]
+
+
+def test_layers_are_measured_where_they_run_and_cut_better_by_that(world: Ranks) -> None:
+    with_loss: list[tuple[float, float]] = []
+
+    def measure() -> list[float]:
+        (layers, (before, after)), *others = world.run(profile_and_cut_anew, ranks=2)
+        assert all(other[0] == layers for other in others)
+        assert [layer.full_name for layer in layers] == [f"layers.{number}" for number in range(len(NAPS))]
+        for layer in layers:
+            assert layer is layers[0] or layer.held_after_f >= 4 * ROWS * WIDTH, "the input of the Linear"
+            assert layer.parameters_bytes == (WIDTH * WIDTH + WIDTH) * 16
+        with_loss.append((layers[-1].forward, layers[-1].backward))
+        return [max(before), max(after), *(time for layer in layers for time in (layer.forward, layer.backward, layer.weight))]
+
+    unit = UNIT_S * 1e9
+    naps = 3 * (sum(NAPS) + 2) * unit
+    # The loss is the last layer's, and is what the stage takes beyond its layers: where those are measured too long, it is too short.
+    losses = [0] * (len(NAPS) - 1) + [2]
+    of_layers = [
+        bounds
+        for nap, loss in zip(NAPS, losses, strict=True)
+        for bounds in ((nap * unit, (nap + loss + 1) * unit), (2 * nap * unit, 2 * (nap + loss + 1) * unit), (1.0, unit))
+    ]
+    # Cut by operations, one stage has all naps.
+    assert_least_within(measure, [(0.95 * naps, inf), (0.0, 0.8 * naps), *of_layers])
+    assert max(forward for forward, _ in with_loss) > (NAPS[-1] + 1) * unit
+    assert max(backward for _, backward in with_loss) > 2 * (NAPS[-1] + 1) * unit
+
+
+def refuse_own_stages(group: Any) -> str:
+    x = torch.ones(ROWS, WIDTH)
+    with zb.Pipeline(lambda stage, stages: nn.Linear(WIDTH, WIDTH), "1f1b", 2, slow_loss, group=group) as pipe:
+        with pytest.raises(zb.InputError) as caught:
+            pipe.profile_layers(x, x)
+        pipe.step(x, x)
+    return str(caught.value)
+
+
+def test_layers_of_stages_by_hand_are_not_known(world: Ranks) -> None:
+    for message in world.run(refuse_own_stages, ranks=2):
+        assert "was not cut from a model by zb.split" in message
+
+
+def profile_frozen(group: Any) -> tuple[zb.partition.Layer, ...]:
+    model = Layers()
+    for layer in model.layers[:3]:
+        layer.requires_grad_(False)
+    x = torch.ones(2 * ROWS, WIDTH)
+    with zb.Pipeline(zb.split(model, example=x), "zb-h1", 2, slow_loss, group=group) as pipe:
+        return pipe.profile_layers(x, x, steps=1)
+
+
+def test_frozen_layers_below_all_that_trains_have_forwards_alone(world: Ranks) -> None:
+    layers = world.run(profile_frozen, ranks=2)[0]
+    for number, layer in enumerate(layers):
+        assert (layer.backward > 0, layer.weight > 0) == ((number >= 3,) * 2)
+        assert layer.parameters_bytes == (WIDTH * WIDTH + WIDTH) * (16 if number >= 3 else 4)

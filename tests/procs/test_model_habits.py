@@ -1,0 +1,471 @@
+"""Habits of models that people write: cut without the proof, as large models are, each has one device's numbers or is refused by name.
+
+The stages run one after the other, each made from a model of its own, as on ranks; what crosses a boundary is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import zerobubble as zb
+from zerobubble.models.proof import proof_in_words
+
+STEPS, MICROBATCHES, WIDTH = 2, 2, 4
+
+
+class Layers(nn.Module):
+    """Four layers in a list and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.set_up()
+
+    def set_up(self) -> None: ...
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        result: Tensor = self.head(x)
+        return result
+
+    forward = body
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.b(self.a(x).tanh())
+
+
+class Blocks(Layers):
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+
+class CallsForward(Blocks):
+    """Calls the forward of its parts, and of one of them the part."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if number == 1 else layer.forward(x)
+        result: Tensor = self.head.forward(self.layers[3](x))
+        return result
+
+    forward = body
+
+
+class InAPlainDict(nn.Module):
+    """The layers are reached by a dict beside their list, and by a method of the model that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.by_name = {f"layer {number}": layer for number, layer in enumerate(self.layers)}
+        self.function = self.run
+
+    def run(self, x: Tensor) -> Tensor:
+        for number in range(4):
+            x = self.by_name[f"layer {number}"](x).tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class InAModuleDict(Layers):
+    def set_up(self) -> None:
+        self.layers = nn.ModuleDict({f"k{number}": nn.Linear(WIDTH, WIDTH) for number in range(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x).tanh()
+        result: Tensor = self.head(x)
+        return result
+
+
+class ListsOfParameters(Layers):
+    def set_up(self) -> None:
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(4))
+        self.shifts = nn.ParameterDict({str(number): nn.Parameter(torch.ones(WIDTH)) for number in range(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh() * self.scales[number] + self.shifts[str(number)]
+        result: Tensor = self.head(x)
+        return result
+
+
+class Parametrized(Layers):
+    def set_up(self) -> None:
+        norms = nn.utils.parametrizations
+        self.layers = nn.ModuleList(
+            norms.weight_norm(layer) if n % 2 else norms.spectral_norm(layer) for n, layer in enumerate(self.layers)
+        )
+
+
+class TellsLayersApart(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * 2 if isinstance(layer, nn.Linear) else layer(x)
+            x = x * 3 if layer.training else x
+            x = x + 1 if layer.weight.requires_grad else x
+        result: Tensor = self.head(x)
+        return result
+
+    def set_up(self) -> None:
+        self.layers[2].eval()
+
+
+class BackwardHooks(Blocks):
+    def set_up(self) -> None:
+        super().set_up()
+        for layer in self.layers[1:]:
+            layer.register_full_backward_hook(lambda _, given, __: tuple(g if g is None else 2 * g for g in given))
+            layer.register_full_backward_pre_hook(lambda _, given: tuple(3 * g for g in given))
+
+
+class NormsWithoutParameters(Layers):
+    """Batch norms that have running statistics and nothing that trains."""
+
+    def set_up(self) -> None:
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, affine=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x)).tanh()
+        result: Tensor = self.head(x)
+        return result
+
+
+class ChangesItsArgument(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        given = x
+        x *= 2
+        return self.body(x).add(given)
+
+
+class Checkpoints(Blocks):
+    """Two blocks in each checkpoint, which run again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in (0, 2):
+            x = checkpoint(lambda x, first=first: self.layers[first + 1](self.layers[first](x)), x, use_reentrant=False)
+        result: Tensor = self.head(x)
+        return result
+
+
+class TrainsTheParent(Layers):
+    """Layers with a reference to the model, of which they use a parameter: on other stages its gradient would be lost."""
+
+    class Layer(nn.Linear):
+        def __init__(self, parent: Any) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.__dict__["parent"] = parent
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = super().forward(x) * self.__dict__["parent"].scale
+            return result
+
+    def set_up(self) -> None:
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(self.Layer(self) for _ in range(4))
+
+
+class SharedStatistics(Layers):
+    def set_up(self) -> None:
+        norm = nn.BatchNorm1d(WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(layer, norm) for layer in self.layers)
+
+
+class UsesAWeightInside(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.body(x) @ self.layers[0].a.weight
+        return result
+
+
+class SumsAllParameters(Blocks):
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x), sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class SumsWhatLayersKeep(Blocks):
+    class Keeps(Block):
+        def forward(self, x: Tensor) -> Any:
+            self.kept = x.square().mean()
+            return super().forward(x)
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(self.Keeps() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x), sum(module.kept for module in self.layers)
+
+
+class Counts(Blocks):
+    """Layers that count in a dict which is handed from one to the next."""
+
+    class Layer(Block):
+        def forward(self, x: Tensor, counted: dict[str, int] | None = None) -> Any:
+            assert counted is not None
+            counted["calls"] += 1
+            return super().forward(x) * counted["calls"]
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        counted = {"calls": 0}
+        for layer in self.layers:
+            x = layer(x, counted)
+        return x
+
+
+class GivesNumbers(Blocks):
+    class Layer(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.detach().sum().item()
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        numbers = []
+        for layer in self.layers:
+            x, number = layer(x)
+            numbers.append(number)
+        return x * numbers[0]
+
+
+class GivesGenerators(Blocks):
+    class Layer(Block):
+        def forward(self, x: Tensor) -> Any:
+            return (super(GivesGenerators.Layer, self).forward(x) for _ in range(2))
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = sum(layer(x))
+        return x
+
+
+class UsesABufferInside(Layers):
+    def set_up(self) -> None:
+        for number, layer in enumerate(self.layers):
+            layer.register_buffer("gain", torch.full((WIDTH,), number + 1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * layer.gain
+        result: Tensor = self.head(x)
+        return result
+
+
+class UsesAChangedBuffer(UsesABufferInside):
+    class Layer(nn.Linear):
+        gain: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.gain.add_(1)
+            return super().forward(x)
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(self.Layer(WIDTH, WIDTH) for _ in range(4))
+        super().set_up()
+
+
+class SetsAttributes(Layers):
+    class Layer(nn.Linear):
+        condition: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (0 if self.condition is None else self.condition)
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(self.Layer(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.head(x)
+        for layer in self.layers:
+            layer.condition = condition
+        return self.body(x)
+
+
+class ClampsWeights(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.clamp_(-0.1, 0.1)
+        return self.body(x)
+
+
+class ReentrantCheckpoints(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        result: Tensor = self.head(x)
+        return result
+
+
+class Reverses(torch.autograd.Function):
+    """Runs layers without gradient, and again in its backward pass, as Reformer does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Any:
+        for layer in layers:
+            x = layer(x)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Reverses.apply(x, self.layers)
+        return result
+
+
+class HooksOnTheModel(Layers):
+    def set_up(self) -> None:
+        self.register_forward_hook(lambda _, __, output: 2 * output)
+
+
+RIGHT: list[type[nn.Module]] = [
+    *(Layers, Blocks, InAPlainDict, InAModuleDict, ListsOfParameters, Parametrized, TellsLayersApart, BackwardHooks),
+    *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward),
+]
+REFUSED: list[tuple[type[nn.Module], str]] = [
+    (TrainsTheParent, r"part 'layers.0' uses a parameter of shape \[4\] that it does not hold"),
+    (SharedStatistics, "must be in one stage: both hold buffer 'layers.0.1.num_batches_tracked'"),
+    (UsesAWeightInside, "uses 'layers.0.a.weight', a tensor inside of a part"),
+    (SumsAllParameters, "goes through all parameters or modules"),
+    (SumsWhatLayersKeep, r"uses a tensor of shape \[\] that is inside of a part"),
+    (Counts, "part 'layers.0' changes a list or a dict among its arguments"),
+    (GivesNumbers, r"part 'layers.0' gives a number of Python \(float\)"),
+    (GivesGenerators, "part 'layers.0' gives a generator"),
+    (UsesAChangedBuffer, "uses buffer 'gain' of part 'layers.0', which that part changes"),
+    (SetsAttributes, "sets attribute 'condition' of part 'layers.0' to what comes from 'head'"),
+    (ClampsWeights, "changes parameter 'layers.0.weight' in place"),
+    (ReentrantCheckpoints, "part 'layers.0' inside of torch.utils.checkpoint with use_reentrant=True"),
+    (Reversible, r"calls part 'layers.0' inside of the forward of a torch.autograd.Function"),
+    (HooksOnTheModel, r"HooksOnTheModel given to zb.split has hooks of its own \(forward_hooks\)"),
+]
+
+
+def batch(width: int = WIDTH) -> list[list[Tensor]]:
+    torch.manual_seed(5)
+    return [[torch.randn(2, width).double() for _ in range(MICROBATCHES)] for _ in range(STEPS)]
+
+
+def loss_of(output: Any) -> Tensor:
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    total: Tensor = sum((leaf.square().sum() for leaf in leaves), torch.zeros((), dtype=torch.float64))
+    return total
+
+
+class Beside:
+    """A model, and the stages that are made of copies of it, which train together on the same numbers."""
+
+    def __init__(self, model: nn.Module, num_stages: int, example: Tensor) -> None:
+        self.whole = copy.deepcopy(model)
+        splits = [zb.split(copy.deepcopy(model), example=example) for _ in range(num_stages)]
+        self.stages = [split(stage, num_stages) for stage, split in enumerate(splits)]
+        self.tied = splits[0].tied(num_stages)
+        self.held = [dict(stage.named_parameters(remove_duplicate=False)) for stage in self.stages]
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses of a microbatch, uncut and cut, after their backward passes."""
+        expected = loss_of(self.whole(x.clone()))
+        given = self.stages[0](x.clone())
+        for stage in self.stages[1:]:
+            given = stage(**pytree.tree_map_only(Tensor, Tensor.clone, given))
+        ours = loss_of(given)
+        for loss in (expected, ours):
+            loss.backward()  # type: ignore[no-untyped-call]
+        return expected, ours
+
+    def update(self) -> list[str]:
+        """The names of parameters whose gradients differ, all of which are then trained."""
+        for group in self.tied:
+            found = [self.held[stage][name].grad for stage, name in group]
+            total = sum(gradient for gradient in found if gradient is not None)
+            for stage, name in group:
+                self.held[stage][name].grad = total.clone() if isinstance(total, Tensor) else None
+        whole = dict(self.whole.named_parameters(remove_duplicate=False))
+        wrong = [name for held in self.held for name, ours in held.items() if not _equal(ours.grad, whole[name].grad)]
+        for parameters in (whole, *self.held):
+            unique = {id(parameter): parameter for parameter in parameters.values()}
+            torch.optim.SGD(unique.values(), lr=0.01).step()
+            for parameter in unique.values():
+                parameter.grad = None
+        return wrong
+
+
+def _equal(ours: Tensor | None, expected: Tensor | None) -> bool:
+    if ours is None or expected is None:
+        return all(gradient is None or not bool(gradient.any()) for gradient in (ours, expected))
+    return bool((ours - expected).norm() <= 1e-12 * expected.norm().clamp_min(1e-4))
+
+
+def check(model: nn.Module, num_stages: int) -> None:
+    """Two steps of two microbatches: losses, gradients, and the buffers that eval mode and a checkpoint would read."""
+    steps = batch()
+    beside = Beside(model, num_stages, steps[0][0])
+    assert set().union(*beside.held) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for microbatches in steps:
+        for x in microbatches:
+            expected, ours = beside.run(x)
+            assert bool((ours - expected).norm() <= 1e-12 * expected.norm())
+        assert not beside.update()
+    buffers = dict(beside.whole.named_buffers())
+    held = [(name, buffer) for stage in beside.stages for name, buffer in stage.named_buffers() if not buffer.is_meta]
+    assert all(torch.allclose(buffer, buffers[name], rtol=1e-12) for name, buffer in held)
+
+
+@pytest.fixture(autouse=True)
+def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models are not proved, so nothing here may rest on the proof."""
+    monkeypatch.setattr(proof_in_words, "prove", lambda *_, **__: None)
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+def test_a_habit_has_the_numbers_of_one_device(kind: type[nn.Module], num_stages: int) -> None:
+    if kind is Checkpoints and num_stages == 3:
+        with pytest.raises(zb.InputError, match="must be in one stage: the model's code calls both in one"):
+            check(made(kind), num_stages)
+        return
+    check(made(kind), num_stages)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("kind", "words"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
+def test_a_habit_that_stages_cannot_have_is_refused_by_name(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(zb.InputError, match=words):
+        check(made(kind), 2)

@@ -1,0 +1,284 @@
+"""Checkpoints of a whole model on one device: pipelines go on from them, and it from theirs; a kill at any write leaves one whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerobubble as zb
+from tests.procs.models import Block, batch, loss_fn
+from tests.procs.ranks import ONE_AT_A_TIME, Ranks, forkserver
+from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, optimizer_for, resumed, saved, train
+from tests.procs.versions import needs_fsdp2_on_cpu
+from tests.thinned import every
+
+
+def alone(seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Tied(**options).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
+
+
+def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
+    """What the pipeline trains, microbatch by microbatch."""
+    losses = []
+    for seed in seeds:
+        inputs, targets = batch(MICROBATCHES, seed)
+        total = 0.0
+        for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+            loss = loss_fn(model(x), y) / MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def goes_on_alone(path: str, until: int = 6) -> list[float]:
+    """The losses of one device that goes on from a checkpoint, with other weights at first."""
+    model, optimizer = alone(seed=1)
+    extra = zb.load(path, model, optimizer)
+    return train_alone(model, optimizer, range(extra["seen"], until))
+
+
+def test_one_device_goes_on_from_a_pipeline(world: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "last")
+    before = world.run(saved, path, "zb-v", ranks=2)[0]
+    assert goes_on_alone(path) == pytest.approx(before, rel=1e-12)
+
+
+@pytest.mark.parametrize("wait", every(2, [True, False]))
+def test_a_pipeline_goes_on_from_one_device(world: Ranks, tmp_path: Path, wait: bool) -> None:
+    path = str(tmp_path / "last")
+    model, optimizer = alone()
+    train_alone(model, optimizer, range(3))
+    saving = zb.save(path, model, optimizer, extra={"seen": 3}, wait=wait)
+    before = train_alone(model, optimizer, range(3, 6))
+    saving.wait()
+    assert saving.done()
+    assert goes_on_alone(path) == before
+    assert world.run(resumed, path, "zb-v", ranks=2)[0] == pytest.approx(before, rel=1e-12)
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+def test_random_numbers_a_scaler_and_the_place_in_the_data_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    model, optimizer = alone(dropout=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    place = {"epoch": 2, "order": [3, 1, 2], "shard": {"name": "b", "left": 0.25}}
+    for _ in range(2):  # two good steps of three
+        scaler.scale(model(batch(1)[0]).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    zb.save(path, model, optimizer, scaler=scaler, extra=place)
+    drawn = random.random(), np.random.random(), torch.rand(1).item(), train_alone(model, optimizer, range(2))
+    model, optimizer = alone(seed=1, dropout=0.5)
+    scaler = torch.amp.GradScaler("cpu")
+    assert zb.load(path, model, optimizer, scaler=scaler) == place
+    assert (random.random(), np.random.random(), torch.rand(1).item(), train_alone(model, optimizer, range(2))) == drawn
+    assert (scaler.state_dict()["scale"], scaler.state_dict()["_growth_tracker"]) == (8.0, 2)
+    with pytest.raises(zb.InputError, match="the checkpoint has a scaler, and load was given none"):
+        zb.load(path, model, optimizer)
+
+
+def test_what_does_not_fit_one_device_is_refused(world: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "last")
+    model, optimizer = alone()
+    zb.save(path, model, optimizer)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(zb.InputError, match=r"of another model: embed.weight is torch.float64 there and torch.float32 here"):
+        zb.load(path, Tied(), optimizer)
+    with pytest.raises(zb.InputError, match=r"of another model: it lacks blocks.6.0.down.weight, .* and 2 more"):
+        zb.load(path, Tied(7).double(), optimizer)
+    with pytest.raises(zb.InputError, match="the checkpoint has an optimizer, and load was given none"):
+        zb.load(path, model)
+    with pytest.raises(zb.InputError, match="the second argument must be"):
+        zb.load(path, "model")  # type: ignore[arg-type]
+    groups = [{"params": [one], "lr": 0.1 * number} for number, one in enumerate(model.parameters())]
+    zb.save(path, model, torch.optim.SGD(groups))
+    with pytest.raises(zb.InputError, match="group 0 of the optimizer has parameters that were saved with other options than each other"):
+        zb.load(path, model, optimizer)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(zb.InputError, match=r"a checkpoint cannot be written to .*: Not a directory"):
+        zb.save(tmp_path / "file" / "last", model)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+class Unused(nn.Module):
+    """A model alone, small enough to be saved a hundred times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def killed_at(path: str, left: int, wait: bool, told: Connection) -> None:
+    """Saves a second checkpoint and dies at the write number `left` of it; tells how many there are where that is none."""
+    model, count, is_armed = Unused(), [0], [False]
+    zb.save(path, model, extra={"seen": 1})
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:
+        if is_armed[0] and event in EVENTS and str(args[0]).startswith(path) and not (event == "open" and args[1] in ("r", "rb", None)):
+            if count[0] == left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count[0] += 1
+
+    sys.addaudithook(hear)
+    is_armed[0] = True
+    zb.save(path, model, extra={"seen": 2}, wait=wait).wait()
+    told.send(count[0])
+
+
+def kill_at(path: str, left: int, wait: bool) -> int:
+    """How many writes there were, 0 where the process was killed before the last."""
+    ours, theirs = forkserver().Pipe()
+    process = forkserver().Process(target=killed_at, args=(path, left, wait, theirs), daemon=True)
+    with ONE_AT_A_TIME:
+        process.start()
+    theirs.close()
+    try:
+        assert ours.poll(60), "the process hangs"
+        count: int = ours.recv()
+    except EOFError:
+        count = 0
+    process.join()
+    return count
+
+
+@pytest.mark.parametrize("wait", every(2, [False, True]))
+def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path, wait: bool) -> None:
+    path = tmp_path / "last"
+    writes, seen = kill_at(str(path), -1, wait), []
+    assert writes >= 8
+    for left in range(writes):
+        assert kill_at(str(path), left, wait) == 0
+        model = Unused()
+        seen.append(zb.load(path, model)["seen"])
+        assert torch.equal(model.weight, torch.full((3,), seen[-1] - 1.0))
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+    zb.save(path, Unused())
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+def undivided(model: nn.Module) -> nn.Module:
+    """Torch takes no in-place operation behind a divided layer."""
+    for part in model.modules():
+        if isinstance(part, Block):
+            part.act = nn.ReLU()
+    return model
+
+
+def divided(group: Any, path: str, sizes: dict[str, int], schedule: str) -> tuple[list[float], list[float]]:
+    """The losses after saving, and those after loading it again, of stages divided by tensor parallelism and FSDP2."""
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = cut()
+    stage = undivided(model(mesh.get_local_rank("pp"), 2))
+    for block in [part for part in stage.modules() if isinstance(part, Block)]:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if "dp_shard" in sizes:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(block, mesh=mesh["dp_shard"])
+    count = 2 * MICROBATCHES // sizes.get("dp_shard", 1)
+    first = count * mesh.get_local_rank("dp_shard") if "dp_shard" in sizes else 0
+    share = slice(first, first + count)
+    with zb.Pipeline(stage, schedule, count // 2, loss_fn, mesh=mesh, tied=model.tied(2)) as pipe:
+        optimizer = optimizer_for(pipe)
+        train(pipe, optimizer, range(3), share)
+        zb.save(path, pipe, optimizer, extra={"seen": 3})
+        before = train(pipe, optimizer, range(3, 6), share)
+        zb.load(path, pipe, optimizer)
+        return before, train(pipe, optimizer, range(3, 6), share)
+
+
+def test_what_tensor_parallelism_divides_goes_on_to_the_bit_and_on_one_device(world: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "last")
+    before, after = world.run(divided, path, {"pp": 2, "tp": 2}, "1f1b", ranks=4)[0]
+    assert before == after
+    assert goes_on_alone(path) == pytest.approx(before, rel=1e-12)
+
+
+@pytest.mark.long
+@needs_fsdp2_on_cpu
+def test_so_does_what_fsdp2_divides_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "last")
+    eight = Ranks(8)
+    try:
+        before, after = eight.run(divided, path, {"pp": 2, "dp_shard": 2, "tp": 2}, "zb-h1", ranks=8)[0]
+    finally:
+        eight.kill()
+    assert before == after
+    assert goes_on_alone(path) == pytest.approx(before, rel=1e-12)
+
+
+def four_by_two(group: Any, path: str, wait: bool) -> tuple[list[float], list[float]]:
+    """Two replicas of four ranks: the losses after saving, and those of a new pipeline of the same layout that loads it."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))
+    first = MICROBATCHES * mesh.get_local_rank("dp")
+    share = slice(first, first + MICROBATCHES)
+    losses = []
+    for seed in range(2):
+        with zb.Pipeline(cut(seed=seed, blocks=8), "zb-v", MICROBATCHES // 2, loss_fn, mesh=mesh) as pipe:
+            optimizer = zb.PostValidation(optimizer_for(pipe), pipe, max_norm=0.5)
+            if seed == 0:
+                train(pipe, optimizer, range(3), share)
+                zb.save(path, pipe, optimizer, extra={"seen": 3}, wait=wait)
+            else:
+                assert zb.load(path, pipe, optimizer) == {"seen": 3}
+            losses.append(train(pipe, optimizer, range(3, 6), share))
+    return losses[0], losses[1]
+
+
+def two_ranks(group: Any, path: str) -> list[float]:
+    with zb.Pipeline(cut(seed=1, blocks=8), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        optimizer = zb.PostValidation(optimizer_for(pipe), pipe, max_norm=0.5)
+        extra = zb.load(path, pipe, optimizer)
+        return train(pipe, optimizer, range(extra["seen"], 6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wait", [True, False])
+def test_two_replicas_of_four_ranks_go_on_with_two_ranks_and_alone(tmp_path: Path, wait: bool) -> None:
+    path = str(tmp_path / "last")
+    eight = Ranks(8)
+    try:
+        told = eight.run(four_by_two, path, wait, ranks=8)
+        before, after = told[0]
+        assert all(theirs == told[0] for theirs in told)
+        assert after == before
+        assert eight.run(two_ranks, path, ranks=2)[0] == pytest.approx(before, rel=1e-12)
+    finally:
+        eight.kill()
+    model, optimizer = alone(seed=1, blocks=8)
+    zb.load(path, model, optimizer)
+    losses = []
+    for seed in range(3, 6):
+        inputs, targets = batch(MICROBATCHES, seed)
+        pieces = zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
+        loss = torch.stack([loss_fn(model(x), y) for x, y in pieces]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == pytest.approx(before, rel=1e-12)

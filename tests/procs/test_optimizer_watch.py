@@ -1,0 +1,91 @@
+"""Optimizers that step tell the pipelines they concern, even while other pipelines go away."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections import deque
+from typing import Any, cast
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
+from zerobubble.runtime.step.runner import StepRunner
+
+
+class Runner:
+    """What of a runner an optimizer meets."""
+
+    def __init__(self, *parameters: torch.nn.Parameter) -> None:
+        self.hooks = [object()]
+        self._parameters = parameters
+        self.told = 0
+        self.itself: Any = self  # a cycle, as real runners are in: the garbage collector ends it, at any moment
+
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        return self._parameters
+
+    def before_optimizer(self) -> None:
+        self.told += 1
+
+
+def watched(*parameters: torch.nn.Parameter) -> tuple[Runner, Any]:
+    runner = Runner(*parameters)
+    return runner, watch_optimizers(cast(StepRunner, runner))
+
+
+def test_only_the_owner_of_a_parameter_is_told_and_until_it_is_watched_no_more() -> None:
+    ours, theirs = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    (runner, unwatch), (other, _) = watched(ours), watched(theirs)
+    torch.optim.SGD([ours]).step()
+    assert (runner.told, other.told) == (1, 0)
+    unwatch()
+    torch.optim.SGD([ours, theirs]).step()
+    assert (runner.told, other.told) == (1, 1)
+
+
+def test_a_pipeline_that_is_collected_within_the_step_of_an_optimizer_does_not_fail_that_step() -> None:
+    ours = torch.nn.Parameter(torch.ones(2))
+    runner, _ = watched(ours)
+    gone = [watched(torch.nn.Parameter(torch.ones(2)))]
+    optimizer = torch.optim.SGD([ours])
+
+    def collect(*_: Any) -> None:
+        gone.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(collect), register_optimizer_step_pre_hook(lambda *_: None)]
+    try:
+        optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert runner.told == 1
+    assert not gone
+
+
+def test_an_optimizer_may_step_while_another_thread_makes_pipelines() -> None:
+    ours = torch.nn.Parameter(torch.ones(2))
+    runner, _ = watched(ours)
+    optimizer = torch.optim.SGD([ours], lr=0.0)
+    is_over = threading.Event()
+
+    def make() -> None:
+        others: deque[Runner] = deque(maxlen=50)
+        while not is_over.is_set():
+            others.append(watched()[0])
+            del others[-1].itself  # so that it goes when the deque lets it go
+
+    thread, interval = threading.Thread(target=make), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(8000):
+            optimizer.step()
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert runner.told == 8000

@@ -1,0 +1,123 @@
+"""Ranks that were given other models than each other, and models that cannot be cut, on real ranks: one error on all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.ranks import Ranks
+
+WIDTH = 6
+PROMPT = 80.0
+"""Seconds by which every rank has been told, which is far below the timeout."""
+
+
+def row(count: int = 4, seed: int = 0, width: int = WIDTH) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+def plain_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+X = torch.ones(2, WIDTH)
+
+
+def with_one_changed(rank: int) -> nn.Module:
+    model = row()
+    if rank:
+        nn.init.zeros_(model.get_parameter("2.0.bias"))
+    return model
+
+
+def with_one_frozen(rank: int) -> nn.Module:
+    model = row()
+    model.get_parameter("1.0.weight").requires_grad_(not rank)
+    return model
+
+
+def unseeded(rank: int) -> Callable[[], nn.Module]:
+    torch.manual_seed(rank)
+    return lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+APART: dict[str, tuple[Callable[[int], Any], str]] = {
+    "seed": (
+        lambda rank: zb.split(row(seed=rank), example=X),
+        "parameter '0.0.weight' has other values on rank 0 and other ones than rank 1",
+    ),
+    "weights": (lambda rank: zb.split(with_one_changed(rank), example=X), "parameter '2.0.bias' has other values on rank 0 and other"),
+    "layers": (
+        lambda rank: zb.split(row(4 + rank), example=X, cuts=["2"]),
+        "ranks disagree on parameter '4.0.weight': rank 0 has none of this name, rank 1 has [6, 6] of torch.float32",
+    ),
+    "width": (
+        lambda rank: zb.split(row(width=WIDTH + rank), example=torch.ones(2, WIDTH + rank)),
+        "ranks disagree on parameter '0.0.weight': rank 0 has [6, 6] of torch.float32, rank 1 has [7, 7] of torch.float32",
+    ),
+    "type": (
+        lambda rank: zb.split(row().double() if rank else row(), example=X.double() if rank else X),
+        "rank 0 has [6, 6] of torch.float32, rank 1 has [6, 6] of torch.float64",
+    ),
+    "frozen": (lambda rank: zb.split(with_one_frozen(rank), example=X), "rank 1 has [6, 6] of torch.float32, frozen"),
+    "cut": (
+        lambda rank: zb.split(row(), example=X, cuts=[["2"], ["1"]][rank]),
+        "ranks disagree on the cut of the model: rank 0 has stages from '0', '2', rank 1 has stages from '0', '1'",
+    ),
+    "function": (
+        lambda rank: zb.split(unseeded(rank), example=X),
+        "ranks disagree on the random numbers of which the model is made",
+    ),
+}
+
+
+def apart(group: Any, case: str) -> tuple[float, str]:
+    split = APART[case][0](group.rank())
+    began = time.monotonic()
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(split, "1f1b", 4, plain_loss, group=group)
+    return time.monotonic() - began, str(caught.value)
+
+
+@pytest.mark.parametrize("case", APART)
+def test_ranks_with_other_models_are_told_the_first_parameter_that_differs(world: Ranks, case: str) -> None:
+    told = world.run(apart, case, ranks=2)
+    assert len({text for _, text in told}) == 1
+    for took, text in told:
+        assert APART[case][1] in text
+        assert took < PROMPT
+
+
+def again(group: Any) -> list[float]:
+    """A model that was trained in parts is cut again, as its ranks have it; and a function that draws nothing asks for no seed."""
+    model, x = row(), torch.randn(8, WIDTH)
+    losses = []
+    for _ in range(2):
+        with zb.Pipeline(zb.split(model, example=X), "1f1b", 4, plain_loss, group=group) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            losses.append(pipe.step(x, torch.zeros(8, WIDTH)).item())
+            optimizer.step()
+    weights = row().state_dict()
+    torch.manual_seed(group.rank())
+    with zb.Pipeline(zb.split(lambda: loaded(weights), example=X), "1f1b", 4, plain_loss, group=group) as pipe:
+        losses.append(pipe.step(x, torch.zeros(8, WIDTH)).item())
+    return losses
+
+
+def loaded(weights: dict[str, Tensor]) -> nn.Module:
+    model = row(seed=3)
+    model.load_state_dict(weights)
+    return model
+
+
+def test_a_model_that_was_trained_in_parts_goes_on(world: Ranks) -> None:
+    first, second, third = world.run(again, ranks=2)[0]
+    assert second < first
+    assert third == pytest.approx(first, rel=1e-6)

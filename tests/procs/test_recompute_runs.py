@@ -1,0 +1,206 @@
+"""Forwards that are computed again leave what they leave when they run once, to the bit: gradients, losses, buffers, random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerobubble as zb
+from tests.procs.models import Block, batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_gradients import worst_errors
+from zerobubble.schedules import with_recompute
+
+CASES = [("1f1b", 3, 5), ("zb-h1", 2, 4), ("zb-v", 2, 6), ("dualpipe", 2, 4), ("gpipe", 4, 4)]
+
+
+def train(group: Any, name: str, microbatches: int) -> dict[str, float]:
+    return worst_errors(group, with_recompute(zb.make(name, group.size(), microbatches)), steps=2)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
+def test_recomputed_schedules_train_with_the_numbers_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
+    for errors in world.run(train, name, microbatches, ranks=ranks):
+        assert max(errors.values()) <= 1e-12
+
+
+class Everything(nn.Module):
+    """A stage with dropout, running statistics, an added loss, a skip from the first stage to the last, and a tied weight at both ends."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.stage, self.last = stage, num_stages - 1
+        self.tok = nn.Embedding(11, 6) if stage == 0 else None
+        self.head = nn.Linear(6, 11, bias=False) if stage == self.last else None
+        self.block = Block(6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tok is not None:
+            x = self.tok(x)
+            zb.nn.stash("skip", x)
+        x = self.drop(self.block(x))
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        zb.nn.add_loss("size", x.square().mean() * 0.01)
+        if self.head is None:
+            return x
+        return self.head(x + zb.nn.pop("skip"))
+
+
+def leave(group: Any, schedule: zb.Schedule) -> tuple[list[Tensor], dict[str, float], int]:
+    """All tensors that two steps leave on this rank, what was added to the loss, and how often `loss_fn` was heard of."""
+    heard: list[int] = []
+    tied = [[(0, "tok.weight"), (schedule.num_stages - 1, "head.weight")]]
+    with zb.Pipeline(
+        Everything, schedule, schedule.num_microbatches, loss_fn, group=group, tied=tied, on_loss=lambda j, _: heard.append(j)
+    ) as pipe:
+        torch.manual_seed(7 + pipe.rank)
+        losses = [pipe.step(*batch(schedule.num_microbatches, seed=step)).detach() for step in range(2)]
+        parts = [part for module in pipe.modules.values() for part in (*(p.grad for p in module.parameters()), *module.buffers())]
+        added = {name: value.item() for name, value in pipe.added_losses.items()}
+    return [*losses, *(part.detach().clone() for part in parts if part is not None), torch.get_rng_state()], added, len(heard)
+
+
+def twice(group: Any, name: str, microbatches: int) -> tuple[bool, bool, int, int]:
+    plain = zb.make(name, group.size(), microbatches)
+    before, added_before, heard_before = leave(group, plain)
+    after, added, heard = leave(group, with_recompute(plain))
+    same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    return all(same), added == added_before != {}, heard_before, heard
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("gpipe", 2, 3), ("zb-h1", 3, 4), ("zb-v", 2, 4)])
+def test_what_is_random_or_changes_counts_once(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
+    for same, added, heard_before, heard in world.run(twice, name, microbatches, ranks=ranks):
+        assert same
+        assert added
+        assert heard == heard_before
+
+
+class Checkpointed(nn.Module):
+    """A stage that itself computes its own parts again, with dropout."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.body, x, use_reentrant=False)
+
+
+def train_in_half_precision(group: Any, schedule: zb.Schedule) -> list[Tensor]:
+    """The losses and weights after steps under autocast, whose norms are clipped without a barrier."""
+    torch.manual_seed(group.rank())
+    data = torch.Generator().manual_seed(0)
+    with zb.Pipeline(lambda stage, _: Checkpointed(stage), schedule, 4, nn.functional.mse_loss, group=group) as pipe:
+        optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.05, undo="copy")
+        losses = []
+        for _ in range(4):
+            x, y = torch.randn(2, 8, 16, generator=data)
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(pipe.step(x, y).detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.settle()
+        return [*losses, *(parameter.detach().clone() for parameter in pipe.parameters())]
+
+
+def with_and_without(group: Any, name: str) -> bool:
+    plain = zb.make(name, group.size(), 4)
+    pairs = zip(train_in_half_precision(group, plain), train_in_half_precision(group, with_recompute(plain)), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_autocast_checkpoints_inside_and_an_optimizer_without_a_barrier_change_nothing(world: Ranks, name: str) -> None:
+    assert all(world.run(with_and_without, name, ranks=2))
+
+
+def measure(group: Any, microbatches: int) -> list[tuple[int, int, int]]:
+    """By rank: the peak that a profile predicts, the one of a step, and the one without R."""
+    x = torch.randn(2 * microbatches, 8, 32)
+
+    def blocks(stage: int, num_stages: int) -> nn.Module:
+        torch.manual_seed(stage)
+        return nn.Sequential(*[Block(32) for _ in range(3)])
+
+    peaks = []
+    plain = zb.make("gpipe", group.size(), microbatches)
+    for schedule in (with_recompute(plain), plain):
+        with zb.Pipeline(blocks, schedule, microbatches, nn.functional.mse_loss, group=group) as pipe:
+            costs = pipe.profile(x, x, steps=1)
+            pipe.metering = True
+            pipe.step(x, x)
+            peaks.append((zb.simulation.peak_memory(schedule, costs), [figures.peak_bytes or 0 for figures in pipe.timeline().ranks]))
+    (predicted, held), (_, without) = peaks
+    return list(zip(predicted, held, without, strict=True))
+
+
+def test_the_bytes_held_are_those_predicted(world: Ranks) -> None:
+    for rank, (predicted, held, without) in enumerate(world.run(measure, 6, ranks=2)[0]):
+        assert abs(predicted / held - 1) <= 0.05, (rank, predicted, held)
+        assert held < 0.5 * without
+
+
+class AsksForGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).tanh()
+        (slope,) = torch.autograd.grad(y.sum(), self.layer.weight, create_graph=True)
+        return y + slope.sum()
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            x += 1
+        return self.layer(x)
+
+
+def refused(group: Any, stage_type: Any, split: str) -> str:
+    schedule = with_recompute(zb.make("gpipe", 2, 2))
+    with (
+        pytest.raises((zb.InputError, zb.PipelineError)) as caught,
+        zb.Pipeline(lambda s, n: stage_type(), schedule, 2, nn.functional.mse_loss, group=group, split=split) as pipe,
+    ):
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stage_type", "split", "told"),
+    [
+        (AsksForGradients, "deferred", "asks for gradients within its own forward, which keeps nothing to go back by"),
+        (ChangesItsInput, "deferred", "stage 0 changed its input in place, a (2, 4) torch.float32, so that"),
+        (AsksForGradients, "graph", "split='graph' traces stage"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_refused_on_every_rank(world: Ranks, stage_type: Any, split: str, told: str) -> None:
+    for text in world.run(refused, stage_type, split, ranks=2):
+        assert told in text
+
+
+def evaluate(group: Any) -> tuple[float, float]:
+    with zb.Pipeline(build, with_recompute(zb.make("1f1b", 2, 4)), 4, loss_fn, group=group) as pipe:
+        inputs, targets = batch(4)
+        return pipe.step(inputs, targets).item(), pipe.eval_step(inputs, targets)[0].item()
+
+
+def test_evaluation_computes_nothing_again(world: Ranks) -> None:
+    for trained, evaluated in world.run(evaluate, ranks=2):
+        assert evaluated == pytest.approx(trained, rel=1e-12)

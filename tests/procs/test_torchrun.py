@@ -1,0 +1,148 @@
+"""Real agents of torchrun: a killed rank starts the job again, a killed agent takes its ranks with it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from examples.survive import batch, build
+from tests.procs.programs import LONGEST_S, ROOT
+
+SOON_S = 60.0
+"""By when the ranks of an agent that ends must have ended."""
+
+
+class Job:
+    """An agent with two ranks that run the example in `folder`, each rank a process that is told on stdout."""
+
+    def __init__(self, folder: Path, *options: str, steps: int = 1000, pause_s: float = 0.0) -> None:
+        self.folder = folder
+        self._temporary = folder / "temporary"
+        self._temporary.mkdir(parents=True)
+        self._told = folder / "told"
+        told = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self._temporary)}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+        program = [str(ROOT / "examples" / "survive.py"), "--checkpoint", "saved", "--steps", str(steps), "--pause", str(pause_s)]
+        with self._told.open("w") as out:
+            self.agent = subprocess.Popen([*launcher, *program], cwd=folder, env=told, stdout=out, stderr=subprocess.STDOUT)
+
+    @property
+    def told(self) -> str:
+        return self._told.read_text()
+
+    def ranks(self, attempt: int) -> dict[int, int]:
+        """The processes of an attempt's ranks."""
+        found = re.findall(rf"attempt {attempt}: rank (\d+) is process (\d+)", self.told)
+        return {int(rank): int(process) for rank, process in found}
+
+    def losses(self) -> dict[int, float]:
+        found = re.findall(r"step (\d+) loss (\S+)\n", self.told)
+        assert len(dict(found)) == len(found), "a step was made twice, and told twice"
+        return {int(step): float(loss) for step, loss in found}
+
+    def wait_for(self, words: str) -> None:
+        end = time.monotonic() + LONGEST_S
+        while words not in self.told:
+            assert time.monotonic() < end, f"nobody told {words!r}: {self.told}"
+            assert self.agent.poll() is None, self.told
+            time.sleep(0.02)
+
+    def seconds_to_the_end(self) -> float:
+        """How long all ranks still live."""
+        began = time.monotonic()
+        while any(lives(process) for process in self.ranks(0).values()):
+            assert time.monotonic() - began < LONGEST_S, self.told
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def left_behind(self) -> set[str]:
+        """What is in its folders but what belongs there: the checkpoint, and the logs and cache that torch leaves."""
+        there = {path.name for path in (*self.folder.iterdir(), *self._temporary.iterdir())}
+        return {name for name in there if not name.startswith(("torchelastic_", "torchinductor_"))} - {"told", "temporary", "saved"}
+
+    def kill(self) -> None:
+        self.agent.kill()
+        self.agent.wait()
+        for process in self.ranks(0).values():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def lives(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[list[Job]]:
+    """What a test starts."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.kill()
+
+
+def expected_losses(steps: int) -> list[float]:
+    """Those of one device that nobody kills."""
+    model = nn.Sequential(*(build(stage, 2) for stage in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        x, y = batch(step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.long
+def test_a_killed_rank_starts_the_job_again_from_its_last_checkpoint(jobs: list[Job], tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", "--max-restarts=1", steps=8, pause_s=0.1)
+    jobs.append(job)
+    job.wait_for("step 2 loss")
+    os.kill(job.ranks(0)[1], signal.SIGKILL)
+    assert job.agent.wait(LONGEST_S) == 0, job.told
+    assert sorted(job.ranks(1)) == [0, 1], job.told
+    losses = job.losses()
+    assert list(losses) == list(range(8))
+    for loss, expected in zip(losses.values(), expected_losses(8), strict=True):
+        assert abs(loss / expected - 1) < 1e-12
+    assert not job.left_behind()
+
+
+@pytest.mark.long
+def test_two_jobs_of_a_machine_train_apart_and_each_ends_with_its_agent(jobs: list[Job], tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        jobs.append(Job(tmp_path / name, "--max-restarts=3"))  # torch may choose a port for its store that somebody else takes first
+    for job in jobs:
+        job.wait_for("step 2 loss")
+        losses = job.losses()
+        for step, expected in enumerate(expected_losses(3)):
+            assert abs(losses[step] / expected - 1) < 1e-12
+    killed, told_to_end = jobs
+    killed.agent.kill()
+    assert killed.seconds_to_the_end() < SOON_S
+    steps = len(told_to_end.losses())
+    told_to_end.wait_for(f"step {steps + 2} loss")
+    told_to_end.agent.terminate()
+    assert told_to_end.seconds_to_the_end() < SOON_S
+    assert told_to_end.agent.wait(LONGEST_S) != 0
+    # A checkpoint that was being written or replaced is left beside its place, from where the next that is written removes it.
+    beside = ("saved.writing-", "saved.written-", "saved.before-")
+    assert not [name for job in jobs for name in job.left_behind() if not name.startswith(beside)]

@@ -1,0 +1,259 @@
+"""Models whose forward is a long list of operations: traced by torch.export, and cut between operations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.libraries import library
+from tests.procs.ranks import Ranks
+from tests.procs.test_models import differences, judge
+from zerobubble.models.model_split import ModelSplit
+from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
+
+WIDTH, LAYERS = 8, 6
+
+
+class Functional(nn.Module):
+    """A transformer without modules: lists of parameters, a head that is the embedding, positions in a buffer, a counter of sizes."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(11, WIDTH) / 3)
+        self.head = self.embedding
+        self.mixing = nn.ParameterList(torch.randn(WIDTH, 3 * WIDTH) / 3 for _ in range(LAYERS))
+        self.update = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(LAYERS))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("positions", torch.randn(32, WIDTH) / 3)
+        self.unused = nn.Parameter(torch.zeros(2))
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        assert isinstance(self.positions, Tensor)
+        count, length = tokens.shape
+        x = nn.functional.embedding(tokens, self.embedding) + self.positions[:length]
+        for mixing, update in zip(self.mixing, self.update, strict=True):
+            normed = nn.functional.layer_norm(x, (WIDTH,), self.gain)
+            query, key, value = (normed @ mixing).chunk(3, -1)
+            scores = (query @ key.mT / WIDTH).masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+            mixed = (scores.softmax(-1) @ value).reshape(count * length, WIDTH)
+            x = x + nn.functional.dropout((mixed @ update).tanh().reshape(count, length, WIDTH), self.dropout, self.training)
+        x *= scale
+        return {"logits": x @ self.head.T, "last": x[:, -1]}
+
+
+class Small(nn.Module):
+    """Norms are all the modules that it has, and one of them alone is a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 3) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in (self.first, self.second):
+            x = (x @ weight).relu()
+        return ((self.norm(x) @ self.third).tanh() @ self.fourth).tanh()
+
+
+def made(kind: str) -> tuple[nn.Module, dict[str, Any], Tensor]:
+    torch.manual_seed(0)
+    if kind == "small":
+        return Small().double(), {"x": torch.randn(8, WIDTH).double()}, torch.randn(8, WIDTH).double()
+    tokens = torch.randint(0, 11, (8, 5))
+    return Functional().double(), {"tokens": tokens}, tokens
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    if isinstance(output, Tensor):
+        return nn.functional.mse_loss(output, target)
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten()) + output["last"].square().mean()
+
+
+def trained(group: Any, kind: str, schedule: str, by: str) -> dict[str, float]:
+    model, inputs, targets = made(kind)
+    example = {name: value[:1] for name, value in inputs.items()}
+
+    def split(given: nn.Module) -> Any:
+        return zb.split(given if by == "model" else lambda: made(kind)[0], example=example)
+
+    return differences(group, model, schedule, inputs, targets, loss_of, split)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "by"),
+    [pytest.param("functional", "1f1b", "model", marks=pytest.mark.long), ("functional", "zb-v", "function"), ("small", "zb-v", "model")],
+)
+def test_a_list_of_operations_trains_with_the_numbers_and_names_of_one_device(world: Ranks, kind: str, schedule: str, by: str) -> None:
+    judge(world.run(trained, kind, schedule, by, ranks=2), made(kind)[0])
+
+
+def test_of_a_function_each_stage_has_its_own_numbers_alone() -> None:
+    whole, inputs, _ = made("functional")
+    split = zb.split(lambda: made("functional")[0], example=inputs)
+    held = [dict(split(stage, 3).named_parameters()) for stage in range(3)]
+    assert [name for name, parameter in held[1].items() if parameter.is_meta] == []
+    assert held[1].keys() < dict(whole.named_parameters()).keys()
+    for name, parameter in [each for of_stage in held for each in of_stage.items()]:
+        assert torch.equal(parameter, whole.get_parameter(name))
+
+
+@pytest.mark.long
+def test_a_configuration_of_fewer_parts_than_stages_is_cut_between_operations() -> None:
+    """A layer of Llama over six stages, with its mask and its own loss."""
+    transformers = library("transformers")
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)
+    ids = torch.randint(0, 99, (2, 7))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0), "labels": ids}
+    torch.manual_seed(0)
+    split = zb.split(config, example=inputs)
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    passed: Any = inputs
+    for stage in [split(number, 6) for number in range(6)]:
+        passed = stage(**passed)
+    assert split.describe(6).endswith("the same outputs and gradients in its own types, as it does not run in float64.")
+    expected = whole(**inputs)
+    assert type(passed) is type(expected)
+    assert torch.allclose(passed.loss, expected.loss, rtol=1e-6)
+    assert torch.allclose(passed.logits, expected.logits, atol=1e-6)
+
+
+def shares(group: Any) -> list[float | None]:
+    model, inputs, targets = made("functional")
+    with zb.Pipeline(zb.split(model, example=inputs), "zb-h1", 4, loss_of, group=group) as pipe:
+        return [report.share for report in pipe.describe(inputs, targets)]
+
+
+@pytest.mark.skipif(not CAN_SEE_HOOKS, reason="before 2.8 torch does not tell who saves tensors: matrices of modules stay in B")
+def test_products_of_its_parameters_wait_for_w(world: Ranks) -> None:
+    for found in world.run(shares, ranks=2):
+        assert all(share is not None and share > 0.7 for share in found), found
+
+
+def evaluated(group: Any) -> tuple[float, float]:
+    """What a model with dropout gives in evaluation, and by how much it is off."""
+    torch.manual_seed(0)
+    model, (_, inputs, targets) = Functional(dropout=0.5).double(), made("functional")
+    with zb.Pipeline(zb.split(model, example=inputs), "1f1b", 4, loss_of, group=group) as pipe:
+        noisy = [pipe.step(inputs, targets).item() for _ in range(2)]
+        loss, _ = pipe.eval_step(inputs, targets)
+    model.eval()
+    return abs(noisy[0] - noisy[1]), abs(loss.item() - loss_of(model(**inputs), targets).item())
+
+
+def test_dropout_is_that_of_the_mode(world: Ranks) -> None:
+    for apart, off in world.run(evaluated, ranks=2):
+        assert apart > 1e-3
+        assert off < 1e-12
+
+
+@functools.cache
+def functional_split() -> ModelSplit:
+    """The cut of one model, which takes seconds: for tests that change nothing of it."""
+    model, inputs, _ = made("functional")
+    return zb.split(model, example=inputs)
+
+
+def test_the_cut_is_told_and_proved() -> None:
+    told = functional_split().describe(3)
+    assert "Cut between operations, which torch.export found" in told
+    assert "Proved: cut and uncut" in told
+    assert "tied: embedding of stage 0 and embedding of stage 2" in told
+    assert "stage 0: operations.embedding to operations." in told
+
+
+class Counting(nn.Module):
+    """Its numbers depend on how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(4))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        for weight in self.weights:
+            x = (x @ weight).tanh() * self.count
+        return x
+
+
+class Running(Counting):
+    """Running statistics, in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))  # type: ignore[operator, union-attr]
+        for weight in self.weights:
+            x = (x @ weight).tanh() - self.mean  # type: ignore[operator]
+        return x
+
+
+class Deciding(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = (x @ weight).tanh()
+            if x.sum() > 0:
+                x = -x
+        return x
+
+
+class Otherwise(Counting):
+    """Another list of operations in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = (x @ weight).tanh()
+            if self.training:
+                x = x + 1
+        return x
+
+
+REFUSED: list[tuple[type[nn.Module], str]] = [
+    (
+        Counting,
+        r"a model of 0 parts cannot be cut into 2 stages.* the graph that torch.export makes of Counting gives other numbers than it",
+    ),
+    (Running, r"Running changes buffer 'mean' in its forward.* put its layers into modules of a ModuleList"),
+    (Deciding, r"looks at numbers that come from 'weights.0'"),
+    (Otherwise, r"the operations of Otherwise in training are others than in evaluation"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
+def test_what_a_graph_cannot_say_is_refused(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(zb.InputError, match=words):
+        zb.split(kind(), example=torch.randn(2, WIDTH)).cut(2)
+
+
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": torch.ones(2, 5, dtype=torch.long), "scale": 2.0}, r"its operations are those for 1.0, got 2.0"),
+    ({"tokens": torch.ones(2, 33, dtype=torch.long)}, r"size 2 is from 1 to 32, got a tensor of shape \[2, 33\]"),
+    ({"tokens": torch.ones(2, dtype=torch.long)}, r"torch.int64 of 2 dimensions, got torch.int64 of 1 dimensions"),
+    ({"words": torch.ones(2, 5, dtype=torch.long)}, r"missing a required argument: 'tokens'"),
+]
+
+
+@functools.cache
+def first_stage() -> nn.Module:
+    return functional_split()(0, 2)
+
+
+@pytest.mark.parametrize(("call", "words"), CALLS, ids=[words for _, words in CALLS])
+def test_calls_that_the_graph_does_not_hold_for_are_refused(call: dict[str, Any], words: str) -> None:
+    stage = first_stage()
+    stage(torch.ones(3, 7, dtype=torch.long))
+    with pytest.raises(zb.InputError, match=words):
+        stage(**call)
+
+
+def test_too_few_operations_are_told() -> None:
+    with pytest.raises(zb.InputError, match=r"torch.export finds 5 places to cut in its graph.* the schedule has 8 stages"):
+        zb.split(Small(), example=torch.randn(2, WIDTH)).cut(8)

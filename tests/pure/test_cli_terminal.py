@@ -1,0 +1,152 @@
+"""The command line where the terminal is poor, full or gone: pictures stay readable, and whatever fails is one sentence."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pure.test_cli import refused, run
+from zerobubble.cli.drawing import draw, legend, shows_density
+from zerobubble.costs import Costs
+from zerobubble.schedules import make
+from zerobubble.simulation import simulate
+
+SHAPE = ("-p", "4", "-m", "8")
+FULL = Path("/dev/full")
+INTERRUPTING = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+"""
+STARTS = {"module": ["-m", "zerobubble.cli"], "installed": ["-c", "from zerobubble_command import main; main()"]}
+
+
+def in_a_process(*args: str, stdout: int = subprocess.PIPE, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zerobubble.cli", *args]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, env=os.environ | variables)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_is_one_sentence() -> None:
+    with FULL.open("w") as full:
+        done = in_a_process("show", "zb-h1", *SHAPE, stdout=full.fileno())
+    assert (done.returncode, done.stderr) == (2, "zerobubble: cannot write the output: No space left on device\n")
+
+
+def test_pictures_and_tables_are_drawn_in_ascii_where_there_is_nothing_else() -> None:
+    done = in_a_process("show", "zb-h1", *SHAPE, "--width", "80", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert done.stdout == run("show", "zb-h1", *SHAPE, "--width", "80").stdout.replace("─", "-").replace("·", ".")
+
+
+def test_what_has_no_form_in_ascii_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "größe.txt"
+    file.write_text(make("1f1b", 2, 2).to_text(), encoding="utf-8")
+    done = in_a_process("compare", str(file), PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C.UTF-8")
+    assert done.returncode == 2
+    assert re.fullmatch(r"zerobubble: the output has 'ö', such as from a file's name, which ascii cannot write\n", done.stderr)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("module", ["zerobubble.notebook", "zerobubble.verify", "click", "zerobubble.cli.plan"])
+def test_ctrl_c_while_modules_are_imported_is_one_sentence(module: str, start: str, tmp_path: Path) -> None:
+    """Whatever is being imported, the package itself, too: the interrupt comes with the module, so no moment has to be met."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING.format(module=module))
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *STARTS[start], "list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": paths})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "zerobubble: interrupted\n")
+
+
+def on_a_terminal(*args: str, **variables: str) -> str:
+    """What the command writes to a terminal with colours."""
+    mine, its = pty.openpty()
+    variables = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80"} | variables
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI", "PYTHONIOENCODING")}
+    command = [sys.executable, "-m", "zerobubble.cli", *args]
+    with subprocess.Popen(command, stdout=its, stderr=its, env=plain | variables) as process:
+        os.close(its)
+        written = b""
+        while chunk := _read(mine):
+            written += chunk
+        assert process.wait(300) == 0
+    os.close(mine)
+    return written.decode().replace("\r\n", "\n")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux says so when the last writer has closed it
+        return b""
+
+
+def test_without_colour_a_terminal_gets_the_letters() -> None:
+    coloured, plain = on_a_terminal("show", "zb-h1", *SHAPE), on_a_terminal("show", "zb-h1", *SHAPE, NO_COLOR="1")
+    assert "\x1b[38;2;" in coloured
+    rows = [[line for line in text.split("\n") if line.startswith("rank 0 ")] for text in (plain, run("show", "zb-h1", *SHAPE).stdout)]
+    assert re.sub(r"\x1b\[[0-9;]*m", "", rows[0][0]) == rows[1][0]
+
+
+def test_a_table_tells_on_a_terminal_where_it_is() -> None:
+    assert "zb-h1" in on_a_terminal("table", "1f1b", "zb-h1", *SHAPE, "--json").partition("[\n")[0]
+
+
+# More passes than columns.
+
+
+def test_passes_narrower_than_a_column_are_shown_as_density() -> None:
+    timeline = simulate(make("1f1b", 8, 200), Costs.uniform(8))
+    assert shows_density(timeline, 100)
+    first, last = (draw(timeline, 100, coloured=False).plain.split("\n")[rank] for rank in (0, 7))
+    assert (len(first), len(last)) == (100, 100)
+    assert last[7:].startswith(("·", "░"))
+    assert set(first[12:95]) == {"█"}, "in the steady state the ranks are busy with forwards and backwards in turn"
+    assert not shows_density(timeline, 2000)
+    assert "█▓▒░ passes of several kinds" in legend(timeline, coloured=False, dense=True).plain
+
+
+def test_a_column_of_one_kind_keeps_its_letter_and_idle_ones_their_dots() -> None:
+    row = draw(simulate(make("gpipe", 4, 300), Costs.uniform(4)), 87, coloured=False).plain.split("\n")[0][7:]
+    assert re.fullmatch(r"F+[F█]?[·░▒▓]*B+", row), row
+
+
+def test_in_colour_the_kinds_of_a_column_mix() -> None:
+    timeline = simulate(make("zb-h1", 8, 300), Costs.uniform(8))
+    row = draw(timeline, 100, coloured=True).split("\n")[0]
+    assert len({str(span.style) for span in row.spans}) > 3
+    assert set(row.plain[7:]) <= set("█▓▒░·")
+
+
+# What cannot be drawn or written.
+
+
+@pytest.mark.parametrize("verb", ["show", "compare"])
+def test_no_time_is_told_instead_of_an_empty_picture(verb: str) -> None:
+    assert "There is nothing to draw: every pass and message takes 0 ms" in run(verb, "zb-h1", *SHAPE, "--times", "0,0,0").stdout
+
+
+@pytest.mark.parametrize("verb", ["show zb-h1", "compare zb-h1", "block v-half", "pareto"])
+def test_pictures_are_not_written_under_the_name_of_another_form(verb: str) -> None:
+    assert "what is written is no png file: name it x.svg" in refused(*verb.split(), *SHAPE, "--svg", "x.png")
+    assert "what is written is no pdf file: name it x.html" in refused(*verb.split(), *SHAPE, "--html", "x.pdf")
+
+
+def test_make_writes_no_png() -> None:
+    assert "--format svg writes no png file: name it x.svg" in refused("make", "zb-h1", *SHAPE, "--format", "svg", "-o", "x.png")
+
+
+def test_show_writes_the_page_too(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run("show", "zb-h1", *SHAPE, "--html", str(page)).exit_code == 0
+    assert "zb-h1" in page.read_text()

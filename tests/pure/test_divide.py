@@ -1,0 +1,173 @@
+"""Models divided over GPUs that need not exist: nothing that was left out is better, long steps repeat themselves, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import zerobubble as zb
+from zerobubble import InputError
+from zerobubble.cli import main
+from zerobubble.cost_model import GPUS, Division, Divisions, Efficiency, Model, divide, transformer
+from zerobubble.cost_model.contenders import SCHEDULES, contenders
+from zerobubble.cost_model.estimate import shared_layers
+from zerobubble.cost_model.repetition import LongStep, Shapes
+from zerobubble.cost_model.setting import Setting
+
+SMALL = Model("small", 4, 2048, 16, 16, 8192, 51200, 1024)
+ROOM = 3 * 10**9
+
+
+@pytest.fixture(scope="module")
+def found() -> Divisions:
+    return divide(SMALL, gpu="A100", gpus=4, batch=8, memory_bytes=ROOM, top=30)
+
+
+def again(choice: Division) -> zb.cost_model.StepEstimate:
+    """The step of a choice, from the front door and played in full."""
+    names = ("tp", "cp", "pp", "v", "dp", "microbatch", "recompute")
+    setting = {name: getattr(choice.setting, name) for name in names}
+    layers = choice.estimate.layers
+    return transformer(SMALL, gpu="A100", **setting, layers=layers).step(choice.step.schedule, choice.num_microbatches)
+
+
+def test_choices_are_the_steps_of_their_settings(found: Divisions) -> None:
+    assert len(found.choices) == 30
+    for choice in found.choices:
+        assert choice.setting.gpus == 4
+        assert choice.setting.dp * choice.setting.microbatch * choice.num_microbatches == 8
+        step = again(choice)
+        assert step.rank_bytes == choice.step.rank_bytes
+        assert max(step.rank_bytes) <= ROOM
+        assert choice.step.seconds == pytest.approx(step.seconds, rel=0 if not choice.repeated else 1e-3)
+        assert choice.least_seconds <= choice.step.seconds
+    assert all(one.step.seconds <= other.step.seconds for one, other in pairwise(found.choices))
+
+
+def test_nothing_that_was_left_out_is_better(found: Divisions) -> None:
+    """All contenders are played here, in full."""
+    base = Setting(SMALL, GPUS["A100"], 1, 1, 1, 1, 1, 1, "none", True, False, "bf16")
+    every = list(contenders(base, Efficiency(), 4, 8))
+    assert len(every) == found.ways
+    quickest: dict[object, float] = {}
+    for one in every:
+        here = one.setting
+        estimate = transformer(
+            SMALL, gpu="A100", tp=here.tp, cp=here.cp, pp=here.pp, v=here.v, dp=here.dp, microbatch=here.microbatch,
+            recompute=here.recompute, layers=one.layers,
+        )  # fmt: skip
+        step = estimate.step(one.tried.name, one.num_microbatches)
+        assert one.seconds <= step.seconds
+        assert one.rank_bytes <= max(step.rank_bytes) * (1 + 1e-9)
+        if max(step.rank_bytes) <= ROOM:
+            way = here.tp, here.cp, here.pp, here.dp, here.microbatch, here.recompute
+            quickest[way] = min(step.seconds, quickest.get(way, step.seconds))
+    assert sorted(quickest.values())[:30] == pytest.approx([choice.step.seconds for choice in found.choices], rel=1e-3)
+    assert found.without_room + found.played < found.ways
+
+
+@pytest.mark.parametrize(
+    ("tried", "microbatches"),
+    [(tried, count) for tried in SCHEDULES for count in (40, 43) if tried.v or count % 4 == 0],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_long_steps_repeat_themselves(tried: Any, microbatches: int) -> None:
+    ranks, v = 4, tried.v or 3
+    costs = transformer("megatron-22b", gpu="A100", tp=8, pp=ranks, v=v).costs
+    schedule = zb.make(tried.name, ranks, microbatches, None if tried.v else v)
+    long = LongStep(Shapes(), tried.name, ranks, microbatches, None if tried.v else v)
+    assert long.repeated
+    assert long.makespan(costs) == pytest.approx(zb.simulation.metrics(schedule, costs).makespan, rel=2e-3)
+    assert long.peak_memory(costs) == zb.simulation.peak_memory(schedule, costs)
+
+
+@pytest.mark.parametrize(("total", "stages", "layers"), [(8, 4, (2, 2, 2, 2)), (6, 4, (1, 2, 2, 1)), (9, 4, (1, 3, 3, 2)), (5, 1, (5,))])
+def test_layers_are_shared_with_embedding_and_head(total: int, stages: int, layers: tuple[int, ...]) -> None:
+    assert shared_layers(total, stages) == layers
+
+
+def test_layers_are_always_all_there() -> None:
+    for total in range(1, 30):
+        for stages in range(1, total + 1):
+            counts = shared_layers(total, stages)
+            assert len(counts) == stages
+            assert sum(counts) == total
+            assert max(counts) - min(counts) <= 2
+            assert min(counts) >= 0
+
+
+def test_progress_is_told_and_everything_assumed() -> None:
+    told: list[tuple[int, int, Division | None]] = []
+    found = divide(SMALL, gpu="A100", gpus=2, batch=4, top=1, progress=lambda *news: told.append(news))
+    assert told[0] == (0, found.ways, None)
+    assert told[-1][2] == found.best or told[-1][0] + 1 == found.played + found.without_room
+    assert any("are tried" in sentence or "Tried are" in sentence for sentence in found.assumptions)
+    assert set(found.best.estimate.assumptions) < set(found.assumptions)
+
+
+def test_the_command_line_tells_the_same() -> None:
+    command = "plan --model megatron-22b --gpu A100 --gpus 16 --batch 16 --top 2 --memory 79GB"
+    told = CliRunner().invoke(main, [*command.split(), "--json"])
+    assert told.exit_code == 0, told.output
+    found = divide("megatron-22b", gpu="A100", gpus=16, batch=16, top=2, memory_bytes=79 * 10**9)
+    assert json.loads(told.output) == found.to_dict()
+    shown = CliRunner().invoke(main, command.split()).output
+    assert shown.startswith(str(found))
+    assert all(word in shown for sentence in found.assumptions for word in sentence.split())
+
+
+def small(**given: Any) -> Divisions:
+    return divide(**{"model": SMALL, "gpu": "A100", "gpus": 4, "batch": 8, **given})
+
+
+WRONG = [
+    (
+        lambda: small(model="gpt", gpu="A10", gpus=0, top=-1),
+        "gpus must be at least 1, got 0; top must be at least 1, got -1; there is no model",
+    ),
+    (lambda: small(model="gpt", gpu="A10", gpus=0), "there is no GPU 'A10': did you mean 'A100'?"),
+    (lambda: small(precision="fp8"), "the A100 has no matrix products in 'fp8': take 'bf16'"),
+    (lambda: small(gpus=1024, batch=3), "small cannot be divided over 1024 GPUs for steps of 3 sequences: the batch must be a multiple"),
+    (lambda: small(memory_bytes=10**9), "has a GPU hold"),
+    (lambda: small(batch="32"), "batch must be a whole number, got '32'"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_wrong_questions_are_told(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        call()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--model megatron-22b", "--model needs --gpu and --gpus and --batch"),
+        ("--model megatron-22b --gpus 8 -p 4 --times 1,1,1", "beside which --ranks and --times have no meaning: leave them out"),
+        ("--gpu H100 --batch 8", "--gpu and --batch describe a cluster for --model: give that, too"),
+        ("--model megatron-22b --gpu A100 --gpus 8 --batch 8 --memory 8", "--memory 8 beside --model is that of a GPU in bytes"),
+    ],
+)
+def test_options_that_do_not_go_together_are_told(options: str, message: str) -> None:
+    told = CliRunner().invoke(main, ["plan", *options.split()])
+    assert told.exit_code == 2
+    assert message in told.output
+
+
+def test_the_picture_has_the_committed_figures_and_they_come_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).parents[2] / "benchmarks/cost_model"
+    monkeypatch.syspath_prepend(str(folder))
+    scaling = importlib.import_module("scaling")
+    results = json.loads((folder / "scaling.json").read_text(encoding="utf-8"))
+    assert scaling.PICTURE.read_text(encoding="utf-8") == scaling.picture(results)
+    assert [row["gpus"] for row in results["strong"]] == list(scaling.GPUS)
+    last = results["strong"][-1]
+    assert scaling.rounded(scaling.scaled("strong", last["gpus"], last["batch"])) == last

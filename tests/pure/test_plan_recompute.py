@@ -1,0 +1,316 @@
+"""Plans that compute forwards again: legal, within the limits, never slower than without, below no bound, and told as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import zerobubble as zb
+from tests.pure.test_cli import refused, run
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
+from zerobubble.bounds import bounds_again, shortage_again
+from zerobubble.costs import FULL, NONE, SELECTIVE, Level
+from zerobubble.io import load_plan, save_plan
+from zerobubble.planning import Problem, Workload, plan
+from zerobubble.planning.attempt import Budget
+from zerobubble.planning.lighter import lightened
+from zerobubble.planning.problem import Solved
+from zerobubble.planning.recomputation import Recomputation, choices_by_leg, levels_for, parse_levels
+from zerobubble.planning.search import load_kernels, search
+from zerobubble.rules import recomputed
+from zerobubble.runtime.options import planned_schedule
+from zerobubble.simulation import memory_faults, metrics, peak_memory
+from zerobubble.verify import schedule_faults
+
+WORK = Workload.uniform(4, (10, 10, 8), 0.3)
+PAGE = (Path(__file__).parents[2] / "docs/recompute.md").read_text(encoding="utf-8")
+
+
+def problem_at(placement: Placement, levels: tuple[Level, ...], microbatches: int, memory: float, work: Workload = WORK) -> Problem:
+    offered = (NONE, SELECTIVE, FULL)
+    costs = work.costs(placement).with_recompute(levels)
+    return Problem(placement, microbatches, costs, work.limits(memory), workload=work, recomputation=Recomputation(offered, levels))
+
+
+def count_again(schedule: Schedule) -> int:
+    return sum(len(recomputed(row)) for row in schedule.rows)
+
+
+def require_sound(solved: Solved) -> None:
+    """The answer is legal, within its limits, as long as it says and not below its bound."""
+    assert solved.schedule is not None
+    assert not schedule_faults(solved.schedule)
+    assert not memory_faults(solved.schedule, solved.problem.costs, solved.problem.limits)
+    assert solved.time == solved.problem.objective.of(metrics(solved.schedule, solved.problem.costs))
+    assert solved.time >= solved.bound.time
+
+
+@pytest.mark.parametrize(("memory", "objective"), [(1.0, "span"), (2.0, "makespan"), (4.0, "span")])
+def test_plans_are_sound_and_never_slower_than_without(memory: float, objective: str) -> None:
+    asked = {"placements": ["linear", "vee"], "objective": objective, "seed": 3}
+    found = plan(WORK, 8, memory, recompute="auto", evaluations=400, **asked)  # type: ignore[arg-type]
+    for choice in found.choices:
+        require_sound(choice.solved)
+        assert choice.solved.problem.workload == WORK
+    assert found.bought is not None
+    assert found.bought.chosen is found.best
+    without = plan(WORK, 8, memory, evaluations=140, **asked)  # type: ignore[arg-type]
+    assert (found.best.time or 0) <= (without.best.time or 0)
+    assert (found.bought.without.time or 0) >= (found.best.time or 0)
+    again = plan(WORK, 8, memory, recompute="auto", evaluations=400, **asked)  # type: ignore[arg-type]
+    assert again.schedule == found.schedule
+
+
+def test_where_memory_is_short_it_pays_and_with_room_for_everything_nothing_is_computed_again() -> None:
+    short = plan(WORK, 8, 1, placements="vee", recompute="auto", evaluations=500)
+    assert short.bought is not None
+    assert short.bought.without.time is not None
+    assert short.best.time is not None
+    assert short.best.time < 0.75 * short.bought.without.time
+    assert count_again(short.schedule) > 0
+    assert "less time than without R" in " ".join(str(short).split())
+    ample = plan(WORK, 8, placements="vee", recompute="auto", evaluations=500)
+    assert count_again(ample.schedule) == 0
+    assert set(ample.best.problem.recomputation.chosen) == {NONE}  # type: ignore[union-attr]
+    assert "nothing is computed again" in " ".join(str(ample).split())
+
+
+def test_full_computes_every_forward_again() -> None:
+    found = plan(WORK, 6, 2, placements=["vee", "linear"], recompute="full", evaluations=200)
+    for choice in found.choices:
+        require_sound(choice.solved)
+        assert choice.solved.schedule is not None
+        assert count_again(choice.solved.schedule) == 6 * choice.solved.schedule.num_stages
+        assert choice.solved.bound.time >= choice.solved.problem.work / 4 + 6 * 10e6
+    assert "computed again in full" not in str(found.bought)
+
+
+def test_without_a_search_there_is_a_plan() -> None:
+    require_sound(plan(WORK, 4, 1, placements="vee", recompute="auto", seconds=0).best)
+
+
+def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere_a_reason() -> None:
+    costs = replace(Costs.uniform(4), placement=Placement.vee(2))
+    found = plan(costs, 3, Limits((1_200_000,) * 2), recompute="auto", evaluations=100)
+    require_sound(found.best)
+    assert "without R nothing fits (rank 0 needs 2000000 bytes for one microbatch" in str(found.bought)
+    nowhere = plan(costs, 3, Limits((1_050_000,) * 2), recompute="auto", evaluations=100)
+    assert nowhere.best.reason.startswith("rank 0 needs 1060000 bytes for one microbatch, 10000 more than its limit of 1050000")
+    with pytest.raises(InputError, match="no schedule fits"):
+        _ = nowhere.schedule
+
+
+@pytest.mark.parametrize("levels", [(FULL,) * 8, (FULL, NONE) * 4, (SELECTIVE,) * 4 + (FULL,) * 4])
+def test_compiled_play_and_plain_play_agree_where_forwards_are_computed_again(levels: tuple[Level, ...]) -> None:
+    problem = problem_at(Placement.vee(4), levels, 6, 2.0)
+    result = search(problem, 0, seconds=0, evaluations=300)
+    kernels = load_kernels()
+    tables = kernels.tables_of(problem)
+    rows = kernels.rows_of(tables, kernels.order_of(result.schedule))
+    assert kernels.longest_time(tables, rows) == metrics(result.schedule, problem.costs).span
+    tight = replace(problem, limits=Limits(peak_memory(result.schedule, problem.costs)))
+    assert kernels.all_ranks_fit(kernels.tables_of(tight), rows)
+    for rank in range(4):
+        limits = list(tight.limits.memory)
+        limits[rank] -= 1
+        below = replace(problem, limits=Limits(tuple(limits)))
+        assert not kernels.all_ranks_fit(kernels.tables_of(below), rows)
+
+
+def test_less_is_computed_again_wherever_there_is_room_and_nothing_gets_longer() -> None:
+    problem = problem_at(Placement.vee(4), (FULL,) * 8, 8, 2.5)
+    result = search(problem, 0, seconds=0, evaluations=200)
+    solved = Solved.of(problem, problem.bound(), result.schedule, 0.0, result.how)
+    lighter = lightened(solved, Budget(0.0, 0))
+    require_sound(lighter)
+    assert lighter.schedule is not None
+    assert lighter.time is not None
+    assert solved.time is not None
+    assert lighter.time <= solved.time
+    assert count_again(lighter.schedule) < count_again(result.schedule)
+    searched = lightened(solved, Budget(0.0, 400), 1)
+    require_sound(searched)
+    assert (searched.time or 0) <= lighter.time
+    full = replace(problem, recomputation=Recomputation((FULL,), (FULL,) * 8))
+    only = Solved.of(full, full.bound(), result.schedule, 0.0, result.how)
+    assert lightened(only, Budget(0.0, 100)) is only
+
+
+# The bound, and the answers, against all that there is.
+
+
+def all_schedules(placement: Placement, microbatches: int) -> Iterator[Schedule]:
+    """Every legal order of F and BW with every choice of forwards that are computed again, microbatches in order."""
+    passes = [(0, microbatch) for microbatch in range(microbatches)]
+    rows: list[tuple[Op, ...]] = []
+    for chosen in product(((Kind.F, Kind.R, Kind.BW), (Kind.F, Kind.BW)), repeat=microbatches):
+        rows += orders([[Op(kind, *one) for kind in kinds] for one, kinds in zip(passes, chosen, strict=True)], ())
+    for here, there in product(rows, repeat=2):
+        schedule = Schedule("tried", placement, microbatches, (here, tuple(op._replace(stage=1) for op in there)))
+        if not schedule_faults(schedule):
+            yield schedule
+
+
+def orders(waiting: list[list[Op]], row: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
+    """Every row in which the passes of each microbatch follow each other, and those of a kind in the order of microbatches."""
+    if not any(waiting):
+        yield row
+    for place, own in enumerate(waiting):
+        if own and not any(own[0].kind in [op.kind for op in other] for other in waiting[:place]):
+            yield from orders([*waiting[:place], own[1:], *waiting[place + 1 :]], (*row, own[0]))
+
+
+def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best() -> None:
+    placement, levels = Placement.linear(2), (NONE, FULL)
+    costs = replace(Costs.uniform(2, times=(3, 4, 2), comm=0.5), placement=placement).with_recompute(FULL)
+    schedules = [(one, peak_memory(one, costs), metrics(one, costs)) for one in all_schedules(placement, 3)]
+    assert len(schedules) > 1000
+    alone = replace(costs, further=())
+    for share in (1.1, 1.6, 2.0, 3.0):
+        limits = Limits((round(share * 1_000_000),) * 2)
+        spans, makespans = zip(*(times for _, peaks, times in schedules if max(peaks) <= limits.memory[0]), strict=True)
+        bounds = bounds_again(placement, 3, costs, limits, levels)
+        assert bounds.span.time <= min(spans)
+        assert bounds.makespan.time <= min(makespans)
+        found = plan(alone, 3, limits, recompute="auto", levels=[FULL], evaluations=1000)
+        assert found.best.time is not None
+        assert found.best.time <= 1.12 * min(spans)
+
+
+def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
+    costs, limits = Costs.uniform(2, times=(10, 10, 10)), Limits((9_000_000,) * 2)
+    bounds = bounds_again(Placement.linear(2), 4, costs, limits, [FULL])
+    assert bounds.span.time >= 160_000_000
+    assert bounds.makespan.time >= 170_000_000
+    assert "160 ms" in bounds.span.reason
+    free = bounds_again(Placement.linear(2), 4, costs, limits, [NONE, FULL])
+    assert free.span.time < 160_000_000
+
+
+def test_a_microbatch_needs_what_its_stages_keep_and_all_that_one_saves() -> None:
+    costs, placement = Costs.uniform(4), Placement.vee(2)
+    assert "rank 0 needs 1060000 bytes" in shortage_again(placement, costs, Limits((1, 1)), [(NONE, FULL)] * 4)
+    assert "rank 1 needs 2000000 bytes" in shortage_again(placement, costs, Limits((1, 1)), [(NONE,)] * 4)
+    assert not shortage_again(placement, costs, Limits((1_060_000,) * 2), [(FULL,)] * 4)
+
+
+# Levels, files and errors.
+
+
+def test_levels_are_read_and_refused_with_the_reason() -> None:
+    assert parse_levels("a:0.5:0.25, full:1:0.06") == (Level("a", 0.5, 0.25), FULL)
+    assert levels_for("none", None) == ()
+    assert levels_for("full", None) == (FULL,)
+    assert levels_for("auto", [FULL]) == (NONE, FULL)
+    wrong = {
+        "full": "got 'full'",
+        "full:x:1": "got 'full:x:1'",
+        ":1:1": "has no name",
+        "full:1:2": "keeps 2 of what F keeps",
+        "full:-1:0.5": "share of the time",
+    }
+    for text, told in wrong.items():
+        with pytest.raises(InputError, match=re.escape(told)):
+            parse_levels(text)
+    for mode, levels, told in (
+        ("some", None, "no mode of recomputation 'some'"),
+        ("none", [FULL], "levels are for plans that compute forwards again"),
+        ("auto", [], "needs a level"),
+        ("auto", [NONE], "'none' is always there"),
+        ("full", [SELECTIVE], "needs the level 'full'"),
+    ):
+        with pytest.raises(InputError, match=re.escape(told)):
+            levels_for(mode, levels)
+    with pytest.raises(InputError, match="two levels of recomputation are called 'full'"):
+        plan(WORK, 4, 2, placements="vee", recompute="auto", levels=[FULL, FULL], seconds=0)
+
+
+def test_levels_by_leg_are_all_of_few_stages_and_leaner_first_of_many() -> None:
+    assert len(list(choices_by_leg(Placement.vee(2), (NONE, SELECTIVE, FULL)))) == 9
+    many = list(choices_by_leg(Placement.looped(2, 4), (NONE, SELECTIVE, FULL)))
+    assert len(many) == 15
+    for levels in many:
+        kept = [level.kept for level in levels[::2]]
+        assert kept == sorted(kept)
+
+
+def test_recomputation_is_planned_alone() -> None:
+    for other in ({"shares": (1.0, 2.0)}, {"baseline": "zb-heuristic"}):
+        with pytest.raises(InputError, match="recomputation is planned with neither"):
+            plan(WORK, 2, 2, recompute="auto", seconds=0, **other)  # type: ignore[arg-type]
+
+
+def test_problems_have_the_costs_of_their_levels() -> None:
+    problem = problem_at(Placement.linear(4), (FULL,) * 4, 2, 2.0)
+    with pytest.raises(InputError, match="not those of the levels"):
+        replace(problem, recomputation=Recomputation((NONE, FULL), (NONE,) * 4))
+    with pytest.raises(InputError, match="a stage has level 'full'"):
+        Recomputation((NONE,), (FULL,))
+
+
+def test_plan_files_keep_levels_and_a_pipeline_plays_full_ones_alone(tmp_path: Path) -> None:
+    for levels in ([FULL], None):
+        found = plan(WORK, 6, 1, placements="vee", recompute="auto", levels=levels, evaluations=300)
+        save_plan(found, tmp_path / "plan.json")
+        loaded = load_plan(tmp_path / "plan.json")
+        assert loaded.problem == found.best.problem
+        assert (loaded.schedule, loaded.time) == (found.schedule, found.best.time)
+        if levels is not None:
+            assert planned_schedule(loaded) == found.schedule
+    problem = problem_at(Placement.linear(2), (SELECTIVE, FULL), 2, 2.0, Workload.uniform(2, (10, 10, 8)))
+    schedule = zb.schedules.with_recompute(zb.make("zb-h1", 2, 2))
+    partly = Solved.of(problem, problem.bound(), schedule, 0.0, "made")
+    with pytest.raises(InputError, match=r"other levels: 0 \(selective\)\. Plan with .*--levels full:1:0\.06"):
+        planned_schedule(partly)
+    left = Solved.of(problem, problem.bound(), zb.schedules.with_recompute(zb.make("zb-h1", 2, 2), stages=[1]), 0.0, "made")
+    assert planned_schedule(left) == left.schedule
+
+
+# The command line.
+
+ASK = "plan --ranks 2 --microbatches 4 --times 10,10,8 --placement vee --memory 1 --evaluations 200"
+
+
+def test_the_command_line_tells_levels_and_prints_the_schedule(tmp_path: Path) -> None:
+    text = run(*shlex.split(f"{ASK} --recompute full --format text")).stdout
+    assert re.search(r"0F0 .*0R0 0B0", text)
+    assert count_again(Schedule.from_text(text)) == 16
+    file = str(tmp_path / "plan.json")
+    told = json.loads(run(*shlex.split(f"{ASK} --recompute auto --levels full:1:0.06 --json -o {file}")).stdout)
+    assert set(told["levels"]) <= {"none", "full"}
+    assert len(told["levels"]) == 4
+    assert told["recomputation"]["forwards"]["full"] > 0
+    assert told["recomputation"]["without"]["time_ms"] > told["span_ms"]
+    assert told["csv"] is None
+    assert "planned by" in run("show", file).stdout
+    anew = json.loads(run("plan", "--costs", file, "--placement", "vee", "--evaluations", "200", "--json").stdout)
+    assert anew["span_ms"] == told["span_ms"]
+    plain = json.loads(run(*shlex.split(f"{ASK} --json")).stdout)
+    assert "levels" not in plain
+    assert "recomputation" not in plain
+
+
+def test_the_command_line_refuses_what_cannot_be() -> None:
+    assert "levels are for plans that compute forwards again" in refused(*shlex.split(f"{ASK} --levels full:1:0.06"))
+    assert "name:time:bytes" in refused(*shlex.split(f"{ASK} --recompute auto --levels full"))
+    assert "contradict each other" in refused(*shlex.split(f"{ASK} --recompute auto --noise 5"))
+
+
+def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(program, {"zb": zb})
+    levels, bought = capsys.readouterr().out.splitlines()
+    assert "'full'" in levels
+    assert bought.startswith("What recomputation buys: without R ")
+    commands = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        short = command if "--evaluations" in command else f"{command} --evaluations 100"
+        assert run(*shlex.split(short)).exit_code == 0, command

@@ -1,0 +1,163 @@
+"""Plans for microbatches of unequal cost: legal, within the limits, never slower than the order of the data, and told as they are."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerobubble as zb
+from tests.pure.test_cli import refused, run
+from zerobubble import Costs, InputError, Limits, Placement, make, simulate
+from zerobubble.io import load_plan, save_plan
+from zerobubble.planning import Objective, Problem, Workload, order_microbatches, plan
+from zerobubble.planning.search import load_kernels
+from zerobubble.planning.unequal import alike
+from zerobubble.simulation import memory_faults, metrics, peak_memory
+from zerobubble.verify import schedule_faults
+
+WORK = Workload.uniform(3, (10, 11, 7), 0.4)
+SHARES = (1.0, 4.0, 1.0, 2.0, 0.5, 4.0, 1.0, 1.0)
+
+
+def drawn(microbatches: int, seed: int) -> tuple[float, ...]:
+    dice = random.Random(seed)
+    return tuple(dice.choice((0.25, 1.0, 1.6, 3.0)) for _ in range(microbatches))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+def test_ordered_microbatches_take_no_longer_and_leave_the_passes_alone(name: str) -> None:
+    schedule = make(name, 3, 9)
+    costs = replace(WORK.costs(schedule.placement), shares=drawn(9, 1))
+    limits = Limits(peak_memory(schedule, costs))
+    for objective in Objective:
+        for room in (limits, None):
+            ordered = order_microbatches(schedule, costs, limits=room, objective=objective, evaluations=100)
+            assert not schedule_faults(ordered)
+            assert [[op[:2] for op in row] for row in ordered.rows] == [[op[:2] for op in row] for row in schedule.rows]
+            assert objective.of(metrics(ordered, costs)) <= objective.of(metrics(schedule, costs))
+            assert room is None or not memory_faults(ordered, costs, room)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_ordered_microbatches_of_schedules_with_r_take_no_longer_and_keep_limits(name: str) -> None:
+    """Limits are what the schedule holds, of which R saves most: without R nothing would fit."""
+    dice = random.Random(name)
+    for _ in range(8):
+        schedule = zb.schedules.with_recompute(make(name, 3, 6))
+        plain = Costs.uniform(schedule.num_stages, (10, 11, 9), 0.5, stages_per_rank=schedule.num_stages // 3)
+        costs = replace(plain.with_recompute(zb.costs.Level("all", 3.0, 0.06)), shares=tuple(dice.uniform(0.3, 3) for _ in range(6)))
+        limits = Limits(peak_memory(schedule, costs))
+        ordered = order_microbatches(schedule, costs, limits=limits, evaluations=100)
+        assert not schedule_faults(ordered)
+        assert not memory_faults(ordered, costs, limits)
+        assert metrics(ordered, costs).span <= metrics(schedule, costs).span
+
+
+def test_the_order_of_microbatches_is_the_same_every_time_and_near_the_best_of_all() -> None:
+    schedule, shares = make("zb-h1", 2, 4), (1.0, 5.0, 2.0, 1.0)
+    costs = replace(Workload.uniform(2, (10, 10, 10)).costs(schedule.placement), shares=shares)
+    one, other = (order_microbatches(schedule, costs, evaluations=300) for _ in range(2))
+    assert one == other
+    assert metrics(one, costs).span <= 1.02 * min(metrics(each, costs).span for each in renumbered(schedule))
+
+
+def renumbered(schedule: zb.Schedule) -> list[zb.Schedule]:
+    return [
+        replace(schedule, rows=tuple(tuple(op._replace(microbatch=number[op.microbatch]) for op in row) for row in schedule.rows))
+        for number in permutations(range(schedule.num_microbatches))
+    ]
+
+
+@pytest.mark.parametrize("memory", [None, 12.0])
+def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(memory: float | None) -> None:
+    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=2000, shares=SHARES)
+    for choice in found.choices:
+        problem, solved = choice.solved.problem, choice.solved
+        assert solved.schedule is not None
+        assert problem.costs.shares == SHARES
+        assert not memory_faults(solved.schedule, problem.costs, problem.limits)
+        assert solved.time == metrics(solved.schedule, problem.costs).span
+        assert solved.time >= solved.bound.time
+        uniform = plan(alike(problem).costs, 8, problem.limits, placements=problem.placement, evaluations=1000).schedule
+        assert solved.time <= metrics(uniform, problem.costs).span
+    again = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=2000, shares=SHARES)
+    assert again.schedule == found.schedule
+
+
+def test_costs_with_shares_are_planned_like_shares_beside_costs() -> None:
+    costs = replace(WORK.costs(Placement.linear(3)), placement=Placement.linear(3))
+    beside = plan(costs, 8, evaluations=200, shares=SHARES)
+    inside = plan(replace(costs, shares=SHARES), 8, evaluations=200)
+    assert beside.schedule == inside.schedule
+
+
+def test_a_plan_survives_its_file_with_its_shares(tmp_path: Path) -> None:
+    found = plan(WORK, 8, placements="vee", evaluations=200, shares=SHARES)
+    save_plan(found, tmp_path / "plan.json")
+    read = load_plan(tmp_path / "plan.json")
+    assert (read.problem.costs.shares, read.schedule, read.time) == (SHARES, found.schedule, found.best.time)
+    shown = json.loads(run("show", str(tmp_path / "plan.json"), "--json").stdout)
+    assert shown["span"] * 1_000_000 == found.best.time
+    anew = run("plan", "--costs", str(tmp_path / "plan.json"), "--evaluations", "200", "--placement", "vee", "--json")
+    assert json.loads(anew.stdout)["span_ms"] * 1_000_000 <= found.best.time * 1.2
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_the_compiled_player_has_the_times_and_bytes_of_every_microbatch(name: str) -> None:
+    kernels = load_kernels()
+    schedule = make(name, 3, 7)
+    costs = replace(WORK.costs(schedule.placement), shares=drawn(7, 2))
+    limits = Limits(peak_memory(schedule, costs))
+    problem = Problem(schedule.placement, 7, costs, limits)
+    tables, order = kernels.tables_of(problem), kernels.order_of(schedule)
+    for takers in ([0, 1, 2, 3, 4, 5, 6], [3, 1, 6, 0, 2, 5, 4]):
+        named = kernels.schedule_of_order("named", problem, tables, order, takers)
+        fits = not memory_faults(named, costs, limits)
+        found = kernels.first_orders(tables, order, [takers])
+        assert [one.time for one in found] == [metrics(named, costs).span] * fits
+
+
+def test_wrong_questions_are_refused(tmp_path: Path) -> None:
+    costs = replace(Costs.uniform(2), shares=(1, 2))
+    with pytest.raises(InputError, match="a plan for 8 microbatches needs as many shares, the costs have 3"):
+        plan(WORK, 8, shares=(1, 2, 3))
+    with pytest.raises(InputError, match="planned by neither a baseline"):
+        plan(WORK, 8, shares=SHARES, baseline="zb-heuristic")
+    rows = [tuple(zb.Op.parse(text) for text in row.split()) for row in ("0F0 0F1 0BW0 0BW1", "1F1 1BW1 1F0 1BW0")]
+    crossed = zb.Schedule("crossed", Placement.linear(2), 2, tuple(rows))
+    with pytest.raises(InputError, match=r"takes its microbatches in other orders in .* of stage 1"):
+        order_microbatches(crossed, costs)
+    with pytest.raises(InputError, match="plans are made for one route"):
+        order_microbatches(make("chimera", 2, 2), costs)
+    assert "shares, the costs have 2" in refused("plan", "-p", "2", "-m", "4", "--microbatch-costs", "1,2")
+    assert "contradict each other" in refused("plan", "-p", "2", "-m", "2", "--microbatch-costs", "1,2", "--noise", "10")
+
+
+def test_the_command_line_plans_for_microbatch_costs(tmp_path: Path) -> None:
+    asked = ("plan", "-p", "3", "-m", "8", "--times", "10,11,7", "--comm", "0.4", "--placement", "linear,vee", "--evaluations", "500")
+    shares = ("--microbatch-costs", ",".join(map(str, SHARES)))
+    told: dict[str, Any] = json.loads(run(*asked, *shares, "-o", str(tmp_path / "plan.json"), "--json").stdout)
+    read = load_plan(tmp_path / "plan.json")
+    assert read.schedule is not None
+    assert told["span_ms"] == simulate(read.schedule, read.problem.costs).span / 1e6
+    assert "ordered" in told["how"]
+    assert told["microbatch_order"] == [op.microbatch for op in read.schedule.rows[0] if op.kind is zb.Kind.F and op.stage == 0]
+
+
+def test_the_page_runs_as_it_is_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/unequal.md").read_text(encoding="utf-8")
+    ordered, _in_training = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(ordered, {})
+    assert sorted(json.loads(capsys.readouterr().out)) == list(range(8))
+    for command in re.findall(r"^    zerobubble (.*)$", page, re.MULTILINE):
+        arguments = shlex.split(command)
+        done = run(*arguments, *(["--evaluations", "50"] if arguments[0] == "plan" else []))
+        assert done.exit_code == 0, done.output

@@ -1,0 +1,42 @@
+"""Idle windows of schedules: all of the idle time before last passes, and never more memory than is free."""
+
+from __future__ import annotations
+
+import pytest
+
+import zerobubble as zb
+
+NAMES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "chimera", "interleaved-1f1b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_windows_are_all_idle_time_before_the_last_pass(name: str) -> None:
+    schedule = zb.make(name, 4, 8)
+    costs = zb.Costs.uniform(schedule.num_stages, times=(10, 11, 7), comm=0.5)
+    timeline = zb.simulate(schedule, costs)
+    for rank, own in enumerate(zb.explain.windows(schedule, costs)):
+        figures = timeline.ranks[rank]
+        assert sum(window.duration for window in own) == figures.lead + figures.gaps
+        starts = [min(span.start for span in timeline.rows[rank] if span.op in step) for step in schedule.steps[rank]]
+        assert all(window.end == starts[window.step] - timeline.start for window in own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_free_in_a_window_is_what_the_rank_does_not_hold(name: str) -> None:
+    schedule = zb.make(name, 4, 8)
+    costs = zb.Costs.uniform(schedule.num_stages, times=(10, 11, 7), comm=0.5)
+    peaks = zb.simulation.peak_memory(schedule, costs)
+    timeline = zb.simulate(schedule, costs)
+    room = zb.Limits(tuple(peak + 1000 for peak in peaks))
+    for rank, (own, roomier) in enumerate(zip(zb.explain.windows(schedule, costs), zb.explain.windows(schedule, costs, room), strict=True)):
+        for window, wider in zip(own, roomier, strict=True):
+            held = [now for time, now in timeline.memory[rank] if time <= window.start + timeline.start]
+            within = [now for time, now in timeline.memory[rank] if window.start < time - timeline.start < window.end]
+            assert window.free == peaks[rank] - (held[-1] if held else 0)
+            assert wider == window._replace(free=window.free + 1000)
+            assert not within, "nothing is taken or given back in it"
+
+
+def test_a_schedule_beyond_the_limits_has_no_windows() -> None:
+    with pytest.raises(zb.InputError, match="rank 0 holds up to 2000000 bytes, 1500000 more than its limit of 500000"):
+        zb.explain.windows(zb.make("1f1b", 2, 2), zb.Costs.uniform(2), zb.Limits((500_000, 2_000_000)))

@@ -1,0 +1,28 @@
+"""Large tables of cases, of which `make test` plays every n-th and `make test-long` the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def every(n: int, cases: Iterable[Any]) -> list[Any]:
+    """Every n-th case as it is, the first among them, and the others as long tests; a case is a value or a plain tuple of values."""
+
+    def long(case: Any) -> Any:
+        return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.long)
+
+    return [case if place % n == 0 else long(case) for place, case in enumerate(cases)]
+
+
+def every_of(n: int, *sides: Iterable[Any]) -> list[Any]:
+    """Every n-th combination of one value of each side, the others as long tests: each value comes up where `n` divides by no length."""
+    return every(n, product(*sides))
+
+
+def every_and_all(n: int) -> Any:
+    """Parametrizes `nth` for a test that plays `shapes[::nth]`: every n-th shape in `make test`, all of them as a long test."""
+    return pytest.mark.parametrize("nth", [n, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
