@@ -30,8 +30,8 @@ def trained(group: Any, name: str, works: bool) -> tuple[list[float], list[list[
     called: list[list[tuple[int, int]]] = []
 
     def work(bubble: zb.hooks.Bubble) -> None:
-        assert 0 < bubble.seconds
-        assert bubble.left() <= bubble.seconds, "it may be over already: a window of a real step here is short, and a busy machine pauses ranks"
+        assert bubble.seconds > 0
+        assert bubble.left() <= bubble.seconds, "it may be over already: windows of real steps are short here"
         called[-1].append((bubble.step, bubble.free))
         nn.functional.dropout(torch.ones(100), 0.5).sum()
 
