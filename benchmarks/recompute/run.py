@@ -3,17 +3,19 @@
 Writes `results.json` next to this file. `cases`: 24 microbatches on 8 ranks with a share of the memory of 1F1B; spans as multiples of the
 work of a rank without R: `without`, `full`, `plan` and `bound`, beside what a prototype reached (`target`). `exact`: random small problems,
 whose optimum over all orders and all choices of forwards that are computed again in full comes from CP-SAT; `gap` is the plan over it.
-One thread for the plans.
+Plans have budgets in schedules played and CP-SAT in its own deterministic seconds, so that results do not depend on the machine. Optima
+that the file has already are not proven anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from ortools.sat.python import cp_model
 
@@ -29,12 +31,18 @@ TARGETS = {
 }
 """What the prototype reached on vee, as multiples of the work."""
 
+SMALL = 100_000
+"""The most evaluations for a small problem, which take a fifth of a second."""
 
-def case(model: str, share: float, seconds: float) -> dict[str, float | bool | None]:
+PROOF = 30
+"""CP-SAT's deterministic seconds for an optimum."""
+
+
+def case(model: str, share: float, evaluations: int) -> dict[str, float | bool | None]:
     """The spans of one case over the work of a rank."""
     times, comm = TIMES[model]
     work = zb.Workload.uniform(8, times, comm)
-    found = zb.plan(work, 24, 8 * share, placements="vee", recompute="auto", seconds=seconds)
+    found = zb.plan(work, 24, 8 * share, placements="vee", recompute="auto", evaluations=evaluations)
     bought, target = found.bought, TARGETS[model][share]
     assert isinstance(bought, Bought)
     assert found.best.time is not None
@@ -63,7 +71,7 @@ def small_problem(seed: int) -> tuple[zb.Placement, int, zb.Costs, zb.Limits]:
     return placement, 2 if stages == 4 else 3, costs, limits
 
 
-def exact_span(placement: zb.Placement, microbatches: int, costs: zb.Costs, limits: zb.Limits, seconds: float) -> int | None:
+def exact_span(placement: zb.Placement, microbatches: int, costs: zb.Costs, limits: zb.Limits) -> int | None:
     """The least span in ns over all orders and all choices of forwards computed again in full; None where it is not proven in time."""
     model, again = cp_model.CpModel(), costs.with_recompute(FULL)
     unit = 1_000_000
@@ -119,46 +127,50 @@ def exact_span(placement: zb.Placement, microbatches: int, costs: zb.Costs, limi
                 model.add(span >= end("W", stage, j) - start["F", own[0], 0])
     model.minimize(span)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_deterministic_time = PROOF
     solver.parameters.num_workers = 2
     return round(solver.objective_value) * unit if solver.solve(model) == cp_model.OPTIMAL else None
 
 
-def exact(seed: int, seconds: float) -> dict[str, float | str]:
-    """A small problem: its optimum, the plan and the bound in ms."""
+def exact(seed: int, evaluations: int, known: float | None) -> dict[str, float | str]:
+    """A small problem: its optimum, the plan and the bound in ms; `known` is the optimum where it has been proven before."""
     problem = small_problem(seed)
     placement, microbatches, costs, limits = problem
-    found = zb.plan(costs, microbatches, limits, recompute="auto", levels=[FULL], seconds=seconds).best
-    optimum = exact_span(*problem, seconds=60)
+    found = zb.plan(costs, microbatches, limits, recompute="auto", levels=[FULL], evaluations=evaluations).best
+    optimum = exact_span(*problem) if known is None else round(known * 1e6)
     if found.time is None or optimum is None:
         return {"placement": placement.name, "result": found.reason or "no optimum is proven in time"}
-    assert found.bound.time <= optimum, problem
+    assert found.bound.time <= optimum <= found.time, problem
     gap = round(100 * (found.time / optimum - 1), 2)
     figures = {"optimum": optimum / 1e6, "plan": found.time / 1e6, "bound": found.bound.time / 1e6}
     return {"placement": placement.name, **figures, "gap_percent": gap}
 
 
-def rows(seconds: float, problems: int) -> Iterator[tuple[str, str, dict[str, float | bool | None] | dict[str, float | str]]]:
-    """The part, the name and the figures of each case."""
-    for model, targets in TARGETS.items():
-        for share in targets:
-            yield "cases", f"{model} vee {share:g}p", case(model, share, seconds)
-    for seed in range(problems):
-        yield "exact", str(seed), exact(seed, min(seconds, 1.0))
+def measured(job: tuple[str, str, float, int, float | None]) -> dict[str, Any]:
+    """The figures of a job: its part, the model or number, the share of the memory, the evaluations, and the optimum if it is known."""
+    part, name, share, evaluations, known = job
+    return case(name, share, evaluations) if part == "cases" else exact(int(name), min(evaluations, SMALL), known)
 
 
 def main() -> None:
     """Measure and print, line by line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--evaluations", type=int, default=700_000)
     parser.add_argument("--problems", type=int, default=50)
+    parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
+    known = json.loads(options.out.read_text()).get("exact", {}) if options.out.exists() else {}
+    jobs = [("cases", model, share, options.evaluations, None) for model, targets in TARGETS.items() for share in targets]
+    numbers = map(str, range(options.problems))
+    jobs += [("exact", number, 0.0, options.evaluations, known.get(number, {}).get("optimum")) for number in numbers]
     results: dict[str, dict[str, object]] = {}
-    for part, name, row in rows(options.seconds, options.problems):
-        results.setdefault(part, {})[name] = row
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-        print(part, name, json.dumps(row), flush=True)
+    with ProcessPoolExecutor(options.workers) as pool:
+        for (part, name, share, _, _), row in zip(jobs, pool.map(measured, jobs), strict=True):
+            title = f"{name} vee {share:g}p" if part == "cases" else name
+            results.setdefault(part, {})[title] = row
+            print(part, title, json.dumps(row), flush=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

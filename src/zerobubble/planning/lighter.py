@@ -1,6 +1,7 @@
 """Less computed again than a schedule has: cheaper levels, and forwards left alone, wherever the memory has room for what they keep.
 
-The order of passes stays, and a pass that is gone or shorter delays no other, so nothing gets longer. The search then goes on from there.
+The order of passes stays, and a pass that is gone or shorter delays no other, so nothing gets longer. From there a search goes on that
+moves R's like other passes, adds and leaves out some, and gives stages other levels.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from zerobubble.costs import NONE, Level
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.attempt import Budget, shorter
 from zerobubble.planning.problem import Problem, Solved
-from zerobubble.planning.search import anneal_with_plain
+from zerobubble.planning.search import search_again
 from zerobubble.rules import recomputed
 from zerobubble.simulation import held_bytes
 
-ROUNDS = 6
-"""How often a search is followed by another look at what need not be computed again."""
-
-
 MOST_OTHERS = 6
-"""How many other schedules are tried."""
+"""How many other schedules are tried, and the share of the seconds for them."""
+
+FOR_OTHERS = 0.15
 
 
 class Stay(NamedTuple):
@@ -43,30 +42,37 @@ def lightened(solved: Solved, budget: Budget, seed: int = 0, others: Sequence[Sc
     The problem of the answer then has other levels, of those that may be chosen.
     """
     again = solved.problem.recomputation
-    if solved.schedule is None or again is None or not again.may_leave_out or not any(map(recomputed, solved.schedule.rows)):
+    if solved.schedule is None or again is None:
         return solved
     started = perf_counter()
     best = shorter(solved, _light(solved))
     for other in () if budget.is_empty else others[:MOST_OTHERS]:
         best = shorter(best, _light(Solved.of(solved.problem, solved.bound, other, solved.seconds, other.name)))
-        if budget.evaluations is None and perf_counter() - started > budget.seconds / ROUNDS:
+        if budget.evaluations is None and perf_counter() - started > FOR_OTHERS * budget.seconds:
             break
-    for turn in range(0 if budget.is_empty else ROUNDS):
-        part = budget.share(ROUNDS, turn, perf_counter() - started)
-        assert best.schedule is not None
-        order = anneal_with_plain(best.problem, best.schedule, best.bound.time, part.seconds, part.evaluations, seed + turn)
-        found = Solved.of(best.problem, best.bound, replace(order, name=best.schedule.name), best.seconds, best.how)
-        best = shorter(best, shorter(found, _light(found)))
+    if not budget.is_empty:
+        best = shorter(best, _searched(best, budget._replace(seconds=budget.seconds + started - perf_counter()), seed))
     if best is solved:
         return solved
     assert best.schedule is not None
-    name = best.how if best.how.endswith(", mixed") else f"{best.how}, mixed"
+    name = f"{best.how}, R where it pays"
     return replace(best, how=name, schedule=replace(best.schedule, name=name), seconds=solved.seconds + perf_counter() - started)
 
 
-def _light(solved: Solved) -> Solved:
-    """The answer with less computed again in the same order, checked and played anew."""
+def _searched(solved: Solved, budget: Budget, seed: int) -> Solved:
+    """The best that a search leads to which moves R's like other passes, adds and leaves out some, and changes levels."""
     assert solved.schedule is not None
+    schedule, levels = search_again(solved.problem, solved.schedule, solved.bound.time, budget.seconds, budget.evaluations, seed)
+    found = Solved.of(solved.problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
+    return shorter(found, _light(found))
+
+
+def _light(solved: Solved) -> Solved:
+    """The answer with less computed again in the same order, checked and played anew; itself where nothing may be left out."""
+    assert solved.schedule is not None
+    assert solved.problem.recomputation is not None
+    if not solved.problem.recomputation.may_leave_out:
+        return solved
     problem = _with_cheaper_levels(solved.problem, solved.schedule)
     schedule = _with_plain_forwards(problem, solved.schedule)
     used = {stage for row in schedule.rows for stage, _ in recomputed(row)}

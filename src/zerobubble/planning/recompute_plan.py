@@ -1,4 +1,5 @@
-"""Plans with recomputation: without it, with one level for each leg of a microbatch, and then with less of it wherever memory has room."""
+"""Plans with recomputation: without it, with one level for each leg of a microbatch with R right before B, and then with R's anywhere and
+of any forwards and levels that pay, in the best of these."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from zerobubble.planning.rounds import CtrlC, compile_search, rank_key, successi
 from zerobubble.planning.search import compile_kernels
 from zerobubble.planning.weight_order import with_weights_ordered
 
-WITHOUT, WITH, LIGHTER = 0.35, 0.35, 0.3
-"""The shares of the budget for plans without recomputation, for those with levels by leg, and for less of it in the best of these."""
+WITHOUT, WITH, LIGHTER = 0.25, 0.35, 0.4
+"""The shares of the budget: plans without recomputation, those with levels by leg, and R's wherever they pay in the best of these."""
 
 SHORT_LIST, OF_ONE = 9, 3
 """How many choices of levels are searched after a first schedule of each, on all placements and on one."""
 
 LIGHTENED = 2
-"""How many are searched on with less computed again."""
+"""How many are searched on with R's where they pay."""
 
 
 class Recomputed(NamedTuple):
@@ -59,10 +60,10 @@ def plan_recomputing(
         return Recomputed(without, Bought(best_without.solved, None, best_without.solved), compiling)
     found, pool = [], without if is_free else []
     with CtrlC() as ctrl_c:
-        compiling += 0.0 if budget.is_empty else compile_kernels()
+        compiling += 0.0 if budget.is_empty else compile_kernels(again=True)
         found = _searched(_short_list(problems, levels, budget), _part(budget, WITH), seed, on_progress)
         pool = [*pool, *found]
-        pool = [*pool, *_lightened(found, _part(budget, LIGHTER), seed)]
+        pool = [*pool, *_lightened(pool, _part(budget, LIGHTER), seed)]
     if not pool:
         raise KeyboardInterrupt
     full = min((attempt for attempt in found if _is_full(attempt.solved.problem)), key=rank_key, default=None)
@@ -129,7 +130,7 @@ def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
 
 
 def _lightened(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
-    """The attempts with less computed again, the best of them searched on."""
+    """The attempts with less computed again, the best of them searched on with R's wherever they pay."""
     ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.solved.schedule is not None]
     nothing = Budget(0.0, None if budget.evaluations is None else 0)
     parts = [budget.share(LIGHTENED)] * LIGHTENED + [nothing] * len(ranked)

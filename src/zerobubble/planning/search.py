@@ -11,10 +11,12 @@ from time import perf_counter
 from types import ModuleType
 from typing import NamedTuple
 
-from zerobubble.costs import UNIT_BYTES, Costs, Limits
+from zerobubble.costs import FULL, NONE, UNIT_BYTES, Costs, Level, Limits
 from zerobubble.errors import InputError
-from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.recomputation import Recomputation
+from zerobubble.planning.seeds import computed_again, serial_schedule
 
 
 class Progress(NamedTuple):
@@ -79,31 +81,18 @@ def search(
     return SearchResult(schedule, state.how, budget.used, budget.elapsed, interrupted)
 
 
-def anneal_with_plain(
+def search_again(
     problem: Problem, schedule: Schedule, bound: int, seconds: float, evaluations: int | None = None, seed: int = 0
-) -> Schedule:
-    """`schedule`, made by `search` and then left without some of its R's, in the best order that annealing finds.
+) -> tuple[Schedule, tuple[Level, ...]]:
+    """`schedule`, which may have R's anywhere between F and B, in a better order, with other R's and levels; and the levels of its stages.
 
-    It is annealed from one temperature after the other until its objective meets `bound` (ns) or the budget is spent.
+    It is annealed until its objective meets `bound` (ns) or the budget is spent; where nothing better is found it stays as it is.
     """
     kernels = load_kernels()
-    again, rows = set(map(_key, _passes(schedule, Kind.R))), _passes(schedule, Kind.B)
-    plain = sorted({_key(op) for op in rows if problem.recomputes(op.stage)} - again)
-    tables, budget = kernels.tables_with_plain(problem, kernels.tables_of(problem), plain), kernels.BudgetMeter(seconds, evaluations)
-    state = kernels.SearchState(tables, bound, budget, lambda time, how: None)
-    kernels.seed_random(seed)
-    kernels.anneal_by_turns(state, kernels.order_of(schedule))
-    found: Schedule = kernels.schedule_of_order(schedule.name, problem, tables, state.order, plain=plain)
+    found: tuple[Schedule, tuple[Level, ...]] = kernels.anneal_again(
+        problem, schedule, bound, kernels.BudgetMeter(seconds, evaluations), seed
+    )
     return found
-
-
-def _passes(schedule: Schedule, kind: Kind) -> list[Op]:
-    """The passes of a kind."""
-    return [op for row in schedule.rows for op in row if op.kind is kind]
-
-
-def _key(op: Op) -> tuple[int, int]:
-    return op.stage, op.microbatch
 
 
 def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
@@ -120,10 +109,14 @@ def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, b
     return span, makespan, kernels.all_ranks_fit(both[0], kernels.rows_of(both[0], order))
 
 
-def compile_kernels() -> float:
-    """The seconds it took to compile what `search` uses, or to load it where it was compiled before."""
+def compile_kernels(again: bool = False) -> float:
+    """The seconds it took to compile what `search` uses, and `search_again` if asked for, or to load it where it was compiled before."""
     start = perf_counter()
-    load_kernels().compile_all(Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2)))
+    problem = Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2))
+    load_kernels().compile_all(problem)
+    if again:
+        full = replace(problem, costs=problem.costs.with_recompute(FULL), recomputation=Recomputation((NONE, FULL), (FULL,) * 2))
+        search_again(full, computed_again(serial_schedule(full.placement, 2), full), 0, 0.0, 1)
     return perf_counter() - start
 
 

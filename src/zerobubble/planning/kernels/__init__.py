@@ -1,19 +1,20 @@
 """The compiled part of the planner: simulator, list scheduler and annealing, and the search that drives them. Needs numba."""
 
+from zerobubble.planning.kernels.again import anneal_again
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.joint_search import JointOrder, first_orders, improve_jointly
 from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_of
-from zerobubble.planning.kernels.portfolio import anneal_by_turns, compile_all, search_portfolio
+from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
 from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
-from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of, tables_with_plain
+from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
 
 __all__ = [
     "BudgetMeter",
     "JointOrder",
     "SearchState",
     "all_ranks_fit",
-    "anneal_by_turns",
+    "anneal_again",
     "compile_all",
     "first_orders",
     "improve_jointly",
@@ -25,5 +26,4 @@ __all__ = [
     "search_portfolio",
     "seed_random",
     "tables_of",
-    "tables_with_plain",
 ]

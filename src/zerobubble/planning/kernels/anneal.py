@@ -147,8 +147,13 @@ def move_pass(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> i
 def must_follow(tables: Tables, rows: Rows, before: int, following: int) -> bool:
     """Whether two neighbours of a row stand in the only order they can have."""
     first, second = rows.code[before], rows.code[following]
-    needs = tables.codes[second].predecessor == first or tables.codes[second].maker == first
-    return first == second or (needs and rows.microbatch[before] == rows.microbatch[following])
+    if first == second:
+        return True
+    needs = tables.codes[second].predecessor == first or tables.codes[second].maker == first or tables.codes[first].successor == second
+    if not needs or rows.microbatch[before] != rows.microbatch[following]:
+        return False
+    at = rows.microbatch[before]
+    return not (tables.absent[first * tables.microbatches + at] or tables.absent[second * tables.microbatches + at])
 
 
 @inlined

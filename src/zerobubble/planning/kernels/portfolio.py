@@ -15,7 +15,7 @@ from zerobubble.planning.kernels.coarse_to_fine import POOL_SIZE, policies_from_
 from zerobubble.planning.kernels.policy import full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
-from zerobubble.planning.kernels.tables import Ints, tables_of
+from zerobubble.planning.kernels.tables import Ints, Tables, tables_of
 from zerobubble.planning.problem import Problem
 
 TEMPERATURES = (0.02, 0.01, 0.05, 0.004)
@@ -83,15 +83,6 @@ def _take_turns(state: SearchState, pool: PolicyPool, seeds: Sequence[Ints], nea
         moves, tries, turn = 2 * moves, 2 * tries, turn + 1
 
 
-def anneal_by_turns(state: SearchState, order: Ints) -> None:
-    """Anneal `order`, and then the best so far, from one temperature after the other, for longer and longer."""
-    state.offer(order, "seed")
-    moves, turn = max(20_000, 12 * state.tables.size), 0
-    while not state.done and state.order is not None:
-        _anneal(state, state.order, moves, turn, 0.4)
-        moves, turn = 2 * moves, turn + 1
-
-
 def compile_all(problem: Problem) -> None:
     """Call everything compiled once, which compiles it or loads what was compiled before."""
     state = SearchState(tables_of(problem), 0, BudgetMeter(0.0, 1 << 62), lambda time, how: None)
@@ -104,8 +95,14 @@ def compile_all(problem: Problem) -> None:
 def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float) -> None:
     """Anneal `order` from the temperature of this turn, for so many moves or a share of the budget, unless the search is over."""
     if not state.done:
-        temperatures = HOT_TEMPERATURES + TEMPERATURES if state.tables.size <= SMALL else TEMPERATURES
+        temperatures, _ = runs_from(state.tables)
         state.anneal_order(order, moves, temperatures[turn % len(temperatures)], share)
+
+
+def runs_from(tables: Tables) -> tuple[tuple[float, ...], int]:
+    """The temperatures from which annealing runs in turn, in mean pass times, and the moves of the first run."""
+    temperatures = HOT_TEMPERATURES + TEMPERATURES if tables.size <= SMALL else TEMPERATURES
+    return temperatures, max(20_000, 12 * tables.size)
 
 
 def _first_order(state: SearchState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -39,8 +39,6 @@ RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "fo
 """What is known of a rank: where its row starts and ends among all rows, its limit in bytes, the ns it is busy, its part of `forwards`."""
 
 Records = NDArray[np.void]
-Pair = tuple[int, int]
-"""A stage and a microbatch."""
 
 
 class Tables(NamedTuple):
@@ -69,6 +67,8 @@ class Tables(NamedTuple):
     """The ns of the R right before a pass, 0 where there is none, at the same places."""
     over: Ints
     """How many bytes the rank holds during a pass beyond what it holds after it, at the same places."""
+    absent: Ints
+    """1 for a pass that is left out, which takes and changes nothing and may pass any other, and 0, at the same places."""
 
     @property
     def size(self) -> int:
@@ -95,20 +95,8 @@ def tables_of(problem: Problem) -> Tables:
         held,
         ahead,
         over,
+        np.zeros_like(over),
     )
-
-
-def tables_with_plain(problem: Problem, tables: Tables, plain: Iterable[Pair]) -> Tables:
-    """`tables` where the forwards of the stages and microbatches `plain` are not computed again, though others of their stages are."""
-    time, held, ahead, over = tables.time, tables.held.copy(), tables.ahead.copy(), tables.over.copy()
-    stages, m, work = problem.placement.num_stages, tables.microbatches, tables.ranks.copy()
-    for stage, microbatch in plain:
-        forward, backward = (PLANNED.index(kind) * stages + stage for kind in (Kind.F, Kind.B))
-        work["work"][problem.placement.routes[0][stage]] -= ahead[backward * m + microbatch]
-        held[forward * m + microbatch] = problem.costs.memory_change(Kind.F, stage)
-        held[backward * m + microbatch] = problem.costs.memory_change(Kind.B, stage)
-        ahead[backward * m + microbatch] = over[backward * m + microbatch] = 0
-    return tables._replace(time=time, held=held, ahead=ahead, over=over, ranks=work)
 
 
 def _of_passes(problem: Problem) -> tuple[Ints, Ints]:
@@ -218,10 +206,8 @@ def order_of(schedule: Schedule) -> Ints:
     return order
 
 
-def schedule_of_order(
-    name: str, problem: Problem, tables: Tables, order: Ints, takers: Sequence[int] = (), plain: Collection[Pair] = ()
-) -> Schedule:
-    """The schedule whose rows are `order`, with each R right before its B, but none for the stages and microbatches `plain`.
+def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, takers: Sequence[int] = ()) -> Schedule:
+    """The schedule whose rows are `order`, with each R right before its B.
 
     `takers` are the microbatches in their places, if not given in the order of their numbers.
     """
@@ -232,7 +218,7 @@ def schedule_of_order(
         row = []
         for code in letters[start:end]:
             op = Op(PLANNED[code // stages], code % stages, number[count[code]])
-            again = op.kind is Kind.B and problem.recomputes(op.stage) and (op.stage, op.microbatch) not in plain
+            again = op.kind is Kind.B and problem.recomputes(op.stage)
             row += [op._replace(kind=Kind.R), op] if again else [op]
             count[code] += 1
         rows.append(tuple(row))

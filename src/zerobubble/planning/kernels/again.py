@@ -1,0 +1,346 @@
+"""What is computed again, as moves of the annealing beside those of passes: which forwards, and at which level each stage.
+
+Here R is a pass of its own, anywhere between its F and its B. An R that is left out stays in its row as a pass of no time and no bytes,
+see `Tables.absent`, so that rows keep their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerobubble.costs import NONE, Level
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.kernels.anneal import MoveScratch, anneal, move_scratch, seed_random, swap
+from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.place_swaps import play_again
+from zerobubble.planning.kernels.play import Rows, copy_into, rows_of
+from zerobubble.planning.kernels.portfolio import runs_from
+from zerobubble.planning.kernels.priorities import mean_pass
+from zerobubble.planning.kernels.search_state import BudgetMeter
+from zerobubble.planning.kernels.tables import CODE, PLANNED, Ints, Tables, tables_of
+from zerobubble.planning.problem import Problem
+
+KINDS = (*PLANNED, Kind.R)
+"""The kinds that codes stand for here: `k * stages + s` for the passes of `KINDS[k]` and stage s."""
+
+AGAIN = KINDS.index(Kind.R)
+
+CHANGES, MOVES = 2, 40
+"""Changes of what is computed again, and moves of passes, in turn."""
+
+OTHER_LEVEL, EXCHANGE = 0.15, 0.4
+"""The share of changes that give a stage another level, and of those after which another forward of the rank is computed again instead."""
+
+TRIES = 8
+"""How many forwards are drawn to find one for an exchange."""
+
+LONGEST_RUN = 0.4
+"""The share of the budget after which a run is over."""
+
+CHUNK_PASSES = 2_000_000
+"""Passes of moved schedules between two looks at the clock: some hundredths of a second."""
+
+
+class Choice(NamedTuple):
+    """What may be computed again and at which level; which R's are left out is in `Tables.absent`."""
+
+    time: Ints
+    """The ns of R of stage s at level l, at `l * stages + s`."""
+    kept: Ints
+    """The bytes that a forward keeps that is computed again, at the same places."""
+    saved: Ints
+    """The bytes that a forward of each stage saves."""
+    level: Ints
+    """The level of each stage."""
+    may_leave_out: bool
+    """Whether forwards may be left alone."""
+
+
+class Best(NamedTuple):
+    """The best rows so far, with what is computed again in them."""
+
+    order: Ints
+    absent: Ints
+    level: Ints
+
+
+def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: BudgetMeter, seed: int) -> tuple[Schedule, tuple[Level, ...]]:
+    """The best order of `schedule`, which runs within the limits, and choice of R's and levels that annealing finds, and these levels.
+
+    It begins anew from the best, from one temperature after the other, until the objective meets `bound` (ns) or the budget is spent.
+    """
+    levels = [level for level in problem.recomputation.offered if level != NONE] if problem.recomputation else []
+    tables, choice = _tables_and_choice(problem, levels, schedule)
+    best = Best(_order_of(schedule, problem), tables.absent.copy(), choice.level.copy())
+    share, mean, goal = 1 / len(tables.ranks), mean_pass(tables), 1 << 62
+    temperatures, moves = runs_from(tables)
+    chunk = max(1, CHUNK_PASSES // (tables.size * (CHANGES + MOVES)))
+    for hot in cycle(temperatures):
+        _take(tables, choice, best)
+        rows = rows_of(tables, best.order)
+        scratch = move_scratch(tables, rows)
+        longest, cost = play_again(tables, rows, scratch.play, share, np.inf)
+        assert longest >= 0, "only schedules that run within the limits are annealed"
+        goal = min(goal, int(longest))
+        over, begun = 0.0, budget.spent
+        while over < 1 and goal > bound and budget.spent < 1:
+            next_over = min(1.0, over + chunk * MOVES / moves)
+            seed_random(seed + budget.used)
+            warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
+            goal, cost, used = change_and_move(tables, rows, scratch, choice, best, goal, bound, cost, share, warm, cool, chunk)
+            budget.used += used
+            over = max(next_over, (budget.spent - begun) / LONGEST_RUN)
+        if goal <= bound or budget.spent >= 1:
+            break
+        moves *= 2
+    _take(tables, choice, best)
+    return _schedule_of(schedule.name, problem, tables, best.order), _chosen(problem, tables, choice, levels)
+
+
+def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Schedule) -> tuple[Tables, Choice]:
+    """The tables of `problem` with R's as passes of their own, those of `schedule`, and what may be chosen besides."""
+    stages, m = problem.placement.num_stages, problem.num_microbatches
+    plain = tables_of(replace(problem, costs=replace(problem.costs, further=()), recomputation=None))
+    codes = np.concatenate([plain.codes, np.full(stages, -1, CODE)])
+    ranks = plain.ranks.copy()
+    for stage, home in enumerate(problem.placement.routes[0]):
+        forward, backward, again = (KINDS.index(kind) * stages + stage for kind in (Kind.F, Kind.B, Kind.R))
+        codes[again]["rank"], codes[again]["predecessor"], codes[again]["successor"] = home, forward, backward
+        for name in ("time", "held", "ahead", "over", "lag"):
+            codes[again][name] = 0
+    for rank in range(len(ranks)):
+        ranks[rank]["first"] += m * sum(home < rank for home in problem.placement.routes[0])
+        ranks[rank]["stop"] += m * sum(home <= rank for home in problem.placement.routes[0])
+    nothing = np.zeros(stages * m, np.int64)
+    columns: dict[str, Any] = {name: np.concatenate([getattr(plain, name), nothing]) for name in ("time", "held", "ahead", "over")}
+    absent = np.concatenate([np.zeros(plain.size, np.int64), nothing + 1])
+    tables = plain._replace(codes=codes, ranks=ranks, absent=absent, **columns)
+    costs = [problem.costs.with_recompute(level) for level in levels]
+    now = problem.recomputation.chosen if problem.recomputation else ()
+    choice = Choice(
+        np.array([each.column("recompute") for each in costs], np.int64).ravel(),
+        np.array([each.column("held_input") for each in costs], np.int64).ravel(),
+        np.array(problem.costs.held_after_f, np.int64),
+        np.array([levels.index(level) if level in levels else len(levels) - 1 for level in now], np.int64),
+        problem.recomputation is not None and problem.recomputation.may_leave_out,
+    )
+    for row in schedule.rows:
+        for kind, stage, j in row:
+            if kind is Kind.R:
+                set_again(tables, choice, stage, j, True)
+    return tables, choice
+
+
+def _order_of(schedule: Schedule, problem: Problem) -> Ints:
+    """The rows of `schedule` as codes, with an R before every B."""
+    stages, order = schedule.num_stages, []
+    first = {kind: k * stages for k, kind in enumerate(KINDS)}
+    for row in schedule.rows:
+        order += _with_every_again(row, first)
+    return np.array(order, np.int64)
+
+
+def _with_every_again(row: Sequence[Op], first: dict[Kind, int]) -> list[int]:
+    """The codes of a row with the R's that are left out before their B, or before an earlier R of a later microbatch."""
+    written: dict[int, int] = {}
+    codes = []
+    for kind, stage, j in row:
+        if kind in (Kind.R, Kind.B, Kind.BW):
+            missing = j + 1 - written.get(stage, 0)
+            codes += [first[Kind.R] + stage] * missing
+            written[stage] = written.get(stage, 0) + max(0, missing)
+        if kind is Kind.BW:
+            codes += [first[Kind.B] + stage, first[Kind.W] + stage]
+        elif kind is not Kind.R:
+            codes.append(first[kind] + stage)
+    return codes
+
+
+def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Schedule:
+    """The schedule whose rows are `order`, without the R's that are left out."""
+    stages, m, number = problem.placement.num_stages, tables.microbatches, [0] * len(tables.codes)
+    rows, letters = [], order.tolist()
+    for start, stop in tables.ranks[["first", "stop"]].tolist():
+        row = []
+        for code in letters[start:stop]:
+            if not tables.absent[code * m + number[code]]:
+                row.append(Op(KINDS[code // stages], code % stages, number[code]))
+            number[code] += 1
+        rows.append(tuple(row))
+    return Schedule(name, problem.placement, m, tuple(rows))
+
+
+def _chosen(problem: Problem, tables: Tables, choice: Choice, levels: Sequence[Level]) -> tuple[Level, ...]:
+    """The level of each stage, none where nothing is computed again."""
+    stages, m = problem.placement.num_stages, tables.microbatches
+    absent = tables.absent[-stages * m :].reshape(stages, m).tolist()
+    return tuple(NONE if all(absent[stage]) else levels[choice.level[stage]] for stage in range(stages))
+
+
+def _take(tables: Tables, choice: Choice, best: Best) -> None:
+    """Put what is computed again in `best` into the tables and the choice."""
+    stages, m = len(choice.level), tables.microbatches
+    choice.level[:] = best.level
+    for stage in range(stages):
+        for j in range(m):
+            set_again(tables, choice, stage, j, not best.absent[(AGAIN * stages + stage) * m + j])
+
+
+@compiled
+def change_and_move(
+    tables: Tables,
+    rows: Rows,
+    scratch: MoveScratch,
+    choice: Choice,
+    best: Best,
+    goal: int,
+    target: int,
+    cost: float,
+    share: float,
+    hot: float,
+    cold: float,
+    rounds: int,
+) -> tuple[int, float, int]:
+    """Changes of what is computed again and moves of passes in turn, `rounds` times, while the temperature (ns) falls to `cold`.
+
+    `rows`, within the limits, took `cost` before. `goal` is the longest time of `best`; both are replaced by what is better, and reaching
+    `target` ends the search. Gives the goal, the cost of `rows` and how many changes and moves were tried.
+    """
+    used = 0
+    for turn in range(rounds):
+        temperature = hot * (cold / hot) ** (turn / rounds)
+        for _ in range(CHANGES):
+            longest, new_cost = try_change(tables, rows, scratch, choice, share, cost - temperature * np.log(np.random.random() + 1e-300))
+            used += 1
+            if longest >= 0:
+                cost = new_cost
+                if longest < goal:
+                    goal = longest
+                    keep(tables, rows, choice, best)
+        play_again(tables, rows, scratch.play, share, np.inf)
+        copy_into(scratch.end, rows.end)
+        copy_into(scratch.idle, rows.idle)
+        before = goal
+        goal, cost, tried = anneal(tables, rows, scratch, best.order, goal, target, cost, share, np.inf, temperature, temperature, MOVES)
+        used += tried
+        if goal < before:
+            copy_into(best.absent, tables.absent)
+            copy_into(best.level, choice.level)
+        if goal <= target:
+            break
+    return goal, cost, used
+
+
+@inlined
+def keep(tables: Tables, rows: Rows, choice: Choice, best: Best) -> None:
+    """Write the rows, with what is computed again in them, into `best`."""
+    copy_into(best.order, rows.code)
+    copy_into(best.absent, tables.absent)
+    copy_into(best.level, choice.level)
+
+
+@compiled
+def try_change(tables: Tables, rows: Rows, scratch: MoveScratch, choice: Choice, share: float, cutoff: float) -> tuple[int, float]:
+    """Change what is computed again in one way, drawn at random; what `play_rows` gives, and all as before where it refuses.
+
+    The times in `rows` are to be played again then.
+    """
+    stages, m = len(choice.level), tables.microbatches
+    levels = len(choice.time) // stages
+    stage, j = np.random.randint(stages), np.random.randint(m)
+    other_stage, other = -1, -1
+    level = choice.level[stage]
+    what = np.random.random()
+    if levels > 1 and (what < OTHER_LEVEL or not choice.may_leave_out):
+        set_level(tables, choice, stage, (level + np.random.randint(1, levels)) % levels)
+    elif choice.may_leave_out:
+        if what > 1 - EXCHANGE:
+            other_stage, other = draw_exchange(tables, stages, stage, j)
+        flip(tables, rows, choice, stage, j)
+        if other >= 0:
+            flip(tables, rows, choice, other_stage, other)
+    else:
+        return -1, np.inf
+    longest, cost = play_again(tables, rows, scratch.play, share, cutoff)
+    if longest < 0:
+        if choice.level[stage] != level:
+            set_level(tables, choice, stage, level)
+        else:
+            flip(tables, rows, choice, stage, j)
+            if other >= 0:
+                flip(tables, rows, choice, other_stage, other)
+    return longest, cost
+
+
+@inlined
+def draw_exchange(tables: Tables, stages: int, stage: int, j: int) -> tuple[int, int]:
+    """A stage of the same rank and a microbatch of which the forward is computed again where that of `stage` and `j` is not, or not so.
+
+    (-1, -1) where none is found.
+    """
+    m = tables.microbatches
+    for _ in range(TRIES):
+        other_stage, other = np.random.randint(stages), np.random.randint(m)
+        alike = tables.codes[other_stage].rank == tables.codes[stage].rank
+        if alike and is_again(tables, stages, other_stage, other) != is_again(tables, stages, stage, j):
+            return other_stage, other
+    return -1, -1
+
+
+@inlined
+def is_again(tables: Tables, stages: int, stage: int, j: int) -> bool:
+    """Whether a forward is computed again."""
+    return tables.absent[(AGAIN * stages + stage) * tables.microbatches + j] == 0
+
+
+@compiled
+def flip(tables: Tables, rows: Rows, choice: Choice, stage: int, j: int) -> None:
+    """Compute a forward again that was not, or leave one alone that was."""
+    put_in_place(tables, rows, len(choice.level), stage)
+    set_again(tables, choice, stage, j, not is_again(tables, len(choice.level), stage, j))
+
+
+@compiled
+def set_level(tables: Tables, choice: Choice, stage: int, level: int) -> None:
+    """Give a stage another level."""
+    choice.level[stage] = level
+    for j in range(tables.microbatches):
+        set_again(tables, choice, stage, j, is_again(tables, len(choice.level), stage, j))
+
+
+@compiled
+def set_again(tables: Tables, choice: Choice, stage: int, j: int, again: bool) -> None:
+    """Have a forward computed again, at the level of its stage, or left alone."""
+    stages, m = len(choice.level), tables.microbatches
+    forward, own = stage * m + j, (AGAIN * stages + stage) * m + j
+    at, rank = choice.level[stage] * stages + stage, tables.codes[stage].rank
+    time, kept = (choice.time[at], choice.kept[at]) if again else (0, choice.saved[stage])
+    tables.ranks[rank].work += time - tables.time[own]
+    tables.time[own] = time
+    tables.held[forward] = kept
+    tables.held[own] = choice.saved[stage] - kept
+    tables.absent[own] = 0 if again else 1
+
+
+@compiled
+def put_in_place(tables: Tables, rows: Rows, stages: int, stage: int) -> None:
+    """Put the R's of a stage that are left out to where they might run: right before their B, or the next R where that is earlier."""
+    m = tables.microbatches
+    backward, again = (stages + stage) * m, (AGAIN * stages + stage) * m
+    before = len(rows.code)
+    for j in range(m - 1, -1, -1):
+        at = rows.where[again + j]
+        if tables.absent[again + j]:
+            before = min(before, rows.where[backward + j])
+            while at + 1 < before:
+                swap(tables, rows, at, at + 1)
+                at += 1
+            while at > before:
+                swap(tables, rows, at, at - 1)
+                at -= 1
+        before = at
