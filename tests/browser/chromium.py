@@ -84,6 +84,8 @@ class Browser:
     def visit(self, url: str, server: str, width: int = 1280, height: int = 900, touch: bool = False) -> None:
         """Show `url`, which may ask for what begins with `server` alone, and wait until its scripts have drawn it."""
         self._server = server
+        self.send("Page.navigate", url="about:blank")  # of the page before nothing is taken for this one, not even where it is the same
+        self.until("location.href === 'about:blank'")
         self.errors.clear()
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
         self.send("Emulation.setTouchEmulationEnabled", enabled=touch)

@@ -58,7 +58,6 @@ class Page:
 
     def __init__(self, browser: Browser, server: Server, link: str = "", width: int = 1280) -> None:
         self.browser, self.server = browser, server
-        browser.send("Page.navigate", url="about:blank")  # else another link of the page that is open loads nothing
         browser.visit(server.address + link, server.address, width)
 
     def put(self, field: str, value: str, form: str = "q") -> None:

@@ -121,7 +121,7 @@ class _Receive:
         self._threads, self._line, self._tensor = threads, line, tensor
 
     def wait(self) -> None:
-        queue, end = self._threads.queue(self._line), monotonic() + 30.0
+        queue, end = self._threads.queue(self._line), monotonic() + 120.0
         while monotonic() < end:
             is_closed = self._line.source in self._threads.closed
             try:

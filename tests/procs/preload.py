@@ -6,6 +6,7 @@ The first optimizer of a process imports torch._dynamo: on a busy machine, secon
 import torch._dynamo
 import torch.distributed
 
+import tests.procs.patience
 import zerobubble.runtime.pipeline
 
-__all__ = ["torch", "zerobubble"]
+__all__ = ["tests", "torch", "zerobubble"]

@@ -32,6 +32,9 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
     import torch
     import torch.distributed as dist
 
+    from tests.procs.patience import bear_with_others
+
+    bear_with_others()
     faulthandler.enable()  # a process that C code aborts tells on stderr what each of its threads did in Python
     tempfile.tempdir = folder  # what is left there was left by this world
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, has it ignored

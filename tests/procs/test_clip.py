@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
+from tests.procs.patience import SHORT_S
 from tests.procs.ranks import Ranks
 from tests.procs.signs import await_signs
 
@@ -255,7 +256,7 @@ def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks, tmp_path: Path) -> N
 
 
 def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ranks, tmp_path: Path) -> None:
-    for took, text, rank in world.run(clip_with, partial(freeze, tmp_path), 3, 4.0, tmp_path, ranks=4)[:3]:
+    for took, text, rank in world.run(clip_with, partial(freeze, tmp_path), 3, SHORT_S, tmp_path, ranks=4)[:3]:
         assert 1 < took < PROMPT
         assert rank == 3
         assert text.startswith("rank 3 kept the others waiting: it was outside the pipeline, in code of its own when rank ")

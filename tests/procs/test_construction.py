@@ -26,6 +26,7 @@ from torch import nn
 import zerobubble as zb
 from tests.procs.exhaustive import EXHAUSTIVE, one_in
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.patience import SHORT_S
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import Moment, judge_all, kill, replaced, stop, struck
 from zerobubble.runtime import session
@@ -38,7 +39,7 @@ from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
 RANKS = 4
-TIMEOUT, LONG_S, TOLD_S = 4.0, 100.0, 40.0
+TIMEOUT, LONG_S, TOLD_S = SHORT_S, 100.0, 60.0
 """The timeout of the pipelines here, that of those that must not need it, and by when all must have been told, on a busy machine too."""
 
 
@@ -86,14 +87,16 @@ def come_late(group: Any, late: int) -> tuple[Ended, float]:
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late: int) -> None:
     told = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
-    text = f"rank {late} did not come to make a Pipeline within 4 s; see the log there, or raise `timeout` if it may take that long"
+    text = (
+        f"rank {late} did not come to make a Pipeline within {TIMEOUT:g} s; see the log there, or raise `timeout` if it may take that long"
+    )
     assert {end[:3] for end in told} == {("PipelineError", text, late)}
     assert max(end.seconds for end in told) < TIMEOUT + TOLD_S
 
 
 def try_again(group: Any) -> list[Ended]:
     """Rank 0 makes three attempts before the others make their first, which is its fourth."""
-    attempts = [construct(group, timeout=0.5) for _ in range(3)] if dist.get_rank(group) == 0 else []
+    attempts = [construct(group, timeout=1.0) for _ in range(3)] if dist.get_rank(group) == 0 else []
     dist.barrier(group)
     one_right_step(group)
     return attempts
@@ -107,12 +110,22 @@ def test_ranks_meet_after_different_numbers_of_attempts(world: Ranks) -> None:
 
 def end_with_the_store(group: Any) -> str:
     """Rank 2 does not come; rank 0, in whose process the store is, ends as soon as it has heard of that. Rank 1 looks but now and then."""
-    rank = dist.get_rank(group)
+    rank, give_up = dist.get_rank(group), meeting._Attendance._give_up
     dist.barrier(group)
     if rank == 2:
         time.sleep(LONG_S)
+
+    def give_up_when_the_other_has_come(attendance: Any, everybody: Any) -> Any:
+        while not attendance._store.check([everybody[1]]):
+            time.sleep(0.02)
+        return give_up(attendance, everybody)
+
     seldom = 0.8 if rank == 1 else 0.05
-    with replaced(meeting, "_SHORTEST_S", seldom), replaced(meeting, "_LONGEST_S", seldom):
+    with (
+        replaced(meeting, "_SHORTEST_S", seldom),
+        replaced(meeting, "_LONGEST_S", seldom),
+        replaced(meeting._Attendance, "_give_up", give_up_when_the_other_has_come if rank == 0 else give_up),
+    ):
         end = construct(group, timeout=2.0 if rank == 0 else LONG_S)
     if rank == 0:
         os._exit(0)
@@ -409,7 +422,7 @@ def what_is_left(group: Any) -> tuple[bool, int, int]:
         return module
 
     with replaced(GlooEndpoint, "open", lambda *_: is_over.wait(60.0)):
-        assert construct(group, build_or_modules=build_once, timeout=1.0).kind == "PipelineError"
+        assert construct(group, build_or_modules=build_once, timeout=4.0).kind == "PipelineError"
         gc.collect()
         is_left = any(thread.name == "zerobubble-background" for thread in threading.enumerate())
         living = sum(module() is not None for module in made)
@@ -442,13 +455,15 @@ class RandomCase(NamedTuple):
 def be_struck_at_random(group: Any, case: RandomCase) -> tuple[Ended, bool]:
     """How the pipeline ended, with the seconds counted from the fault; and whether that was while it was made.
 
-    Two pipelines are made before, to see how long it takes.
+    Three pipelines are made before, to see how long it takes at least: what a busy machine adds to that must not put the fault behind it.
     """
-    for _ in range(2):
+    took = []
+    for _ in range(3):
         dist.barrier(group)
         began = time.monotonic()
         with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, timeout=60.0):
-            strikes_after = torch.tensor([case.part * (time.monotonic() - began)])
+            took.append(time.monotonic() - began)
+    strikes_after = torch.tensor([case.part * min(took)])
     dist.broadcast(strikes_after, case.rank, group)
     is_made = False
     dist.barrier(group)

@@ -15,6 +15,7 @@ from torch import nn
 import zerobubble as zb
 from tests.procs.endpoints import OverGloo
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.patience import SHORT_S
 from tests.procs.ranks import Ranks, alone
 from tests.procs.signs import await_signs
 from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
@@ -140,7 +141,7 @@ def test_a_rank_that_is_leaving_says_so(world: Ranks) -> None:
 
 def step_in_another_order(group: Any, loner: int) -> tuple[str, int | None]:
     """Two pipelines, of which one rank steps the second first."""
-    first, second = (zb.Pipeline(build, name, 4, loss_fn, group=group, timeout=4.0) for name in ("1f1b", "zb-h1"))
+    first, second = (zb.Pipeline(build, name, 4, loss_fn, group=group, timeout=SHORT_S) for name in ("1f1b", "zb-h1"))
     first.step(*batch(4))
     second.step(*batch(4))
     torch.distributed.barrier(group)  # nobody is in a step of before any more
@@ -164,7 +165,7 @@ def test_pipelines_stepped_in_another_order_are_told_as_that(world: Ranks, loner
 
 def compute_elsewhere(group: Any, told: Path) -> tuple[str, int | None]:
     """Rank 1 computes in a step of another pipeline, of its own, until rank 0 has been `told` of a failure."""
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=4.0)
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
     own = zb.Pipeline(lambda s, n: Dawdling(told), "1f1b", 1, nn.functional.mse_loss, group=alone())
     if pipe.rank == 1:
         own.step(torch.ones(1, 1), torch.ones(1, 1))

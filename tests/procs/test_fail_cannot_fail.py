@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.patience import SHORT_S
 from tests.procs.ranks import Ranks
+from tests.procs.signs import await_signs
 from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
 from zerobubble.hooks import StepHook
 
@@ -185,18 +188,20 @@ def test_a_hook_that_breaks_in_closing_is_told_where_nothing_else_is(world: Rank
     assert set(world.run(close_with_hooks_that_break, ranks=2)) == {("KeyError('closing')", "ValueError('mine')")}
 
 
-def fail_in_forward(group: Any, seconds: float) -> tuple[str, int | None]:
-    """Rank 1 fails at its third forward while rank 2 is in a long pass, its first."""
-    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=60.0)
-    acts: dict[int, Callable[[], None]] = {1: boom, 2: lambda: time.sleep(seconds)}
+def fail_in_forward(group: Any, ended: Path) -> tuple[str, int | None]:
+    """Rank 1 fails at its third forward while rank 2 is in a long pass, its first, until the process of rank 0 has `ended`."""
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=200.0)
+    acts: dict[int, Callable[[], None]] = {1: boom, 2: lambda: await_signs(ended)}
     error = fail_together(pipe, "forward", acts.get(pipe.rank), 0 if pipe.rank == 2 else 2)
     return str(error), error.rank
 
 
-def test_a_rank_that_was_busy_blames_the_culprit_though_the_store_has_ended(hosted: Ranks) -> None:
-    hosted.start(fail_in_forward, 7.0, ranks=4)
+def test_a_rank_that_was_busy_blames_the_culprit_though_the_store_has_ended(hosted: Ranks, tmp_path: Path) -> None:
+    hosted.start(fail_in_forward, tmp_path / "ended", ranks=4)
     first = hosted.outcome(0)
     hosted.processes[0].kill()
+    hosted.processes[0].join()
+    (tmp_path / "ended").touch()
     assert first == hosted.outcome(1) == hosted.outcome(2) == hosted.outcome(3)
     assert first == ("ok", ("rank 1 failed at 'run 1F2': ValueError: boom", 1))
 
@@ -207,7 +212,7 @@ def stop_self() -> None:
 
 def stand_still(group: Any, victim: int) -> tuple[str, int | None]:
     """The victim is stopped in its third B, for longer than the others wait."""
-    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=4.0)
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=SHORT_S)
     error = fail_together(pipe, "backward", stop_self if pipe.rank == victim else None)
     return str(error), error.rank
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.models import InBackward, batch, build, loss_fn
+from tests.procs.patience import SHORT_S
 from tests.procs.ranks import Ranks
 from tests.procs.signs import await_signs
 from tests.procs.test_fault_injection import replaced
@@ -149,17 +150,17 @@ def test_a_killed_rank_ends_the_others(doomed: Ranks, victim: int) -> None:
 def test_a_frozen_rank_ends_the_others_within_the_timeout(doomed: Ranks, tmp_path: Path) -> None:
     others = (0, 2, 3)
     freeze = partial(await_signs, *told(tmp_path, others))
-    outcomes = doomed.outcomes(train_with, "1f1b", 1, Bomb(freeze, 2), 4.0, tmp_path, ranks=4)
+    outcomes = doomed.outcomes(train_with, "1f1b", 1, Bomb(freeze, 2), SHORT_S, tmp_path, ranks=4)
     for rank in others:
         state, (took, text, _, _) = outcomes[rank]
         assert state == "ok"
-        assert 3 < took < PROMPT
+        assert SHORT_S - 1 < took < PROMPT
         assert text.startswith("rank 1 kept the others waiting: it was at 'run 1F2' when rank ")
 
 
 def dawdle(group: Any, folder: Path, *, by_sleeping: bool) -> tuple[str, int | None]:
     """Rank 1 comes to the second step when all others have been told that it does not, or calls something else."""
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=4.0)
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
     pipe.step(*batch(4))
     is_late = pipe.rank == 1
     if is_late and by_sleeping:
@@ -186,7 +187,7 @@ def come_late(group: Any, folder: Path) -> tuple[str, int | None]:
         given_up.touch()
         return find_culprit(watch, status)
 
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=4.0)
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
     with replaced(FailureWatch, "find_culprit", tell):
         if pipe.rank == 0:
             await_signs(given_up)

@@ -22,6 +22,7 @@ import torch
 import zerobubble as zb
 from tests.procs.exhaustive import one_in
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.patience import SHORT_S
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.hooks import clip
@@ -31,8 +32,8 @@ from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.transport.transport import Transport
 
 RANKS, MICROBATCHES = 4, 8
-LONG_S, SHORT_S, SPARE_S = 100.0, 4.0, 45.0
-"""The timeout of pipelines that must not need it, that of those with a frozen rank, and what may pass beyond."""
+LONG_S, SPARE_S = 100.0, 60.0
+"""The timeout of pipelines that must not need it, and what may pass beyond that of those with a frozen rank."""
 
 
 def boom() -> None:

@@ -51,8 +51,6 @@ def profile_and_cut_anew(group: Any) -> tuple[tuple[zb.partition.Layer, ...], li
 
 
 def test_layers_are_measured_where_they_run_and_cut_better_by_that(world: Ranks) -> None:
-    with_loss: list[tuple[float, float]] = []
-
     def measure() -> list[float]:
         (layers, (before, after)), *others = world.run(profile_and_cut_anew, ranks=2)
         assert all(other[0] == layers for other in others)
@@ -60,8 +58,14 @@ def test_layers_are_measured_where_they_run_and_cut_better_by_that(world: Ranks)
         for layer in layers:
             assert layer is layers[0] or layer.held_after_f >= 4 * ROWS * WIDTH, "the input of the Linear"
             assert layer.parameters_bytes == (WIDTH * WIDTH + WIDTH) * 16
-        with_loss.append((layers[-1].forward, layers[-1].backward))
-        return [max(before), max(after), *(time for layer in layers for time in (layer.forward, layer.backward, layer.weight))]
+        # Of what is to be reached, the largest of all measurements counts, and of all other times the least.
+        to_reach = [layers[-1].forward, layers[-1].backward]
+        return [
+            max(before),
+            max(after),
+            *(-time for time in to_reach),
+            *(time for layer in layers for time in (layer.forward, layer.backward, layer.weight)),
+        ]
 
     unit = UNIT_S * 1e9
     naps = 3 * (sum(NAPS) + 2) * unit
@@ -73,9 +77,8 @@ def test_layers_are_measured_where_they_run_and_cut_better_by_that(world: Ranks)
         for bounds in ((nap * unit, (nap + loss + 1) * unit), (2 * nap * unit, 2 * (nap + loss + 1) * unit), (1.0, unit))
     ]
     # Cut by operations, one stage has all naps.
-    assert_least_within(measure, [(0.95 * naps, inf), (0.0, 0.8 * naps), *of_layers])
-    assert max(forward for forward, _ in with_loss) > (NAPS[-1] + 1) * unit
-    assert max(backward for _, backward in with_loss) > 2 * (NAPS[-1] + 1) * unit
+    with_loss = [(-inf, -times * (NAPS[-1] + 1) * unit) for times in (1, 2)]
+    assert_least_within(measure, [(0.95 * naps, inf), (0.0, 0.8 * naps), *with_loss, *of_layers])
 
 
 def refuse_own_stages(group: Any) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
+from tests.procs.patience import SHORT_S
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, struck
@@ -324,7 +325,7 @@ def test_stages_that_do_not_fit_are_told_to_every_rank(world: Ranks, dtype: torc
 
 
 def end_host(group: Any, act: Any, lanes: bool) -> tuple[str, int | None]:
-    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=4.0, transport="gloo" if lanes else "auto")
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=SHORT_S, transport="gloo" if lanes else "auto")
     if torch.distributed.get_rank(group) == 0:
         with struck(MOMENTS["backward"], act), pytest.raises(zb.PipelineError) as caught:
             pipe.step(*batch(M))

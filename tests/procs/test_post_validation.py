@@ -452,7 +452,7 @@ def vanish(group: Any, culprit: int) -> str:
 def test_a_rank_that_is_gone_ends_the_others(culprit: int) -> None:
     doomed = Ranks(3)
     try:
-        outcomes = doomed.outcomes(vanish, culprit, ranks=3, seconds=100)
+        outcomes = doomed.outcomes(vanish, culprit, ranks=3, seconds=190)
     finally:
         doomed.kill()
     assert outcomes.pop(culprit) == ("gone", "SIGKILL")

@@ -298,7 +298,7 @@ def test_a_terminal_shows_a_bar_and_a_file_nothing(tmp_path: Path) -> None:
     seen = []
     for number, where in enumerate((errors, subprocess.PIPE)):
         command = [sys.executable, "-c", PROFILING.format(store=tmp_path / str(number))]
-        seen.append(subprocess.run(command, stderr=where, env=os.environ | {"TERM": "xterm"}, timeout=100, check=True).stderr)
+        seen.append(subprocess.run(command, stderr=where, env=os.environ | {"TERM": "xterm"}, timeout=300, check=True).stderr)
     os.close(errors)
     shown = os.read(terminal, 1 << 16).decode()
     os.close(terminal)

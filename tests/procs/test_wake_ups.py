@@ -13,7 +13,7 @@ from zerobubble.runtime.transport.wake_up import Connection
 def test_a_sender_that_waits_leaves_its_wake_up_to_the_receiver() -> None:
     ours, theirs = socket.socketpair()
     wake_up = os.eventfd(0)
-    sender, receiver = Connection(ours, wake_up, 5.0, wakes=False), Connection(theirs, os.dup(wake_up), 5.0, wakes=True)
+    sender, receiver = Connection(ours, wake_up, 60.0, wakes=False), Connection(theirs, os.dup(wake_up), 60.0, wakes=True)
     sender.wake()
     looks = count()
     sender.sleep_until(lambda: next(looks) == 3, longest_ms=1)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import assume, given, settings
@@ -15,6 +16,7 @@ from tests.pure.shapes import TRAINING, grid
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
+from zerobubble.planning.kernels import search_state
 from zerobubble.planning.problem import Objective, Problem, Workload
 from zerobubble.planning.search import Progress, SearchResult, search, simulate_compiled
 from zerobubble.schedules import SCHEDULES
@@ -211,11 +213,15 @@ def test_progress_tells_each_new_best_and_an_interrupt_keeps_it() -> None:
     assert check(problem, search(problem, 7, seconds=0, evaluations=5000, progress=stop)) == times[2]
 
 
-def test_seconds_end_a_search() -> None:
+def test_seconds_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of which a hundredth of the seconds has passed at every look."""
+    looks = count()
+    monkeypatch.setattr(search_state, "perf_counter", lambda: next(looks) / 100)
     problem = paper(Placement.vee(4), 2, 12)
-    found = search(problem, 0, seconds=0.05)
+    found = search(problem, 0, seconds=1.0)
     assert check(problem, found) > 0
     assert found.evaluations > 1
+    assert 1.0 <= found.seconds < 1.5
 
 
 def test_without_numba_it_says_what_to_install() -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from zerobubble.errors import PipelineError
-from zerobubble.runtime.failure import memory_kills
+from zerobubble.runtime.failure import memory_kills, watch
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
@@ -23,8 +24,10 @@ SIZE = 3
 TIMING = StoreTiming(answer_s=0.3, silence_s=0.4, stay_s=0.2, listen_s=0.02)
 SLOW = StoreTiming(*(10 * seconds for seconds in TIMING))
 """Of ranks that got no time to answer in when they were judged beside many others."""
-PATIENT = TIMING._replace(answer_s=10.0)
+PATIENT = TIMING._replace(answer_s=10.0, silence_s=10.0)
 """Of ranks that all answer: on a busy machine one may come late to it, and may seem to have stood still."""
+STANDING = TIMING._replace(answer_s=1.0, silence_s=10.0)
+"""Of ranks that are to know that they have just stood still: within `answer_s` of it they may be kept from running once more."""
 LONGEST_S = 60.0
 """After which a rank hangs; each of the four waits above may come once or twice."""
 
@@ -202,7 +205,7 @@ def test_a_failure_needs_no_new_thread() -> None:
 
 def test_a_rank_that_cannot_have_its_thread_tells_the_others() -> None:
     store = DictStore()
-    other = Rank(0, store)
+    other = Rank(0, store, timing=PATIENT)
     with no_threads(), pytest.raises(PipelineError, match=r"rank 1 failed while .*can't start new thread") as caught:
         Rank(1, store)
     together(lambda: other.lose(1))
@@ -225,6 +228,24 @@ def test_a_rank_hears_while_it_is_busy_and_needs_no_store_then() -> None:
     assert busy.told == culprit.told
 
 
+def test_the_end_of_the_host_is_heard_by_a_rank_that_was_kept_from_running_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is gone with its host; before another thread hears of the end, this process stands still, for long by every clock."""
+    rank = Rank(2, FaultyStore(DictStore(), "", 0, gone), 0, PATIENT)
+    now, pauses = [time.monotonic()], []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += 60.0
+        if len(pauses) == 2:
+            rank.watch.tell_of_end(0, rank.status())
+
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pause))
+    rank.lose(1)
+    assert rank.told is not None
+    assert rank.told.message.startswith("rank 0 is gone: its process ended, and with it the store of torch.distributed")
+    assert len(pauses) == 2
+
+
 def hold_python(seconds: float) -> None:
     """Keep Python's lock, as foreign code can: no other thread of this process runs."""
     import ctypes
@@ -235,10 +256,10 @@ def hold_python(seconds: float) -> None:
 def test_a_rank_that_stood_still_does_not_blame_the_host_of_a_store_that_is_gone_since() -> None:
     store = DictStore()
     late = FaultyStore(store, "", 1 << 30, gone)
-    frozen = Rank(2, late, 0)
+    frozen = Rank(2, late, 0, STANDING)
     time.sleep(10 * TIMING.listen_s)
     late.left = 0
-    hold_python(3 * TIMING.answer_s)
+    hold_python(2 * STANDING.answer_s)
     together(lambda: frozen.lose(0))
     assert frozen.told is not None
     assert frozen.told.rank == 2
@@ -273,9 +294,9 @@ def test_memory_is_suspected_only_where_the_system_has_ended_a_process_for_want_
 
 
 def test_the_host_of_the_store_is_not_blamed_for_its_end_by_a_rank_that_stood_still() -> None:
-    frozen = Rank(2, DictStore(), 0)
+    frozen = Rank(2, DictStore(), 0, STANDING)
     time.sleep(10 * TIMING.listen_s)
-    hold_python(3 * TIMING.answer_s)
+    hold_python(2 * STANDING.answer_s)
     assert frozen.watch.tell_of_end(0, frozen.status())
     told = frozen.watch.heard
     frozen.watch.close(told)

@@ -180,7 +180,7 @@ def _training(seed: int, draw: random.Random) -> Case:
         num_microbatches=2 * ranks,
         transport=draw.choice(("gloo", "auto")),
         store=draw.choice(("file", "rank 0", "launcher")),
-        timeout=draw.choice((4.0, 6.0)),
+        timeout=draw.choice((8.0, 12.0)),
         validates=validates,
         calls=_calls(draw, validates, schedule == "auto"),
         late=tuple(draw.choice((0.0, 0.0, 0.3)) * draw.random() for _ in range(ranks)),

@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from tests.procs.models import batch, build, one_device
+from tests.procs.patience import TIMING
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.script import MAX_NORM
 from tests.procs.random_signals.world import Evidence
 
-TOLD_S = 10.0
-"""By how much longer than the timeout a rank may take to hear of what befell another."""
+TOLD_S = 10.0 + TIMING.answer_s + TIMING.silence_s
+"""By how much longer than the timeout a rank may take to hear of what befell another: it asks the others, and the store."""
 SILENCE_S = 1.0
 """By how much longer yet, where a rank has to find out by itself that the store is silent, too."""
-ENDING_S = 8.0
+ENDING_S = 12.0
 """How long a process may take to end after its last word: it stays until the others have heard."""
 WORK_S = 0.5
 """About the processor time that a rank needs to hear, tell and close; where others want the processors, it takes longer."""

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerobubble as zb
 from tests.procs.models import InBackward, batch, build, loss_fn
+from tests.procs.patience import bear_with_others
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Diary
@@ -46,6 +47,7 @@ def live(case: Case, rank: int, folder: Path, address: str | int, bell: Connecti
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
     torch.set_num_threads(1)
+    bear_with_others()
     script = Script(case, rank, Diary(folder / f"diary{rank}"), address, bell)
     code = script.run()
     del script

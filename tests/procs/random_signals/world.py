@@ -21,7 +21,7 @@ from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Entry
 from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
 
-PATIENCE_S = 45.0
+PATIENCE_S = 60.0
 """Beyond the timeouts of torch and of the pipeline: whoever is not at an end by then hangs."""
 _CABLE = Quality(delay_ms=0.5, jitter_ms=0.5, loss=0.001)
 _SIGNALS = {cases.KILL: signal.SIGKILL, cases.TERMINATE: signal.SIGTERM, cases.INTERRUPT: signal.SIGINT}

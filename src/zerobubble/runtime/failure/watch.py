@@ -26,8 +26,9 @@ from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.measured_store import MeasuredStore
 
 _POLL_S = 0.02
-_END_S = 0.3
-"""The end of a process is heard within this time of the end of its connections."""
+_LOOKS_FOR_END = 50
+"""The end of a process is heard after the end of its connections, within so many pauses of `_POLL_S` of those who lost it. They are counted
+and not timed: who was kept from running meanwhile has to give its other threads, which hear of the end, time to run."""
 _REPORT, _ALARM = "report", "alarm"
 """Keys of the store: the report, and the rank that was first to publish one or to ask the others what they do."""
 
@@ -80,8 +81,9 @@ class FailureWatch:
 
     def _heard_of_host(self) -> FailureReport | None:
         """The report, for which this rank waits a little where the store is gone: the end of its host is heard in another thread."""
-        end = time.monotonic() + _END_S
-        while self._listener.heard is None and self._group.store_host is not None and time.monotonic() < end:
+        for _ in range(_LOOKS_FOR_END if self._group.store_host is not None else 0):
+            if self._listener.heard is not None:
+                break
             time.sleep(_POLL_S)
         return self._listener.heard
 

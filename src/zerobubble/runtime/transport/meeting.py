@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.transport.background import in_background
 from zerobubble.runtime.transport.contact import host_is_silent, stood_still
-from zerobubble.runtime.transport.endpoint import Group, StoreTiming
+from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.measured_store import MeasuredStore
 from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.transport.terms import Terms, faults_of
@@ -113,7 +113,7 @@ class _Attendance:
         self._store.count(seconds)
         if self._waited_s >= self._timeout:
             self._over.set()
-        if self._store.silence_s >= min(StoreTiming().silence_s, self._timeout):
+        if self._store.silence_s >= min(self._group.timing.silence_s, self._timeout):
             raise _SilentError
 
     def _look_at_clock(self) -> None:
@@ -126,7 +126,7 @@ class _Attendance:
     def _own_standstill(self) -> Decision | None:
         """That this process has just stood still, if it has: the others may have given it up and ended, and the store with them."""
         self._look_at_clock()
-        if time.monotonic() - self._went_on > StoreTiming().answer_s:
+        if time.monotonic() - self._went_on > self._group.timing.answer_s:
             return None
         rank = self._group.rank
         found = "then the store of torch.distributed did not answer"
