@@ -86,6 +86,8 @@ WHOLES: dict[str, Callable[[str], bytes]] = {
     "a long line": lambda text: text.encode() + b"x" * 2**20,
 }
 """What becomes of a whole file."""
+LONGEST_S = 30.0
+"""Processor time that a file may take, mostly a fraction of a second; a virtual machine may count what others took."""
 SAMPLES = 40
 """Parts of each form that are replaced."""
 
@@ -103,7 +105,7 @@ def holds(command: str) -> None:
     took = time.process_time() - began
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (0, 1, 2)
-    assert took < 5
+    assert took < LONGEST_S
     if result.exit_code == 2:
         assert result.stderr.count("\n") == 1
         assert len(result.stderr) < 10_000
