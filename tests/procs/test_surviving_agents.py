@@ -17,6 +17,7 @@ from tests.procs.programs import LONGEST_S, ROOT
 from tests.procs.test_torchrun import expected_losses
 
 STEPS = 10
+"""With a pause after each, so that the job is not over before the test comes to kill a rank."""
 EXAMPLE = str(ROOT / "examples" / "go_on.py")
 
 
@@ -34,7 +35,7 @@ class Job:
         agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=job", "--rdzv-backend=c10d"]
         agent += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=is_host=0"]
         for _ in range(2):
-            self._start(f"--store=localhost:{port}", f"--steps={STEPS}", "--pause=0.3", launcher=agent)
+            self._start(f"--store=localhost:{port}", f"--steps={STEPS}", "--pause=0.8", launcher=agent)
 
     def _start(self, *arguments: str, launcher: list[str] | None = None) -> None:
         command = [sys.executable, *(launcher or []), EXAMPLE, *arguments]
@@ -60,6 +61,13 @@ class Job:
             assert any(process.poll() is None for process in self.processes[1:] or self.processes), self.told
             time.sleep(0.05)
 
+    def wait_for_the_end_of_an_agent(self) -> None:
+        """One that ends with its rank may take longer to do so than the others to train on."""
+        end = time.monotonic() + LONGEST_S
+        while all(process.poll() is None for process in self.processes[1:]):
+            assert time.monotonic() < end, f"no agent ends: {self.told}"
+            time.sleep(0.05)
+
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
@@ -83,4 +91,5 @@ def test_the_ranks_of_another_agent_train_on_when_an_agent_ends_with_rank_0(job:
         losses = job.losses(rank)
         assert len(losses) == STEPS, job.told
         assert max(abs(loss / theirs - 1) for loss, theirs in zip(losses, expected_losses(STEPS), strict=True)) < 1e-11
+    job.wait_for_the_end_of_an_agent()
     assert sorted(process.poll() is None for process in job.processes) == [False, True, True], job.told

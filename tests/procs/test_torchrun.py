@@ -26,7 +26,7 @@ SOON_S = 60.0
 class Job:
     """An agent with two ranks that run the example in `folder`, each rank a process that is told on stdout."""
 
-    def __init__(self, folder: Path, *options: str, steps: int = 1000, pause_s: float = 0.0) -> None:
+    def __init__(self, folder: Path, *options: str, steps: int = 10**6, pause_s: float = 0.0) -> None:
         self.folder = folder
         self._temporary = folder / "temporary"
         self._temporary.mkdir(parents=True)
@@ -113,7 +113,7 @@ def expected_losses(steps: int) -> list[float]:
 
 @pytest.mark.long
 def test_a_killed_rank_starts_the_job_again_from_its_last_checkpoint(jobs: list[Job], tmp_path: Path) -> None:
-    job = Job(tmp_path / "job", "--max-restarts=1", steps=8, pause_s=0.1)
+    job = Job(tmp_path / "job", "--max-restarts=1", steps=8, pause_s=1.0)  # so that it is not over before a rank is killed
     jobs.append(job)
     job.wait_for("step 2 loss")
     os.kill(job.ranks(0)[1], signal.SIGKILL)
