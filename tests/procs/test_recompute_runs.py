@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import truediv
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import zerobubble as zb
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
+from zerobubble.costs import Level
 from zerobubble.schedules import with_recompute
 
 CASES = [("1f1b", 3, 5), ("zb-h1", 2, 4), ("zb-v", 2, 6), ("dualpipe", 2, 4), ("gpipe", 4, 4)]
@@ -148,6 +151,62 @@ def test_the_bytes_held_are_those_predicted(world: Ranks) -> None:
     for rank, (predicted, held, without) in enumerate(world.run(measure, 6, ranks=2)[0]):
         assert abs(predicted / held - 1) <= 0.05, (rank, predicted, held)
         assert held < 0.5 * without
+
+
+def alike(stage: int, num_stages: int) -> nn.Module:
+    """Stages that hold the same, wherever they stand."""
+    torch.manual_seed(stage)
+    return nn.Sequential(*[Block(32) for _ in range(3)]).double()
+
+
+def half_of_it(microbatches: int) -> Tensor:
+    return torch.randn(2 * microbatches, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def profiled(group: Any, microbatches: int) -> zb.Costs:
+    """The costs of the stages with their bytes, measured in a schedule that computes every forward again."""
+    x = half_of_it(microbatches)
+    with zb.Pipeline(
+        alike, with_recompute(zb.make("zb-v", group.size(), microbatches)), microbatches, nn.functional.mse_loss, group=group
+    ) as pipe:
+        return pipe.profile(x, x, steps=1)
+
+
+def play_plan(group: Any, plan: dict[str, Any]) -> tuple[float, int]:
+    """The largest relative error of this rank's gradients against one device, and the most bytes that it held."""
+    solved = zb.planning.Solved.from_dict(plan)
+    m, stages = solved.problem.num_microbatches, solved.problem.placement.num_stages
+    x = half_of_it(m)
+    whole = nn.Sequential(*[alike(stage, stages) for stage in range(stages)])
+    for part in x.chunk(m):
+        (nn.functional.mse_loss(whole(part), part) / m).backward()
+    with zb.Pipeline(alike, solved, m, nn.functional.mse_loss, group=group) as pipe:
+        pipe.metering = True
+        pipe.step(x, x)
+        pairs = [
+            (mine.grad, theirs.grad)
+            for index, module in pipe.modules.items()
+            for mine, theirs in zip(module.parameters(), whole[index].parameters(), strict=True)
+        ]
+        worst = max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in pairs)  # type: ignore[operator, union-attr]
+        return worst, pipe.timeline().ranks[pipe.rank].peak_bytes or 0
+
+
+def test_a_planned_schedule_runs_in_the_memory_that_it_was_planned_for(world: Ranks) -> None:
+    """The level of the plan is that of the stages that keep most: the first one's input is the user's and costs nothing."""
+    measured: zb.Costs = world.run(profiled, 6, ranks=2)[0]
+    kept = max(map(truediv, measured.column("held_input"), measured.held_after_f))
+    even = ((10_000_000,) * 4,) * 3
+    costs = replace(measured, forward=even[0], backward=even[1], weight=even[2], comm=(0,) * 3, further=(), placement=zb.Placement.vee(2))
+    room = zb.Limits(tuple(round(1.2 * sum(costs.held_after_f[s] for s in (r, 3 - r))) for r in range(2)))
+    found = zb.plan(costs, 6, room, recompute="auto", levels=[Level("full", 1.0, kept)], evaluations=5000)
+    again = sum(op.kind is zb.Kind.R for row in found.schedule.rows for op in row)
+    assert 0 < again < 24
+    for rank, (worst, held) in enumerate(world.run(play_plan, found.best.to_dict(), ranks=2)):
+        assert worst <= 1e-12
+        predicted = zb.simulation.peak_memory(found.schedule, measured)[rank]
+        assert abs(predicted / held - 1) <= 0.05, (rank, predicted, held, measured)
+        assert held <= found.best.peaks[rank] <= room.memory[rank], (rank, held, found.best.peaks, room)
 
 
 class AsksForGradients(nn.Module):

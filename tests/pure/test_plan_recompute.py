@@ -207,6 +207,12 @@ def test_single_forwards_and_places_of_r_are_found_that_an_exact_solver_finds(nu
     assert 0 < count_again(found.schedule) < placement.num_stages * microbatches
 
 
+def test_what_fits_with_backwards_in_one_piece_alone_is_planned() -> None:
+    costs = replace(Costs.uniform(4, held=1.3, stages_per_rank=2), placement=Placement.vee(2))
+    found = plan(costs, 6, Limits((2_400_000,) * 2), recompute="auto", levels=[Level("full", 1.0, 0.08)], evaluations=5000)
+    require_sound(found.best)
+
+
 def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
     costs, limits = Costs.uniform(2, times=(10, 10, 10)), Limits((9_000_000,) * 2)
     bounds = bounds_again(Placement.linear(2), 4, costs, limits, [FULL])

@@ -72,9 +72,12 @@ class Best(NamedTuple):
 def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: BudgetMeter, seed: int) -> tuple[Schedule, tuple[Level, ...]]:
     """The best order of `schedule`, which runs within the limits, and choice of R's and levels that annealing finds, and these levels.
 
-    It begins anew from the best, from one temperature after the other, until the objective meets `bound` (ns) or the budget is spent.
+    It begins anew from the best, from one temperature after the other, until the objective meets `bound` (ns) or the budget is spent. A
+    schedule that fits with backwards in one piece alone, not with B and W, stays as it is.
     """
-    levels = [level for level in problem.recomputation.offered if level != NONE] if problem.recomputation else []
+    assert problem.recomputation is not None
+    offered, chosen = problem.recomputation.offered, problem.recomputation.chosen
+    levels = [level for level in offered if level != NONE]
     tables, choice = _tables_and_choice(problem, levels, schedule)
     best = Best(_order_of(schedule, problem), tables.absent.copy(), choice.level.copy())
     share, mean, goal = 1 / len(tables.ranks), mean_pass(tables), 1 << 62
@@ -85,7 +88,8 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
         rows = rows_of(tables, best.order)
         scratch = move_scratch(tables, rows)
         longest, cost = play_again(tables, rows, scratch.play, share, np.inf)
-        assert longest >= 0, "only schedules that run within the limits are annealed"
+        if longest < 0:
+            return schedule, chosen
         goal = min(goal, int(longest))
         over, begun = 0.0, budget.spent
         while over < 1 and goal > bound and budget.spent < 1:
