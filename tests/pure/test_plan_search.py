@@ -13,12 +13,14 @@ from hypothesis import assume, given, settings
 
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid
+from tests.pure.test_plan_papers import brute_force
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
 from zerobubble.planning.kernels import search_state
 from zerobubble.planning.problem import Objective, Problem, Workload
 from zerobubble.planning.search import Progress, SearchResult, search, simulate_compiled
+from zerobubble.planning.seeds import joined_for_room
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, peak_memory
 
@@ -53,7 +55,7 @@ def one_at_a_time(placement: Placement, microbatches: int) -> Schedule:
         for stage, rank in enumerate(route):
             rows[rank].append(Op(Kind.F, stage, j))
         for stage, rank in reversed(list(enumerate(route))):
-            rows[rank] += [Op(Kind.B, stage, j), Op(Kind.W, stage, j)]
+            rows[rank].append(Op(Kind.BW, stage, j))
     return Schedule("one at a time", placement, microbatches, tuple(map(tuple, rows)))
 
 
@@ -102,8 +104,13 @@ def test_the_compiled_simulator_gives_the_plain_ones_times(name: str) -> None:
         problem = Problem(schedule.placement, m, costs, room)
         assert simulate_compiled(problem, schedule) == (timeline.span, timeline.makespan, True)
         if max(peaks) > 1:
-            short = Limits(tuple(max(1, limit - (limit == max(peaks))) for limit in room.memory))
-            assert simulate_compiled(replace(problem, limits=short), schedule)[2] is False
+            short = replace(problem, limits=Limits(tuple(max(1, limit - (limit == max(peaks))) for limit in room.memory)))
+            whole = joined_for_room(renumbered(pieces), short)
+            if memory_faults(whole, costs, short.limits):
+                assert simulate_compiled(short, schedule)[2] is False
+            else:  # in one piece, what was too much fits
+                timeline = simulate(whole, costs)
+                assert simulate_compiled(short, schedule) == (timeline.span, timeline.makespan, True)
 
 
 def renumbered(schedule: Schedule) -> Schedule:
@@ -156,6 +163,30 @@ def test_memory_that_holds_no_microbatch_is_refused_and_one_byte_more_is_enough(
             short = Limits(tuple(limit - (limit == fullest) for limit in limits.memory))
             with pytest.raises(InputError, match="must hold one microbatch"):
                 search(replace(problem, limits=short), 0, seconds=0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_b_leaves_more_than_f_saved_the_plan_is_the_best_of_all_orders(seed: int) -> None:
+    """B and W are in one piece where memory asks for it, and else apart, so that gradients leave early."""
+    dice = random.Random(seed)
+    placement = Placement.linear(2)
+    times = [tuple(dice.randint(1, 9) for _ in range(2)) for _ in range(3)]
+    after_f = (dice.randint(2, 6), dice.randint(2, 6))
+    costs = Costs(*times, (dice.randint(0, 2),), after_f, tuple(round(held * dice.uniform(1.2, 2.5)) for held in after_f))
+    limits = Limits(tuple(round(held * dice.uniform(1, 3)) for held in after_f))
+    problem = Problem(placement, 2, costs, limits, dice.choice(list(Objective)))
+    found = search(problem, bound(problem), seconds=0, evaluations=2000)
+    assert check(problem, found) == brute_force(problem)
+
+
+@pytest.mark.parametrize(("memory", "most"), [(1.0, 1.18), (2.0, 1.17), (3.0, 1.16), (4.0, 1.03)])
+def test_work_whose_b_leaves_twice_of_what_f_saved_is_planned_near_its_bound(memory: float, most: float) -> None:
+    """With B and W apart alone, the last three take 1.96, 1.51 and 1.19 times the bound, and nothing fits in the first."""
+    work = Workload.uniform(4, MODEL, 0.601, held=2.0)
+    placement = Placement.linear(4)
+    problem = Problem(placement, 12, work.costs(placement), work.limits(memory))
+    found = search(problem, bound(problem), seconds=0, evaluations=4000)
+    assert check(problem, found) <= most * bound(problem)
 
 
 @pytest.mark.parametrize("microbatches", [24, 64])

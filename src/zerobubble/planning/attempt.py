@@ -16,7 +16,6 @@ from zerobubble.planning.papers import BASELINES
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem import Problem, Solved, Status
-from zerobubble.planning.reasons import split_shortage
 from zerobubble.planning.seeds import MAKE_SECONDS, computed_again, fitting, lean, promising, serial_schedule
 from zerobubble.schedules import SCHEDULES
 
@@ -162,8 +161,6 @@ def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed:
 
     started = perf_counter()
     solved = attempt.solved
-    if split_shortage(solved.problem):
-        return attempt
     found = search(
         solved.problem,
         solved.bound.time,

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from zerobubble.planning.problem import Problem, Solved, Status, microbatch_bytes
-from zerobubble.planning.seeds import computed_again, serial_schedule, split
-from zerobubble.simulation import peak_memory
+from zerobubble.planning.problem import Solved, Status
 
 NOTE_WIDTH = 118
 """Columns of the notes under a table."""
@@ -61,21 +59,7 @@ def _note(solved: Solved, searched: bool) -> str:
     if solved.status is Status.OPTIMAL:
         return f"nothing on this placement is shorter: {solved.bound.reason}"
     how = "the search ended with" if searched else "without a search it has"
-    if searched and (obstacle := split_shortage(solved.problem)):
-        how = f"nothing was searched, since {obstacle}; it has"
     return f"{how} a {solved.problem.objective} {percent(solved.gap)} over its bound: {solved.bound.reason}"
-
-
-def split_shortage(problem: Problem) -> str:
-    """Why no schedule of the search fits, in all of which B and W are apart: B may leave W more than F saved; empty where one fits."""
-    costs = problem.costs.scaled(max(problem.costs.shares)) if problem.costs.shares else problem.costs
-    peaks = peak_memory(computed_again(split(serial_schedule(problem.placement, 1)), problem), costs)
-    sizes = microbatch_bytes(problem.placement, costs)
-    for rank, (peak, limit, whole) in enumerate(zip(peaks, problem.limits.memory, sizes, strict=True)):
-        if peak > limit:
-            takes = f"then takes the memory of {peak / whole:.4g} on rank {rank}"
-            return f"the search runs W apart from B and one microbatch {takes}, which has room for {limit / whole:.4g}: raise its limit"
-    return ""
 
 
 def percent(share: float) -> str:

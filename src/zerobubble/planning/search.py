@@ -67,10 +67,16 @@ def search(
         if progress is not None:
             progress(Progress(time, bound, how, budget.elapsed))
 
-    state = kernels.SearchState(kernels.tables_of(problem), bound, budget, report)
-    interrupted = False
+    apart, joined = (kernels.tables_of(problem, joins=joins) for joins in (False, True))
+    # Where B and W may be in one piece, half of the budget is for them apart, which is better where there is room for what B leaves to W.
+    turns = [apart, joined] if joined.joins else [apart]
+    state, orders, interrupted = kernels.SearchState(apart, bound, budget, report), [kernels.order_of(other) for other in seeds], False
     try:
-        kernels.search_portfolio(state, problem, [kernels.order_of(other) for other in seeds], seed)
+        for done, tables in enumerate(turns):
+            left = max(0.0, seconds - budget.elapsed) / (len(turns) - done)
+            state = state.with_tables(tables, kernels.BudgetMeter(left, evaluations and evaluations // len(turns)))
+            kernels.search_portfolio(state, problem, orders, seed)
+            budget.used += state.budget.used
     except KeyboardInterrupt:
         if state.order is None:
             raise
@@ -98,15 +104,18 @@ def search_again(
 def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
     """Span and makespan of `schedule` in ns by the compiled simulator, and whether it fits the limits.
 
-    A backward in one piece is played as B and W. Raises `InputError` for a schedule that cannot run.
+    A backward in one piece is played as B and W where there is room for what B leaves to W. Raises `InputError` for a schedule that
+    cannot run.
     """
     kernels = load_kernels()
     order = kernels.order_of(schedule)
-    both = [kernels.tables_of(replace(problem, objective=objective)) for objective in (Objective.SPAN, Objective.MAKESPAN)]
-    span, makespan = (kernels.longest_time(tables, kernels.rows_of(tables, order)) for tables in both)
+    both = [kernels.tables_of(replace(problem, objective=one), joins=True) for one in (Objective.SPAN, Objective.MAKESPAN)]
+    rows = [kernels.rows_of(tables, order) for tables in both]
+    fits, _ = map(kernels.all_ranks_fit, both, rows)  # which also finds out what is in one piece
+    span, makespan = map(kernels.longest_time, both, rows)
     if span < 0:
         raise InputError(f"the schedule {schedule.name!r} cannot run: see schedule_faults")
-    return span, makespan, kernels.all_ranks_fit(both[0], kernels.rows_of(both[0], order))
+    return span, makespan, fits
 
 
 def compile_kernels(again: bool = False) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from math import inf
 from statistics import fmean
 
+from zerobubble.costs import Costs
 from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind, Stuff, kinds_making
@@ -15,7 +16,7 @@ from zerobubble.planning.problem import Problem
 from zerobubble.planning.recomputation import lean_costs
 from zerobubble.rules import recomputed
 from zerobubble.schedules import SCHEDULES, Recipe
-from zerobubble.simulation import memory_faults
+from zerobubble.simulation import held_bytes, memory_faults
 
 
 def published(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
@@ -114,13 +115,14 @@ def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
 
 
 def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
-    """Those that fit the limits, backward passes split unless what a split leaves to W takes more room than there is.
+    """Those that fit the limits, backward passes split where there is room for what that leaves to W.
 
     Forwards of stages that compute again are computed again.
     """
     for schedule in schedules:
-        both = (computed_again(order, problem) for order in (split(schedule), schedule))
-        yield from islice((order for order in both if fits_memory(order, problem)), 1)
+        order = split_in_room(computed_again(schedule, problem), problem)
+        if fits_memory(order, problem):
+            yield order
 
 
 def computed_again(schedule: Schedule, problem: Problem) -> Schedule:
@@ -158,6 +160,39 @@ def split(schedule: Schedule) -> Schedule:
     """The same order, one pass at a time, with each BW as B and W: its gradient leaves earlier, and nothing has to wait longer."""
     rows = tuple(tuple(part for op in row for part in _parts(op)) for row in schedule.rows)
     return replace(schedule, rows=rows, overlaps=frozenset())
+
+
+def split_in_room(schedule: Schedule, problem: Problem) -> Schedule:
+    """As `split`, but a BW whose B leaves more to W than its rank has room for stays in one piece."""
+    costs, whole = problem.costs, split(schedule)
+    if all(after_b <= after_f for after_b, after_f in zip(costs.held_after_b, costs.held_after_f, strict=True)):
+        return whole
+    rows = (_row_in_room(row, costs, limit) for row, limit in zip(schedule.rows, problem.limits.memory, strict=True))
+    return replace(whole, rows=tuple(rows))
+
+
+def _row_in_room(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
+    passes: list[Op] = []
+    for op, held in zip(row, held_bytes(row, costs), strict=True):
+        waits = -costs.memory_change(Kind.W, op.stage, microbatch=op.microbatch)
+        passes += _parts(op) if held + waits <= limit else [op]
+    return tuple(passes)
+
+
+def joined_for_room(schedule: Schedule, problem: Problem) -> Schedule:
+    """The other way round: a B for whose W its rank has no room is in one piece with that W where it comes next."""
+    rows = (_row_joined(row, problem.costs, limit) for row, limit in zip(schedule.rows, problem.limits.memory, strict=True))
+    return replace(schedule, rows=tuple(rows))
+
+
+def _row_joined(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
+    passes: list[Op] = []
+    for op, before, over in zip(row, (None, *row), (False, *(held > limit for held in held_bytes(row, costs))), strict=False):
+        if over and before == op._replace(kind=Kind.B) and op.kind is Kind.W:
+            passes[-1] = op._replace(kind=Kind.BW)
+        else:
+            passes.append(op)
+    return tuple(passes)
 
 
 def _parts(op: Op) -> tuple[Op, ...]:

@@ -24,6 +24,7 @@ from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import CODE, PLANNED, Ints, Tables, tables_of
 from zerobubble.planning.problem import Problem
+from zerobubble.planning.seeds import joined_for_room
 
 KINDS = (*PLANNED, Kind.R)
 """The kinds that codes stand for here: `k * stages + s` for the passes of `KINDS[k]` and stage s."""
@@ -109,13 +110,13 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
 def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Schedule) -> tuple[Tables, Choice]:
     """The tables of `problem` with R's as passes of their own, those of `schedule`, and what may be chosen besides."""
     stages, m = problem.placement.num_stages, problem.num_microbatches
-    plain = tables_of(replace(problem, costs=replace(problem.costs, further=()), recomputation=None))
+    plain = tables_of(replace(problem, costs=replace(problem.costs, further=()), recomputation=None), joins=True)
     codes = np.concatenate([plain.codes, np.full(stages, -1, CODE)])
     ranks = plain.ranks.copy()
     for stage, home in enumerate(problem.placement.routes[0]):
         forward, backward, again = (KINDS.index(kind) * stages + stage for kind in (Kind.F, Kind.B, Kind.R))
         codes[again]["rank"], codes[again]["predecessor"], codes[again]["successor"] = home, forward, backward
-        for name in ("time", "held", "ahead", "over", "lag"):
+        for name in ("time", "held", "ahead", "over", "lag", "grows"):
             codes[again][name] = 0
     for rank in range(len(ranks)):
         ranks[rank]["first"] += m * sum(home < rank for home in problem.placement.routes[0])
@@ -176,7 +177,8 @@ def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Sc
                 row.append(Op(KINDS[code // stages], code % stages, number[code]))
             number[code] += 1
         rows.append(tuple(row))
-    return Schedule(name, problem.placement, m, tuple(rows))
+    schedule = Schedule(name, problem.placement, m, tuple(rows))
+    return joined_for_room(schedule, problem) if tables.joins else schedule
 
 
 def _chosen(problem: Problem, tables: Tables, choice: Choice, levels: Sequence[Level]) -> tuple[Level, ...]:

@@ -85,6 +85,8 @@ def anneal(
             back_from = stop - 1 if stop > start else stop + 1
             back_to = move_pass(tables, rows, rank, back_from, start)
         low, high = min(start, stop, back_from, back_to), max(start, stop, back_from, back_to) + 1
+        if tables.joins:  # a pass beside those that moved may have come beside its B or W, or have lost it
+            low, high = max(low - 1, tables.ranks[rank].first), min(high + 1, tables.ranks[rank].stop)
         accepted = update_held(tables, rows, rank, low, high)
         if accepted:
             cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
@@ -176,7 +178,7 @@ def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
     while low < high:
         middle = (low + high) // 2
         one = rows.code[middle] * tables.microbatches + rows.microbatch[middle]
-        if in_sample(rows.end, middle, 0) - tables.time[one] < time:
+        if in_sample(rows.end, middle, 0) - rows.time[one] < time:
             low = middle + 1
         else:
             high = middle
@@ -239,8 +241,9 @@ def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
         length += 1
         code = rows.code[at]
         rank, need = tables.codes[code].rank, tables.codes[code].maker
-        start = in_sample(rows.end, at, sample) - duration_of(tables, rows.end, rows.sampled, code, rows.microbatch[at], sample)
-        ahead = tables.ahead[code * tables.microbatches + rows.microbatch[at]]
+        one = code * tables.microbatches + rows.microbatch[at]
+        start = in_sample(rows.end, at, sample) - duration_of(rows.time, rows.end, rows.sampled, one, sample)
+        ahead = tables.ahead[one]
         in_row = at > tables.ranks[rank].first and in_sample(rows.end, at - 1, sample) + ahead == start
         if need >= 0:
             source = rows.where[need * tables.microbatches + rows.microbatch[at]]

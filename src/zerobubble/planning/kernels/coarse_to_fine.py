@@ -15,7 +15,7 @@ from zerobubble.ir import Placement
 from zerobubble.planning.kernels.policy import NEVER, for_twice_the_ranks, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
-from zerobubble.planning.kernels.tables import Floats, tables_of
+from zerobubble.planning.kernels.tables import Floats, Tables, tables_of
 from zerobubble.planning.problem import Problem
 
 POOL_SIZE = 8
@@ -93,15 +93,15 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
     levels = coarse_problems(problem)
     for level, small in enumerate(levels):
         budget = _budget_until(state.budget, share * (level + 1) / len(levels))
-        best = _search_level(small, pool, budget, is_coarsest=level == 0)
+        best = _search_level(tables_of(small, joins=state.tables.joins), small.bound().time, pool, budget, is_coarsest=level == 0)
         state.budget.used += budget.used
         pool = PolicyPool.of(np.concatenate([best, for_twice_the_ranks(best)]))  # the next level tells which of the two are better
     return pool
 
 
-def _search_level(problem: Problem, pool: PolicyPool, budget: BudgetMeter, is_coarsest: bool) -> Floats:
+def _search_level(tables: Tables, bound: int, pool: PolicyPool, budget: BudgetMeter, is_coarsest: bool) -> Floats:
     """The policies that are best for one of the coarser problems, best first, after a search that begins with those of `pool`."""
-    state = SearchState(tables_of(problem), problem.bound().time, budget, lambda time, how: None)
+    state = SearchState(tables, bound, budget, lambda time, how: None)
     state.improve_policies(pool, len(pool.costs))  # as many tries as policies: each is tried as it is
     niches = [pool.best(POOL_SIZE) for _ in range(NICHES if is_coarsest else 1)]
     for n, niche in enumerate(niches):

@@ -40,7 +40,7 @@ _RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "a
 - `filled`: the number of passes it has run.
 - `free`: when it is free, and `idle` how long it has idled, in ns.
 - `held`: the bytes it holds, and `alive` those of them that wait for a B.
-- `room`: the bytes that may wait for a B, its limit less what a B may add.
+- `room`: the bytes that may wait for a B, its limit less what a B may add, if need be in one piece with its W.
 - `pending`: the number of W whose B has run.
 - `choice`: the code that it runs next.
 - `start`: when its most urgent F or B could start, in ns.
@@ -89,7 +89,8 @@ def list_schedule(tables: Tables, due: Floats, dispatch: Records, scratch: ListS
     reset(tables, due, scratch)
     for rank in range(len(tables.ranks)):
         choose_next_pass(tables, dispatch, scratch, rank, True)
-    for _ in range(len(scratch.order)):
+    done = 0
+    while done < len(scratch.order):
         rank = first_rank_to_start(scratch)
         if scratch.next_start[rank] == FAR:
             # `strict` may keep every rank waiting for a pass that waits itself: choose among all that is ready.
@@ -98,7 +99,9 @@ def list_schedule(tables: Tables, due: Floats, dispatch: Records, scratch: ListS
             rank = first_rank_to_start(scratch)
             if scratch.next_start[rank] == FAR:
                 return -1, 0
+        done -= scratch.ranks[rank].filled
         user = run_chosen_pass(tables, dispatch[rank].period, scratch, rank)
+        done += scratch.ranks[rank].filled
         choose_next_pass(tables, dispatch, scratch, rank, True)
         if user >= 0 and tables.codes[user].rank != rank:
             # A message changes what its reader runs next only if it comes before what the reader has chosen, within its patience.
@@ -132,7 +135,7 @@ def reset(tables: Tables, due: Floats, scratch: ListScratch) -> None:
         growth = 0
         for at in range(tables.ranks[rank].forward, tables.ranks[rank].forward_stop):
             back = tables.codes[tables.codes[tables.forwards[at]].successor]
-            growth = max(growth, back.held + back.over)
+            growth = max(growth, back.held + back.over - (back.grows if tables.joins else 0))
         state.room = tables.ranks[rank].limit - growth
 
 
@@ -149,7 +152,7 @@ def first_rank_to_start(scratch: ListScratch) -> int:
 
 @inlined
 def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: int) -> int:
-    """Let `rank` run what it chose; the code that waits for the message, -1 if none does."""
+    """Let `rank` run what it chose, a B that does not fit together with its W; the code that waits for the message, -1 if none does."""
     state, m = scratch.ranks[rank], tables.microbatches
     code = state.choice
     of, one = tables.codes[code], scratch.next[code]
@@ -166,6 +169,15 @@ def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: i
         state.pending += 1
     else:  # W
         state.pending -= 1
+    if tables.joins and of.grows > 0 and state.held > tables.ranks[rank].limit:
+        weight, behind = tables.codes[of.successor], scratch.next[of.successor]
+        state.free += weight.time
+        state.held += weight.held
+        state.pending -= 1
+        scratch.order[tables.ranks[rank].first + state.filled] = of.successor
+        state.filled += 1
+        behind.runs += 1
+        behind.due += period
     scratch.end[code * m + one.runs] = state.free
     if of.user >= 0 and scratch.next[of.user].runs == one.runs:
         scratch.next[of.user].arrival = state.free + tables.codes[of.user].lag

@@ -38,8 +38,10 @@ class Rows(NamedTuple):
     microbatch: Ints
     where: Ints
     """The position of code c for microbatch j, at `c * microbatches + j`."""
+    time: Ints
+    """The ns of code c for microbatch j, at the same place; a B in one piece with its W takes the time of both, and that W none."""
     held: Ints
-    """Bytes the rank holds once the pass has run."""
+    """Bytes the rank holds once the pass has run, were all B and W apart."""
     end: Times
     """When the pass ends, in ns."""
     idle: Times
@@ -72,11 +74,12 @@ def rows_of(tables: Tables, order: Ints, sampled: SampledTimes | None = None) ->
     """The rows of `order`, which have not been played yet, with the times of the tables or with sampled ones."""
     size = len(order)
     microbatch, where, held = (np.zeros(size, np.int64) for _ in range(3))
+    time = tables.time.copy() if tables.joins else tables.time
     if sampled is None:
-        rows = Rows(order.copy(), microbatch, where, held, np.zeros(size, np.int64), np.zeros(size, np.int64), ())
+        rows = Rows(order.copy(), microbatch, where, time, held, np.zeros(size, np.int64), np.zeros(size, np.int64), ())
     else:
         end, idle = np.zeros_like(sampled.duration), np.zeros_like(sampled.duration)
-        rows = Rows(order.copy(), microbatch, where, held, end, idle, sampled)
+        rows = Rows(order.copy(), microbatch, where, time, held, end, idle, sampled)
     number_microbatches(tables, rows, np.zeros(len(tables.codes), np.int64))
     return rows
 
@@ -100,15 +103,35 @@ def number_microbatches(tables: Tables, rows: Rows, count: Ints) -> None:
 
 @compiled
 def update_held(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> bool:
-    """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the rank's limit is passed there."""
+    """Fill in `held` from position `start` up to `stop` of the row of `rank`; False if the rank's limit is passed there.
+
+    Where B and W may be joined, fills in `time`, too, from the position before `start` on; `stop` is then the end of the row or a
+    position whose pass has none before it that has changed.
+    """
     held = rows.held[start - 1] if start > tables.ranks[rank].first else 0
     for i in range(start, stop):
         one = rows.code[i] * tables.microbatches + rows.microbatch[i]
         held += tables.held[one]
         rows.held[i] = held
+        if tables.joins:
+            rows.time[one] = tables.time[one]
+            if i > tables.ranks[rank].first and joined(tables, rows, rank, i - 1):
+                rows.time[one] = 0
         if held + tables.over[one] > tables.ranks[rank].limit:
-            return False
+            if not (tables.joins and i + 1 < tables.ranks[rank].stop and joined(tables, rows, rank, i)):
+                return False
+            if held - tables.codes[rows.code[i]].grows > tables.ranks[rank].limit:
+                return False
+            rows.time[one] += tables.time[rows.code[i + 1] * tables.microbatches + rows.microbatch[i + 1]]
     return True
+
+
+@inlined
+def joined(tables: Tables, rows: Rows, rank: int, at: int) -> bool:
+    """Whether the pass at a position, which has one behind it, is a B in one piece with its W: that is behind it, and there is no room."""
+    code, limit = rows.code[at], tables.ranks[rank].limit
+    has_weight = tables.codes[code].successor == rows.code[at + 1] and rows.microbatch[at] == rows.microbatch[at + 1]
+    return bool(tables.codes[code].grows > 0 and has_weight and rows.held[at] > limit)
 
 
 @compiled
@@ -160,7 +183,7 @@ def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: 
                 )
                 if waited and exceeds(rows.end, longest, total, share, cutoff):
                     return -1, np.inf
-            free = run_pass(rows.end, rows.idle, rows.sampled, i, one, tables.time[one], free, idle)
+            free = run_pass(rows.end, rows.idle, rows.sampled, i, one, rows.time[one], free, idle)
             if tables.codes[code].user >= 0:
                 reader = tables.codes[tables.codes[code].user].rank
                 if blocked[reader] == i:

@@ -213,11 +213,11 @@ def aim(end: Times, longest: Any, cost: float) -> Any:
 
 
 @inlined
-def duration_of(tables: Tables, end: Times, sampled: Any, code: int, microbatch: int, sample: int) -> Any:
-    """What the pass of a code and microbatch takes in a sample."""
+def duration_of(time: Ints, end: Times, sampled: Any, one: int, sample: int) -> Any:
+    """What the pass that has place `one` among those of all codes and microbatches takes in a sample; `time` are the measured ns."""
     if end.ndim == 1:
-        return tables.time[code * tables.microbatches + microbatch]
-    return sampled.duration[code * tables.microbatches + microbatch, sample]
+        return time[one]
+    return sampled.duration[one, sample]
 
 
 @inlined

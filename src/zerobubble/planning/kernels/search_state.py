@@ -65,6 +65,12 @@ class SearchState:
         self.time, self.how = 1 << 62, ""
         self._leg, self._scratch, self._priorities = legs_of(tables), list_scratch(tables), empty_priorities(tables)
 
+    def with_tables(self, tables: Tables, budget: BudgetMeter) -> SearchState:
+        """The search with other tables of the same problem, in which the best rows take no longer, and another budget."""
+        other = SearchState(tables, self.bound, budget, self.report)
+        other.order, other.time, other.how = self.order, self.time, self.how
+        return other
+
     @property
     def done(self) -> bool:
         return self.time <= self.bound or self.budget.spent >= 1

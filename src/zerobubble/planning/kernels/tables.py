@@ -14,25 +14,26 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.kinds import HELD, MOVES, traits_of
 from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.seeds import joined_for_room
 from zerobubble.rules import used_stages
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PLANNED = (Kind.F, Kind.B, Kind.W)
-"""The kinds a plan is made of: a backward in one piece is never better than B and W side by side."""
+"""The kinds a plan is made of: a backward in one piece is never better than B and W apart, where there is room for what B leaves to W."""
 
 _MAKER = {stuff: kind for kind in PLANNED for stuff in traits_of(kind).makes}
 
 
-CODE = np.dtype([(name, "i8") for name in ("rank", "time", "held", "ahead", "over", "maker", "lag", "user", "predecessor", "successor")])
+CODE = np.dtype([(n, "i8") for n in ("rank", "time", "held", "ahead", "over", "maker", "lag", "user", "predecessor", "successor", "grows")])
 """What is known of a code, in ns and bytes; -1 stands for no code.
 
 `held` is by how many bytes a pass changes what its rank holds. A B whose forward is computed again has its R right before it: `ahead` is
 the ns of that R, which does not wait for the message of B, and `over` by how many bytes the rank then holds more than before and after.
 `maker` is the code whose message a pass waits for, which takes `lag` ns, and
 `user` the code that waits for its own message. `predecessor` is the code of the same stage that must have run before it, and
-`successor` the one that comes next on the same stage.
+`successor` the one that comes next on the same stage. `grows` is how many bytes more a B leaves to W than F saved: see `Tables.joins`.
 """
 
 RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "forward", "forward_stop")])
@@ -51,6 +52,8 @@ class Tables(NamedTuple):
     microbatches: int
     from_start: bool
     """Whether the time before a rank's first pass counts (makespan) or not (span)."""
+    joins: bool
+    """Whether a B that `grows` beyond the limit is in one piece with its W, if that is the next pass of the row: see `play.joined`."""
     codes: Records
     """A `CODE` per code."""
     ranks: Records
@@ -76,8 +79,8 @@ class Tables(NamedTuple):
         return self.microbatches * len(self.codes)
 
 
-def tables_of(problem: Problem) -> Tables:
-    """The arrays of `problem`."""
+def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
+    """The arrays of `problem`, for schedules in which B and W may be in one piece where memory asks for it, if `joins`."""
     ranks_of_stages = problem.placement.routes[0]
     codes = _codes(problem)
     chain = _chain(codes)
@@ -87,6 +90,7 @@ def tables_of(problem: Problem) -> Tables:
     return Tables(
         problem.num_microbatches,
         problem.objective is Objective.MAKESPAN,
+        joins and bool(codes["grows"].any()),
         codes,
         _ranks(problem, codes, time + ahead),
         _ints(sorted(begins, key=lambda code: ranks_of_stages[code % len(ranks_of_stages)])),
@@ -142,6 +146,7 @@ def _codes(problem: Problem) -> Records:
         one["time"] = costs.time(kind, stage)
         one["held"] = costs.memory_change(kind, stage) if problem.costs.shares else _change(problem, kind, stage)
         one["ahead"], one["over"] = 0, 0
+        one["grows"] = max(0, costs.memory_change(kind, stage)) if kind is Kind.B else 0
         if kind is Kind.B and problem.recomputes(stage):
             one["ahead"] = costs.time(Kind.R, stage)
             one["over"] = max(0, costs.memory_change(Kind.R, stage) - one["held"])
@@ -209,7 +214,8 @@ def order_of(schedule: Schedule) -> Ints:
 def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, takers: Sequence[int] = ()) -> Schedule:
     """The schedule whose rows are `order`, with each R right before its B.
 
-    `takers` are the microbatches in their places, if not given in the order of their numbers.
+    `takers` are the microbatches in their places, if not given in the order of their numbers. Where `tables` join what does not fit
+    apart, the schedule has a BW there.
     """
     number = takers or range(tables.microbatches)
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)
@@ -222,4 +228,5 @@ def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, 
             row += [op._replace(kind=Kind.R), op] if again else [op]
             count[code] += 1
         rows.append(tuple(row))
-    return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
+    schedule = Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
+    return joined_for_room(schedule, problem) if tables.joins else schedule

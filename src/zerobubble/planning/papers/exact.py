@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from zerobubble.bounds import Bound
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.papers.partial_schedule import Pass, check_memory, pass_needs, serial_split_schedule
+from zerobubble.planning.papers.partial_schedule import check_memory, pass_needs
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem import Objective, Problem, Status
-from zerobubble.planning.seeds import split
+from zerobubble.planning.seeds import serial_schedule, split_in_room
 from zerobubble.simulation import memory_faults, simulate
 
 
@@ -66,37 +66,41 @@ def _start(problem: Problem, hint: Schedule | None) -> Schedule:
         return min(_quick(problem), key=lambda schedule: _objective(problem, schedule))
     if (hint.placement.routes, hint.num_microbatches) != (problem.placement.routes, problem.num_microbatches):
         raise InputError(f"the hint {hint.name!r} is for another placement or number of microbatches: make one for the problem")
-    start = _in_order(hint)
-    for fault in memory_faults(start, problem.costs, problem.limits):
-        raise InputError(f"the hint {hint.name!r}, its backward passes split, does not fit: {fault}")
-    return start
+    for fault in memory_faults(hint, problem.costs, problem.limits):
+        raise InputError(f"the hint {hint.name!r} does not fit: {fault}")
+    return _in_order(split_in_room(hint, problem))
 
 
 def _quick(problem: Problem) -> Iterator[Schedule]:
     for planner in (zb_heuristic, zb_v_greedy):
         with suppress(InputError):
             yield planner(problem)
-    yield serial_split_schedule(problem)
+    yield split_in_room(serial_schedule(problem.placement, problem.num_microbatches), problem)
 
 
 def _in_order(schedule: Schedule) -> Schedule:
-    """Backward passes split and microbatches numbered in the order in which they come to each pass: no pass has to wait longer."""
-    count: Counter[Pass] = Counter()
-    rows = tuple(tuple(_next(count, op.kind, op.stage) for op in row) for row in split(schedule).rows)
+    """Microbatches numbered in the order in which they come to F and to B of each stage, W as their B: no pass has to wait longer."""
+    numbers: dict[tuple[bool, int], list[int]] = defaultdict(list)
+    rows = tuple(tuple(_numbered(op, numbers) for op in row) for row in schedule.rows)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
 
 
-def _next(count: Counter[Pass], kind: Kind, stage: int) -> Op:
-    count[kind, stage] += 1
-    return Op(kind, stage, count[kind, stage] - 1)
+def _numbered(op: Op, numbers: dict[tuple[bool, int], list[int]]) -> Op:
+    """The pass with its new number, given the old numbers of those before it by stage, forward (True) and backward."""
+    known = numbers[op.kind is Kind.F, op.stage]
+    if op.kind is not Kind.W:
+        known.append(op.microbatch)
+    return op._replace(microbatch=known.index(op.microbatch))
 
 
 class _Program:
     """The constraint program of a problem whose objective lies between `least` ns and that of the schedule `known`.
 
     Microbatches pass each stage in order, which loses nothing, since they are alike; the first pass of a rank starts as soon as it
-    can, as it will when played. Times count ticks, `grain` of them for every `unit` of ns. Passes of no time take one tick, so that
-    passes of a rank have an order; `grain` is so large that all of these together cannot hide a unit.
+    can, as it will when played. B and W may be one piece where B leaves more bytes to W than F saved: that holds no more than F saved, its
+    gradient leaves at its end, and it may come before W of other microbatches. Times count ticks, `grain` of them for every `unit` of ns.
+    Passes of no time take one tick, so that passes of a rank have an order; `grain` is so large that all of these together cannot hide a
+    unit.
     """
 
     def __init__(self, cp_model: Any, problem: Problem, known: Schedule, least: int) -> None:
@@ -111,13 +115,26 @@ class _Program:
         self.horizon = problem.num_microbatches * (sum(self.length.values()) + 2 * sum(map(self.ticks, costs.comm)))
         self.start = {Op(*one, j): self.variable() for one in self.needs for j in range(problem.num_microbatches)}
         self.end = {op: start + self.length[op.kind, op.stage] for op, start in self.start.items()}
+        self.in_one = {op: self.model.new_bool_var("") for op in self.start if op.kind is Kind.B and self._grows(op.stage)}
         self._precedence()
         for rank in range(problem.placement.num_ranks):
             self._no_overlap(rank)
             self._limit_memory(rank)
         self._minimise(self.ticks(least) - self.points, self.ticks(_objective(problem, known)) + self.points)
         for span in (span for row in simulate(known, costs).rows for span in row):
-            self.model.add_hint(self.start[span.op], self.ticks(span.start))
+            self._add_hint(span.op, span.start)
+
+    def _add_hint(self, op: Op, start: int) -> None:
+        """Tell when a pass may start, in ns."""
+        if op.kind is Kind.BW:
+            op = op._replace(kind=Kind.B)
+            self.model.add_hint(self.start[op._replace(kind=Kind.W)], self.ticks(start + self.problem.costs.time(*op[:2])))
+            self.model.add_hint(self.in_one[op], 1)
+        self.model.add_hint(self.start[op], self.ticks(start))
+
+    def _grows(self, stage: int) -> bool:
+        """Whether B of a stage leaves more bytes to W than F saved for it."""
+        return self.problem.costs.held_after_b[stage] > self.problem.costs.held_after_f[stage]
 
     def variable(self) -> Any:
         return self.model.new_int_var(0, self.horizon, "")
@@ -132,12 +149,17 @@ class _Program:
         firsts = {Op(Kind.F, home.index(rank), 0) for rank in set(home)}
         self.model.add(self.start[Op(Kind.F, 0, 0)] == 0)
         for op, start in self.start.items():
-            if op.microbatch + 1 < microbatches:
+            if op.microbatch + 1 < microbatches and not (op.kind is Kind.W and self._grows(op.stage)):
                 self.model.add(self.end[op] <= self.start[op._replace(microbatch=op.microbatch + 1)])
             for kind, stage in self.needs[op.kind, op.stage]:
                 link = self.ticks(self.problem.costs.comm[min(stage, op.stage)]) if home[stage] != home[op.stage] else 0
                 arrival = self.end[Op(kind, stage, op.microbatch)] + link
                 self.model.add(start == arrival if op in firsts else start >= arrival)
+                maker = Op(kind, stage, op.microbatch)
+                if maker in self.in_one and op.kind is Kind.B:
+                    self.model.add(start >= self.end[maker._replace(kind=Kind.W)] + link).only_enforce_if(self.in_one[maker])
+        for op, in_one in self.in_one.items():
+            self.model.add(self.start[op._replace(kind=Kind.W)] == self.end[op]).only_enforce_if(in_one)
 
     def _no_overlap(self, rank: int) -> None:
         """A rank runs one pass at a time."""
@@ -148,30 +170,36 @@ class _Program:
     def _limit_memory(self, rank: int) -> None:
         """What F saved is held until B ends, what B leaves until W ends; the part that is both is one stretch, which proves more."""
         held = [stretch for _, stage in self.problem.placement.stages(rank) for stretch in self._stretches(stage)]
-        parts = [(bytes_, self.model.new_interval_var(begin, self.variable(), end, "")) for bytes_, begin, end in held]
-        if parts:
-            scale = gcd(*(bytes_ for bytes_, _ in parts))
-            demands = [bytes_ // scale for bytes_, _ in parts]
-            self.model.add_cumulative([interval for _, interval in parts], demands, self.problem.limits.memory[rank] // scale)
+        if held:
+            scale = gcd(*(bytes_ for bytes_, _ in held))
+            demands = [bytes_ // scale for bytes_, _ in held]
+            self.model.add_cumulative([interval for _, interval in held], demands, self.problem.limits.memory[rank] // scale)
 
-    def _stretches(self, stage: int) -> list[tuple[int, Any, Any]]:
-        """Bytes held by the microbatches of a stage, from when to when."""
+    def _stretches(self, stage: int) -> list[tuple[int, Any]]:
+        """Bytes held by the microbatches of a stage, each with the interval for which they are."""
         saved, work = self.problem.costs.held_after_f[stage], self.problem.costs.held_after_b[stage]
-        both, stretches = min(saved, work), []
+        both = min(saved, work)
+        stretches: list[tuple[int, Any]] = []
         for j in range(self.problem.num_microbatches):
             taken, turned, freed = self.start[Op(Kind.F, stage, j)], self.end[Op(Kind.B, stage, j)], self.end[Op(Kind.W, stage, j)]
-            stretches += [(both, taken, freed), (saved - both, taken, turned), (work - both, turned, freed)]
-        return [stretch for stretch in stretches if stretch[0]]
+            times = [(both, taken, freed), (saved - both, taken, turned)]
+            stretches += [(bytes_, self.model.new_interval_var(begin, self.variable(), end, "")) for bytes_, begin, end in times if bytes_]
+            if work > saved:
+                apart = ~self.in_one[Op(Kind.B, stage, j)]
+                interval = self.model.new_optional_interval_var(turned, self.variable(), freed, apart, "")
+                stretches.append((work - saved, interval))
+        return stretches
 
     def _minimise(self, least: int, most: int) -> None:
         """Make the objective small."""
         objective = self.model.new_int_var(max(0, least), most, "")
-        last = self.problem.num_microbatches - 1
+        microbatches = range(self.problem.num_microbatches)
         for rank in range(self.problem.placement.num_ranks):
             stages = [stage for _, stage in self.problem.placement.stages(rank)]
             begin = 0 if self.problem.objective is Objective.MAKESPAN else self.start[Op(Kind.F, stages[0], 0)]
             for stage in stages:
-                self.model.add(objective >= self.end[Op(Kind.W, stage, last)] - begin)
+                for j in microbatches if self._grows(stage) else microbatches[-1:]:
+                    self.model.add(objective >= self.end[Op(Kind.W, stage, j)] - begin)
         self.model.minimize(objective)
 
     def solve(self, seconds: float, workers: int) -> tuple[list[Schedule], int]:
@@ -188,7 +216,10 @@ class _Program:
 
     def _read(self, solver: Any) -> Schedule:
         home, order = self.problem.placement.routes[0], sorted(self.start, key=lambda op: solver.value(self.start[op]))
-        rows = tuple(tuple(op for op in order if home[op.stage] == rank) for rank in range(self.problem.placement.num_ranks))
+        whole = {op for op, in_one in self.in_one.items() if solver.value(in_one)}
+        joined = {op._replace(kind=Kind.W) for op in whole}
+        passes = [op._replace(kind=Kind.BW) if op in whole else op for op in order if op not in joined]
+        rows = tuple(tuple(op for op in passes if home[op.stage] == rank) for rank in range(self.problem.placement.num_ranks))
         schedule = Schedule("exact", self.problem.placement, self.problem.num_microbatches, rows)
         assert not memory_faults(schedule, self.problem.costs, self.problem.limits)
         return schedule

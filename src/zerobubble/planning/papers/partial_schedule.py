@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from graphlib import TopologicalSorter
 
 from zerobubble.bounds import shortage
 from zerobubble.errors import InputError
@@ -146,13 +145,3 @@ def check_memory(problem: Problem) -> None:
 def shortest(finished: Iterable[PartialSchedule]) -> PartialSchedule:
     """The finished schedule of the smallest cost, the first of several."""
     return min(finished, key=lambda partial: partial.cost)
-
-
-def serial_split_schedule(problem: Problem) -> Schedule:
-    """One microbatch after the other, each W after its B: the least memory that split passes can do with, and the most time."""
-    partial = PartialSchedule(problem)
-    chain = [one for one in TopologicalSorter(partial.needs).static_order() if one[0] is not Kind.W]
-    for kind, stage in chain * problem.num_microbatches:
-        partial.run(kind, stage)
-        partial.run_weights()
-    return partial.schedule("one by one")
