@@ -71,6 +71,8 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
         "megatron-175b", gpu="H100", tp=8, pp=ranks, v=2, precision="fp8", layers=[96, *[0] * (2 * ranks - 1)]
     )
     values += [estimate, estimate.step(schedule), estimate.setting.model, estimate.setting.gpu, estimate.efficiency]
+    with_experts = zb.cost_model.MODELS["deepseek-v3"]
+    values += [with_experts, with_experts.experts, with_experts.latent]
     divided = zb.cost_model.divide("megatron-22b", gpu="A100", gpus=8, batch=ranks, top=2)
     values += [divided, divided.best]
     return [*values, layers_of(ranks)[0], traced, traced.clocks[1], zb.simulation.metrics(schedule, costs)]

@@ -38,7 +38,7 @@ cluster_options = option_group(
     click.option("--model", metavar="NAME", help="Divide this model over GPUs, such as llama3-405b, by estimates instead of --times."),
     click.option("--gpu", metavar="NAME", help="With --model: the GPU, such as H100."),
     click.option("--gpus", type=int, metavar="N", help="With --model: how many there are."),
-    click.option("--batch", type=int, metavar="N", help="With --model: sequences of a step."),
+    click.option("--batch", type=int, metavar="N", help="With --model: sequences of a step (as it was trained, if not given)."),
     click.option("--precision", default="bf16", metavar="NAME", help="With --model: of linear layers, bf16 (if not given) or fp8."),
     click.option("--overlap-tp", is_flag=True, help="With --model: hide exchanges of tensor parallelism beside matrix products in F, too."),
     click.option("--top", type=int, default=10, metavar="N", help="With --model: how many ways to tell (10 if not given)."),
@@ -51,9 +51,9 @@ _TAKEN = {"model", "gpu", "gpus", "batch", "precision", "overlap_tp", "top", "me
 def plan_cluster(options: ClusterOptions, room: int | None, as_json: bool) -> None:
     """Print the quickest ways to divide the model; raises for options that are missing or have no meaning beside it, all of them told."""
     _refuse_others()
-    lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus), ("--batch", options.batch)) if value is None]
-    if options.model is None or options.gpu is None or options.gpus is None or options.batch is None:
-        raise click.UsageError(f"--model needs {' and '.join(lacking)}, such as --gpu H100 --gpus 1024 --batch 512")
+    lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus)) if value is None]
+    if options.model is None or options.gpu is None or options.gpus is None:
+        raise click.UsageError(f"--model needs {' and '.join(lacking)}, such as --gpu H100 --gpus 1024")
     with _bar() as progress:
         found = divide(
             options.model,

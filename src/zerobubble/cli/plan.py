@@ -181,7 +181,7 @@ def plan_verb(
     With --weights the winner gathers least of the schedules that are hardly longer; a saved plan keeps the sizes and the room for them,
     which Pipeline takes from it.
 
-    With --model, the model is divided over GPUs: how many share a layer, a sequence and the stages, how large a microbatch is, what is
+    With --model, it is divided over GPUs: how many share a layer, a sequence, experts and the stages, how large a microbatch is, what is
     computed again and in which order, all by estimates from data sheets, with everything that they assume. --memory is then the room of a
     GPU, such as 70GB.
 
@@ -198,7 +198,7 @@ def plan_verb(
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
       zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
-      zerobubble plan --model llama3-405b --gpu H100 --gpus 16384 --batch 2048
+      zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
       zerobubble plan --ranks 8 --microbatches 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
     """

@@ -6,7 +6,21 @@ from zerobubble.cost_model.divide import Division, Divisions, divide
 from zerobubble.cost_model.estimate import Estimate, transformer
 from zerobubble.cost_model.gpus import GPU, GPUS
 from zerobubble.cost_model.kernels import Efficiency
-from zerobubble.cost_model.models import MODELS, Model
+from zerobubble.cost_model.models import MODELS, Experts, Latent, Model
 from zerobubble.cost_model.step import StepEstimate
 
-__all__ = ["GPU", "GPUS", "MODELS", "Division", "Divisions", "Efficiency", "Estimate", "Model", "StepEstimate", "divide", "transformer"]
+__all__ = [
+    "GPU",
+    "GPUS",
+    "MODELS",
+    "Division",
+    "Divisions",
+    "Efficiency",
+    "Estimate",
+    "Experts",
+    "Latent",
+    "Model",
+    "StepEstimate",
+    "divide",
+    "transformer",
+]

@@ -23,9 +23,10 @@ def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         f"and sends {show_bytes(round(gpu.link))} a second to the {gpu.domain - 1} others of its domain and "
         f"{show_bytes(round(gpu.network))} beyond."
     )
+    sustained = gpu.sustained_of(setting.precision) / 1e12
     yield (
-        f"Matrix products reach {efficiency.products:.2f} of that, less what idle processors of the last wave of 256 x 128 tiles and "
-        f"{efficiency.wave} terms a wave for its begin and end cost."
+        f"Power and clocks leave {sustained:,.0f} TFLOP/s of that. Matrix products reach {efficiency.products:.2f} of these, less what "
+        f"idle processors of the last wave of 256 x 128 tiles and {efficiency.wave} terms a wave for its begin and end cost."
     )
     yield f"What is bound by memory reaches {efficiency.memory:.2f} of its bandwidth; nothing of it is hidden beside products."
 
@@ -33,8 +34,9 @@ def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
 def _of_passes(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     model = setting.model
     if model.fused_attention:
-        shares = f"{efficiency.attention_forward:.2f} of the FLOP/s in F and {efficiency.attention_backward:.2f} in B"
-        yield f"Attention is fused, computes the half of the scores that the mask leaves, and reaches {shares}."
+        forward, backward = (flops / 1e12 for flops in setting.gpu.attention_flops)
+        reached = f"{forward:,.0f} TFLOP/s in F and {backward:,.0f} in B"
+        yield f"Attention is fused, in half precision, computes the half of the scores that the mask leaves, and reaches {reached}."
     else:
         yield "Attention writes all its scores to memory; scale, mask and softmax are one kernel, dropout another."
     yield "Bias, dropout and residual are one kernel, and so are bias and activation; the host never keeps a GPU waiting."
@@ -42,7 +44,7 @@ def _of_passes(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         yield "In fp8 inputs and gradients of linear layers are scaled by their largest value, cast and transposed by kernels apart."
     yield {
         "none": "Nothing is computed again.",
-        "selective": "B computes the attention between its projections again.",
+        "selective": "B computes again what is large and quick: attention that is not fused, and the activation of routed experts.",
         "full": "B computes all of its layers again.",
     }[setting.recompute]
     yield f"Microbatches are {setting.microbatch} x {model.sequence} tokens, the vocabulary is padded to {setting.words * setting.tp:,}."
@@ -54,14 +56,18 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         kind = "gathers and reduce-scatters along the sequence" if setting.sequence_parallel else "all-reduces"
         where = "in F and B" if setting.overlap_tp else "in B, and waited for in F"
         yield (
-            f"The {kind} of {setting.tp} GPUs are hidden where they have products beside them {where}; "
-            f"{efficiency.contention:.2f} of the time of what is hidden is paid, all of it in F and B."
+            f"The {kind} of {setting.tp} GPUs are hidden where they have products beside them {where}; {efficiency.contention:.2f} of the "
+            "time of what is hidden is paid, and all that takes longer than the products, in F and B."
         )
+        if setting.overlap_tp:
+            yield f"Products beside exchanges that F and B would wait for come in {setting.tp} parts, each with waves of its own."
     if setting.pp * setting.v > 1:
         over = "the domain's links" if setting.within_domain else "the network"
         yield f"Messages between stages go over {over}, each GPU of a group sending its share, and keep no rank busy."
     if setting.cp > 1:
         yield f"{setting.cp} groups pass keys and values on beside the attention, which is as long on each of them, and wait for the rest."
+    if setting.model.experts is not None:
+        yield from _of_experts(setting)
     if setting.sharers > 1:
         yield (
             f"{setting.sharers} GPUs with the same parameters sum gradients in float32 beside the passes, divide the optimizer's state and "
@@ -69,6 +75,19 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         )
     if setting.model.tied and setting.pp * setting.v > 1:
         yield "The sum of the tied embedding's gradients between the first and the last stage is left out."
+
+
+def _of_experts(setting: Setting) -> Iterator[str]:
+    experts = setting.model.experts
+    assert experts is not None
+    yield f"Each token goes to {experts.chosen} of {experts.routed} experts; every one of them gets as many, and none is dropped."
+    if setting.ep > 1:
+        limit = f", at most {experts.nodes} of them" if experts.nodes else ""
+        yield (
+            f"Experts lie on {setting.ep} GPUs, {min(setting.ep, setting.neighbours)} of them in a domain; tokens go once to each that has "
+            f"experts of theirs, and over the network once to each domain{limit}, in half precision, and nothing is hidden beside that."
+        )
+    yield "Tokens are put in the order of their experts and back by kernels apart, and the products of all experts of a GPU are one kernel."
 
 
 def _of_memory(setting: Setting) -> Iterator[str]:

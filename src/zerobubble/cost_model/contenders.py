@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from operator import le
 from typing import NamedTuple
 
 from zerobubble.cost_model.estimate import message_seconds, shared_layers
-from zerobubble.cost_model.held import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES
+from zerobubble.cost_model.held import GRADIENT_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
 from zerobubble.cost_model.kernels import Efficiency, Kernels
 from zerobubble.cost_model.parts import Parts
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
@@ -64,26 +64,35 @@ class Contender:
 
 
 class Share(NamedTuple):
-    """What a rank has of a model, and what lies before its first stage: stages, embeddings and layers."""
+    """What a rank has of a model, and what lies before its first stage: stages, embeddings and layers without and with experts."""
 
     stages_before: int
     embeddings_before: int
-    layers_before: int
+    dense_before: int
+    routed_before: int
     embeddings: int
     heads: int
-    layers: int
+    dense: int
+    routed: int
 
 
 @lru_cache(4096)
-def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...]) -> tuple[Share, ...]:
+def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...], dense_layers: int) -> tuple[Share, ...]:
     """The shares of ranks, without those that have no more of anything than another one."""
     route = tried.placement(ranks, v).routes[0]
     found: dict[int, Share] = {}
     before = list(accumulate(layers, initial=0))
+    dense_before = [min(dense_layers, count) for count in before]
+    dense_of = [after - first for first, after in pairwise(dense_before)]
     for stage, rank in enumerate(route):
-        share = found.get(rank, Share(stage, int(stage > 0), before[stage], 0, 0, 0))
-        heads = share.heads + (stage == len(route) - 1)
-        found[rank] = share._replace(embeddings=share.embeddings + (stage == 0), heads=heads, layers=share.layers + layers[stage])
+        dense = dense_of[stage]
+        share = found.get(rank, Share(stage, int(stage > 0), dense_before[stage], before[stage] - dense_before[stage], 0, 0, 0, 0))
+        found[rank] = share._replace(
+            embeddings=share.embeddings + (stage == 0),
+            heads=share.heads + (stage == len(route) - 1),
+            dense=share.dense + dense,
+            routed=share.routed + layers[stage] - dense,
+        )
     known = set(found.values())
     return tuple(one for one in known if not any(one != other and all(map(le, one, other)) for other in known))
 
@@ -91,17 +100,20 @@ def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...]) -> tuple[S
 def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> Iterator[Contender]:
     """Every way to divide the model of `base` over so many GPUs, for steps of `batch` sequences."""
     kernels = Kernels(base.gpu, efficiency)
-    for tp, cp, microbatch, recompute in product(_powers(base.gpu.domain), _powers(base.gpu.domain), _powers(MOST_SEQUENCES), RECOMPUTE):
+    every_ep = (1,) if base.model.experts is None else _powers(base.model.experts.routed)
+    for tp, cp, ep, microbatch, recompute in product(
+        _powers(base.gpu.domain), _powers(base.gpu.domain), every_ep, _powers(MOST_SEQUENCES), RECOMPUTE
+    ):
         if gpus % (tp * cp) or batch % microbatch:
             continue
-        try:
-            setting = replace(base, tp=tp, cp=cp, microbatch=microbatch, recompute=recompute)
+        try:  # with as many replicas as experts are divided over: for what a GPU computes of a layer that is enough
+            setting = replace(base, tp=tp, cp=cp, ep=ep, dp=ep, microbatch=microbatch, recompute=recompute)
         except InputError:  # shapes that do not go into each other
             continue
         parts = Parts.of(setting, kernels)
         for pp in _divisors(gpus // (tp * cp), base.model.layers):
             replicas = gpus // (tp * cp * pp)
-            if batch % (replicas * microbatch) == 0:
+            if batch % (replicas * microbatch) == 0 and tp * cp * replicas % ep == 0:
                 yield from _of_ranks(replace(setting, pp=pp, dp=replicas), kernels, parts, batch // (replicas * microbatch))
 
 
@@ -113,7 +125,7 @@ def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: in
         here, layers = replace(setting, v=v), shared_layers(setting.model.layers, setting.pp * v)
         for tried in SCHEDULES if setting.pp > 1 else SCHEDULES[:1]:
             if tried.v == v or (tried.v is None and v > 1 and microbatches % setting.pp == 0):
-                found = shares(tried, setting.pp, v, layers)
+                found = shares(tried, setting.pp, v, layers, setting.model.dense_layers)
                 seconds = _least_seconds(here, kernels, parts, found, tried.whole, microbatches)
                 yield Contender(here, parts, layers, tried, microbatches, seconds, _least_bytes(here, parts, found))
 
@@ -125,38 +137,43 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
     are `whole`.
     """
     message = message_seconds(setting, kernels) * (2 if whole else 1)
-    embedding, layer, head = (sum(part.times) for part in (parts.embedding, parts.layers[0], parts.head))
+    # The first layer has no experts where any has none, and the last has some where any has.
+    embedding, dense, routed, head = (sum(part.times) for part in (parts.embedding, parts.layers[0], parts.layers[-1], parts.head))
     if whole:
-        embedding_before, layer_before = embedding, layer
+        embedding_before, dense_before, routed_before = embedding, dense, routed
     else:
-        embedding_before, layer_before = parts.embedding.times.forward, parts.layers[0].times.forward
+        embedding_before, dense_before, routed_before = (
+            part.times.forward for part in (parts.embedding, parts.layers[0], parts.layers[-1])
+        )
     passes = max(
         share.stages_before * message
         + share.embeddings_before * embedding_before
-        + share.layers_before * layer_before
-        + microbatches * (share.embeddings * embedding + share.layers * layer + share.heads * head)
+        + share.dense_before * dense_before
+        + share.routed_before * routed_before
+        + microbatches * (share.embeddings * embedding + share.dense * dense + share.routed * routed + share.heads * head)
         for share in found
     )
-    parameters = max(_parameters(setting, share) for share in found)
-    return passes * (1 - SLACK) + update_seconds(setting, kernels, parameters)
+    update = max(update_seconds(setting, kernels, _parameters(setting, share)) for share in found)
+    return passes * (1 - SLACK) + update
 
 
 def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> float:
     """Bytes that the fullest rank holds at least: before the first B it has a microbatch in all its stages."""
-    fixed = WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES / setting.sharers
     return max(
-        fixed * _parameters(setting, share)
+        (WEIGHT_BYTES + GRADIENT_BYTES) * parameters.total
+        + optimizer_bytes(setting, parameters)
         + share.embeddings * parts.embedding.saved
-        + share.layers * parts.layers[0].saved
+        + share.dense * parts.layers[0].saved
+        + share.routed * parts.layers[-1].saved
         + share.heads * parts.head.saved
-        for share in found
+        for share, parameters in ((share, _parameters(setting, share)) for share in found)
     )
 
 
-def _parameters(setting: Setting, share: Share) -> int:
+def _parameters(setting: Setting, share: Share) -> Parameters:
     """Parameters of a rank; a tied embedding is there once where there is only one stage."""
     vocabularies = share.embeddings + share.heads - (setting.model.tied and setting.pp == 1)
-    return share.layers * (setting.model.layer_parameters // setting.tp) + vocabularies * setting.words * setting.model.hidden
+    return parameters_of(setting, share.dense, share.routed, vocabularies)
 
 
 def _powers(most: int) -> list[int]:

@@ -46,11 +46,11 @@ class Division(Displayed):
     def way(self) -> tuple[object, ...]:
         """How the model is divided, whatever its schedule and the stages of a rank."""
         here = self.setting
-        return here.tp, here.cp, here.pp, here.dp, here.microbatch, here.recompute
+        return here.tp, here.cp, here.ep, here.pp, here.dp, here.microbatch, here.recompute
 
     def to_dict(self) -> dict[str, Any]:
         """How the model is divided, and what the step takes and holds."""
-        names = ("tp", "cp", "pp", "v", "dp", "microbatch", "recompute")
+        names = ("tp", "cp", "ep", "pp", "v", "dp", "microbatch", "recompute")
         return {name: getattr(self.setting, name) for name in names} | {
             "schedule": self.step.schedule,
             "num_microbatches": self.num_microbatches,
@@ -58,6 +58,7 @@ class Division(Displayed):
             "seconds": self.step.seconds,
             "least_seconds": self.least_seconds,
             "tokens_per_second": self.step.tokens_per_second,
+            "flops_per_gpu": self.step.flops_per_gpu,
             "utilization": self.step.utilization,
             "rank_bytes": list(self.step.rank_bytes),
             "rank_activations": list(self.step.rank_activations),
@@ -66,7 +67,8 @@ class Division(Displayed):
     def _summary(self) -> str:
         here = self.setting
         shape = (
-            f"tp {here.tp}, cp {here.cp}, pp {here.pp} x {here.v}, dp {here.dp}, microbatch {here.microbatch}, recompute {here.recompute}"
+            f"tp {here.tp}, cp {here.cp}, ep {here.ep}, pp {here.pp} x {here.v}, dp {here.dp}, microbatch {here.microbatch}, "
+            f"recompute {here.recompute}"
         )
         figures = f"{self.step.seconds:.4g} s, {show_percent(self.step.utilization)}, {show_bytes(max(self.step.rank_bytes))}"
         return f"{shape}, {self.step.schedule}: {figures}"
@@ -97,8 +99,8 @@ class Divisions(Displayed):
         schedules = ", ".join(tried.name for tried in SCHEDULES)
         return (
             *self.best.estimate.assumptions,
-            f"Tried are powers of two for tp, cp and sequences of a microbatch (up to {MOST_SEQUENCES}), every number of ranks and up to "
-            f"{MOST_STAGES_OF_A_RANK} stages on each, recomputation of {', '.join(RECOMPUTE)}, and the schedules {schedules}.",
+            f"Tried are powers of two for tp, cp, ep and sequences of a microbatch (up to {MOST_SEQUENCES}), every number of ranks and up "
+            f"to {MOST_STAGES_OF_A_RANK} stages on each, recomputation of {', '.join(RECOMPUTE)}, and the schedules {schedules}.",
             f"Steps of more than {LONG} microbatches a rank are played in part: what p more microbatches take is the same each time.",
             f"A GPU has room for {show_bytes(self.memory_bytes)}.",
         )
@@ -133,13 +135,16 @@ class Divisions(Displayed):
         yield from self.table().splitlines()
 
 
-HEADING = " tp  cp  pp  v    dp  mb     m  recompute schedule           seconds     MFU    memory"
+HEADING = " tp  cp  ep  pp  v    dp  mb     m  recompute schedule           seconds  TFLOP/s     MFU    memory"
+"""Of the table of choices; the TFLOP/s are those of each GPU that training needs, and MFU is their share of the data sheet."""
 
 
 def _row(choice: Division) -> str:
     here, step = choice.setting, choice.step
-    shape = f"{here.tp:3}{here.cp:4}{here.pp:4}{here.v:3}{here.dp:6}{here.microbatch:4}{choice.num_microbatches:6}"
-    figures = f"{step.seconds:8.4g}{show_percent(step.utilization):>8}{show_bytes(max(step.rank_bytes)):>10}"
+    shape = f"{here.tp:3}{here.cp:4}{here.ep:4}{here.pp:4}{here.v:3}{here.dp:6}{here.microbatch:4}{choice.num_microbatches:6}"
+    figures = (
+        f"{step.seconds:8.4g}{step.flops_per_gpu / 1e12:9.0f}{show_percent(step.utilization):>8}{show_bytes(max(step.rank_bytes)):>10}"
+    )
     return f"{shape}  {here.recompute:<10}{step.schedule:<18}{figures}"
 
 
@@ -147,7 +152,7 @@ def _row(choice: Division) -> str:
     model=either(str, Model),
     gpu=either(str, GPU),
     gpus=WHOLE,
-    batch=WHOLE,
+    batch=optional(WHOLE),
     precision=str,
     overlap_tp=bool,
     memory_bytes=optional(WHOLE),
@@ -160,7 +165,7 @@ def divide(
     *,
     gpu: str | GPU,
     gpus: int,
-    batch: int,
+    batch: int | None = None,
     precision: str = "bf16",
     overlap_tp: bool = False,
     memory_bytes: int | None = None,
@@ -177,7 +182,7 @@ def divide(
         model: a name of `MODELS`, or a `Model`.
         gpu: a name of `GPUS`, or a `GPU`.
         gpus: how many there are.
-        batch: sequences of a step, over all replicas.
+        batch: sequences of a step, over all replicas; those of the model's published training by default.
         precision: "bf16", or "fp8" for the products of linear layers.
         overlap_tp: whether gathers and sums of tensor-parallel groups are hidden beside matrix products wherever they can be.
         memory_bytes: what a GPU has room for; all that it has by default.
@@ -189,6 +194,7 @@ def divide(
     >>> zb.cost_model.divide("megatron-22b", gpu="A100", gpus=64, batch=256)
     <Divisions of megatron-22b over 64 A100: 7.365 s a step, 49.8 % of the peak FLOP/s, 5,934 ways tried>
     """
+    batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, overlap_tp, memory_bytes, top)
     room = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
     known = sorted(contenders(base, efficiency, gpus, batch), key=attrgetter("seconds"))
@@ -235,6 +241,14 @@ def _played(contender: Contender, efficiency: Efficiency, shapes: Shapes, room: 
     return Division(found, contender.num_microbatches, step, long.repeated, contender.seconds)
 
 
+def _batch_of(model: str | Model) -> int:
+    """The sequences of a step of the model's published training; raises `InputError` where there are none."""
+    known = known_model(model)
+    if known.batch is None:
+        raise InputError(f"how many sequences a step of {known.name} has was not published: give batch, such as 512")
+    return known.batch
+
+
 def _whole_model(
     model: str | Model, gpu: str | GPU, gpus: int, batch: int, precision: str, overlap_tp: bool, memory_bytes: int | None, top: int
 ) -> Setting:
@@ -247,7 +261,7 @@ def _whole_model(
         except InputError as error:
             faults.append(str(error))
     if not faults:
-        return Setting(known_model(model), known_gpu(gpu), 1, 1, 1, 1, 1, 1, RECOMPUTE[0], True, overlap_tp, precision)
+        return Setting(known_model(model), known_gpu(gpu), 1, 1, 1, 1, 1, 1, 1, RECOMPUTE[0], True, overlap_tp, precision)
     raise InputError("; ".join(faults))
 
 

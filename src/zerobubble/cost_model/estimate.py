@@ -10,16 +10,12 @@ from zerobubble.arguments import WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
 from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU, known_gpu
-from zerobubble.cost_model.held import (
-    GRADIENT_BYTES,
-    WEIGHT_BYTES,
-    optimizer_bytes,
-)
+from zerobubble.cost_model.held import GRADIENT_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model, known_model
 from zerobubble.cost_model.parts import Part, Parts
 from zerobubble.cost_model.setting import Setting
-from zerobubble.cost_model.step import StepEstimate, made_for, step_estimate, sums_by_rank, update_seconds
+from zerobubble.cost_model.step import StepEstimate, made_for, shared, step_estimate, sums_by_rank, update_seconds
 from zerobubble.costs import KEPT, Costs, Limits
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError
@@ -34,9 +30,9 @@ NS = 1e9
 class Estimate(Displayed):
     """What the stages of a transformer are estimated to take and to hold on one GPU of each rank's tensor-parallel group.
 
-    `costs` are for every schedule with as many stages, on any placement. `layers`, `parameters`, `weights`, `gradients`, `optimizer` and
-    `activations` have one entry per stage: transformer layers, parameters that one GPU has, and bytes; those of activations are for one
-    microbatch. `assumptions` is a sentence for each thing that was assumed.
+    `costs` are for every schedule with as many stages, on any placement. `layers`, `parameters`, `expert_parameters`, `weights`,
+    `gradients`, `optimizer` and `activations` have one entry per stage: transformer layers, parameters that one GPU has, those of routed
+    experts among them, and bytes; those of activations are for one microbatch. `assumptions` is a sentence for each thing that was assumed.
     """
 
     setting: Setting
@@ -44,6 +40,7 @@ class Estimate(Displayed):
     costs: Costs
     layers: tuple[int, ...]
     parameters: tuple[int, ...]
+    expert_parameters: tuple[int, ...]
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
     optimizer: tuple[int, ...]
@@ -77,7 +74,9 @@ class Estimate(Displayed):
         """
         microbatches = schedule.num_microbatches if num_microbatches is None else num_microbatches
         placement, kernels = schedule.placement, Kernels(self.setting.gpu, self.efficiency)
-        update = update_seconds(self.setting, kernels, max(sums_by_rank(placement, self.parameters)))
+        experts = sums_by_rank(placement, self.expert_parameters)
+        of_ranks = [Parameters(every - some, some) for every, some in zip(sums_by_rank(placement, self.parameters), experts, strict=True)]
+        update = max(update_seconds(self.setting, kernels, parameters) for parameters in of_ranks)
         held = sums_by_rank(placement, self.state_bytes)
         return step_estimate(self.setting, schedule.name, microbatches, makespan / NS, update, activations, held)
 
@@ -118,7 +117,7 @@ class Estimate(Displayed):
             yield from wrap(assumption, COLUMNS, initial_indent="- ", subsequent_indent="  ")
 
 
-COUNTS = dict.fromkeys(("tp", "cp", "pp", "v", "dp", "microbatch"), WHOLE)
+COUNTS = dict.fromkeys(("tp", "cp", "ep", "pp", "v", "dp", "microbatch"), WHOLE)
 
 
 @takes(
@@ -138,6 +137,7 @@ def transformer(
     gpu: str | GPU,
     tp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     pp: int = 1,
     v: int = 1,
     dp: int = 1,
@@ -158,11 +158,13 @@ def transformer(
         gpu: a name of `GPUS`, or a `GPU`.
         tp: GPUs over which each stage is divided by tensor parallelism, within a domain of NVLink.
         cp: tensor-parallel groups over which sequences are divided by context parallelism.
+        ep: GPUs over which the experts of a layer are divided, among the tp*cp*dp that have the same stages.
         pp: ranks of the pipeline.
         v: stages of each rank.
         dp: replicas, which divide the optimizer's state among them.
         microbatch: sequences of a microbatch.
-        recompute: what B computes again: "none"; "selective", the attention between its projections; or "full", whole layers.
+        recompute: what B computes again: "none"; "selective", the attention between its projections where it is not fused, and the
+            activation of routed experts; or "full", whole layers.
         sequence_parallel: whether norms, residuals and dropout are divided over the tensor-parallel group along the sequence.
         overlap_tp: whether gathers and sums of the tensor-parallel group are hidden beside matrix products wherever they can be.
         precision: "bf16", or "fp8" for the products of linear layers.
@@ -174,7 +176,7 @@ def transformer(
     <Estimate of megatron-175b on A100: tp 8, 24 stages, 1 replica; activations 428 MB to 493 MB a microbatch>
     """
     setting = Setting(
-        known_model(model), known_gpu(gpu), tp, cp, pp, v, dp, microbatch, recompute, sequence_parallel, overlap_tp, precision
+        known_model(model), known_gpu(gpu), tp, cp, ep, pp, v, dp, microbatch, recompute, sequence_parallel, overlap_tp, precision
     )
     counts = _layers_of_stages(setting, layers)
     return estimate_of(setting, efficiency, Parts.of(setting, Kernels(setting.gpu, efficiency)), counts)
@@ -184,12 +186,13 @@ def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: 
     """The estimate of a model that is made of `parts`, in stages with so many layers."""
     kernels = Kernels(setting.gpu, efficiency)
     parameters = tuple(parameters_of_stages(setting, counts))
-    weights = tuple(WEIGHT_BYTES * count for count in parameters)
-    gradients = tuple(GRADIENT_BYTES * count for count in parameters)
-    optimizer = tuple(optimizer_bytes(count, setting.sharers) for count in parameters)
+    totals, experts = tuple(each.total for each in parameters), tuple(each.experts for each in parameters)
+    weights = tuple(WEIGHT_BYTES * count for count in totals)
+    gradients = tuple(GRADIENT_BYTES * count for count in totals)
+    optimizer = tuple(optimizer_bytes(setting, each) for each in parameters)
     kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
     costs = _costs(setting, kernels, parts.of_stages(counts), parameters).with_columns(**{KEPT: kept})
-    return Estimate(setting, efficiency, costs, counts, parameters, weights, gradients, optimizer)
+    return Estimate(setting, efficiency, costs, counts, totals, experts, weights, gradients, optimizer)
 
 
 def _layers_of_stages(setting: Setting, layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -220,19 +223,21 @@ def shared_layers(total: int, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def parameters_of_stages(setting: Setting, counts: Sequence[int]) -> Iterator[int]:
+def parameters_of_stages(setting: Setting, counts: Sequence[int]) -> Iterator[Parameters]:
     """Parameters of each stage that one GPU has; a last stage beside the first one has a copy of a tied embedding."""
-    words, last = setting.words * setting.model.hidden, len(counts) - 1
+    last, first = len(counts) - 1, 0
     for stage, count in enumerate(counts):
         vocabularies = (stage == 0) + (stage == last and not (setting.model.tied and last == 0))
-        yield count * setting.model.layer_parameters // setting.tp + vocabularies * words
+        dense = max(0, min(count, setting.model.dense_layers - first))
+        yield parameters_of(setting, dense, count - dense, vocabularies)
+        first += count
 
 
-def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[int]) -> Costs:
+def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[Parameters]) -> Costs:
     forward, backward, weight = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
     saved, pending = (_whole(column) for column in zip(*((stage.saved, stage.pending) for stage in stages), strict=True))
     messages = _whole([message_seconds(setting, kernels)] * (len(stages) - 1), NS)
-    sums = _whole([_sum_over_replicas(setting, kernels, count) for count in parameters], NS)
+    sums = _whole([_sum_over_replicas(setting, kernels, each) for each in parameters], NS)
     return Costs(forward, backward, weight, messages, saved, pending, reduce=sums)
 
 
@@ -243,9 +248,8 @@ def message_seconds(setting: Setting, kernels: Kernels) -> float:
     return kernels.send(size / setting.tp, setting.within_domain) + gathered
 
 
-def _sum_over_replicas(setting: Setting, kernels: Kernels, parameters: int) -> float:
-    share = (setting.sharers - 1) / setting.sharers
-    return kernels.send(share * GRADIENT_BYTES * parameters, setting.within_domain) if share else 0.0
+def _sum_over_replicas(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
+    return sum(kernels.share(GRADIENT_BYTES * count, sharers, near) for count, sharers, near in shared(setting, parameters))
 
 
 def _whole(values: Sequence[float], scale: float = 1.0) -> tuple[int, ...]:

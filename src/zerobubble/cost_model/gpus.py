@@ -17,6 +17,9 @@ class GPU(Displayed):
     `flops` are those of matrix products by precision. `link` is the bytes per second that it sends to others of its `domain`, which NVLink
     joins, and `network` those that it sends beyond. `processors` are its streaming multiprocessors, over which a matrix product is divided
     in waves.
+
+    What power and clocks leave of `flops` is measured, not printed: `sustained` are the FLOP/s of long products once they have settled, by
+    precision, and `attention` those of fused causal attention in F and in B. Where they are not given, the shares of an A100 are taken.
     """
 
     name: str
@@ -27,10 +30,15 @@ class GPU(Displayed):
     link: float
     domain: int
     network: float
+    sustained: tuple[tuple[str, float], ...] = ()
+    attention: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         amounts = {name: getattr(self, name) for name in ("processors", "memory_bytes", "memory", "link", "domain", "network")}
-        require_amounts(f"GPU {self.name!r}", amounts | {f"{precision} flops": value for precision, value in self.flops})
+        amounts |= {f"{precision} flops": value for precision, value in self.flops}
+        amounts |= {f"sustained {precision} flops": value for precision, value in self.sustained}
+        amounts |= dict(zip(("attention flops in F", "attention flops in B"), self.attention or (), strict=False))
+        require_amounts(f"GPU {self.name!r}", amounts)
 
     def _summary(self) -> str:
         computed = ", ".join(f"{flops / 1e12:,.0f} TFLOP/s in {precision}" for precision, flops in self.flops)
@@ -43,10 +51,32 @@ class GPU(Displayed):
             raise InputError(self.lacks(precision))
         return known[precision]
 
+    def sustained_of(self, precision: str) -> float:
+        """FLOP/s that long matrix products in `precision` sustain; raises `InputError` for one that the GPU does not have."""
+        return dict(self.sustained).get(precision, PRODUCTS_OF_A100 * self.flops_of(precision))
+
+    @property
+    def attention_flops(self) -> tuple[float, float]:
+        """FLOP/s of fused causal attention in half precision, in F and in B."""
+        if self.attention is not None:
+            return self.attention
+        forward, backward = ATTENTION_OF_A100
+        return forward * self.flops_of("bf16"), backward * self.flops_of("bf16")
+
     def lacks(self, precision: str) -> str:
         """The sentence that says that the GPU has no products in `precision`, and in which it has."""
         return f"the {self.name} has no matrix products in {precision!r}: take {' or '.join(repr(known) for known, _ in self.flops)}"
 
+
+PRODUCTS_OF_A100 = 253.7 / 312
+"""The share of its data sheet that an A100 sustains in matrix products."""
+ATTENTION_OF_A100 = 0.73, 0.63
+"""The shares of its data sheet that FlashAttention-2 reaches on an A100 in F and in B (Dao, arXiv 2307.08691, section 4.1)."""
+
+# What products sustain is that of cuBLASLt for 8,192 x 8,192 x 8,192 random numbers after 10,000 others: Microsoft, Azure AI benchmarking
+# guide, Azure_Results (A100 in FP16, H100 and GB200 in FP8). In BF16 the others sustain as much less than in a short run as in FP8, where
+# short runs are those of Bekman, Machine Learning Engineering Open Book, "Maximum achievable matmul FLOPS". Attention is that of NVIDIA,
+# cudnn-frontend, benchmark/sdpa_benchmark_training/results, for Llama 3.1 with a causal mask over 8,192 tokens.
 
 A100 = GPU("A100", (("bf16", 312e12),), 108, 80 * 10**9, 2.039e12, 300e9, 8, 25e9)
 """NVIDIA A100 80 GB SXM in a DGX A100 with a 200 Gbit/s link per GPU.
@@ -55,14 +85,82 @@ Source: NVIDIA, A100 Tensor Core GPU data sheet (312 TFLOP/s in BF16, 2,039 GB/s
 architecture whitepaper (108 SMs); NVIDIA, DGX A100 data sheet (8 GPUs, 8 ConnectX of 200 Gbit/s for computing).
 """
 
-H100 = GPU("H100", (("bf16", 989.4e12), ("fp8", 1978.9e12)), 132, 80 * 10**9, 3.35e12, 450e9, 8, 50e9)
+H100 = GPU(
+    name="H100",
+    flops=(("bf16", 989.4e12), ("fp8", 1978.9e12)),
+    processors=132,
+    memory_bytes=80 * 10**9,
+    memory=3.35e12,
+    link=450e9,
+    domain=8,
+    network=50e9,
+    sustained=(("bf16", 794.5e12 * 1290.1 / 1402.6), ("fp8", 1290.1e12)),
+    attention=(644e12, 541e12),
+)
 """NVIDIA H100 80 GB SXM in a DGX H100 with a 400 Gbit/s link per GPU.
 
 Source: NVIDIA, H100 Tensor Core GPU data sheet (989 TFLOP/s in BF16 and 1,979 in FP8 without sparsity, 3.35 TB/s, NVLink 900 GB/s in both
 directions together) and H100 architecture whitepaper (132 SMs); NVIDIA, DGX H100 data sheet (8 GPUs, 8 ConnectX-7 of 400 Gbit/s).
+Attention is that of an H200, which computes alike.
 """
 
-GPUS = {gpu.name: gpu for gpu in (A100, H100)}
+GB200 = GPU(
+    name="GB200",
+    flops=(("bf16", 2500e12), ("fp8", 5000e12)),
+    processors=152,
+    memory_bytes=186 * 10**9,
+    memory=8e12,
+    link=900e9,
+    domain=72,
+    network=50e9,
+    sustained=(("bf16", 1822e12 * 2876.6 / 3615.6), ("fp8", 2876.6e12)),
+    attention=(1574e12, 1332e12),
+)
+"""NVIDIA GB200 of 1,200 W in an NVL72 with a 400 Gbit/s link per GPU.
+
+Source: NVIDIA, GB200 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 13.4 TB at 576 TB/s, NVLink 130 TB/s in both
+directions together); 152 SMs as CUDA tells.
+"""
+
+B200 = GPU(
+    name="B200",
+    flops=(("bf16", 2250e12), ("fp8", 4500e12)),
+    processors=148,
+    memory_bytes=180 * 10**9,
+    memory=8e12,
+    link=900e9,
+    domain=8,
+    network=50e9,
+    sustained=tuple((precision, flops * 1000 / 1200) for precision, flops in GB200.sustained),
+    attention=(0.9 * 1574e12, 0.9 * 1332e12),
+)
+"""NVIDIA B200 of 1,000 W in a DGX B200 with a 400 Gbit/s link per GPU.
+
+Source: NVIDIA, DGX B200 data sheet (8 GPUs with 72 PFLOP/s in FP8 with sparsity, 1,440 GB at 64 TB/s, NVLink 1.8 TB/s in both directions
+together, ConnectX-7 of 400 Gbit/s); 148 SMs as CUDA tells. Nobody published what it sustains: products are taken in proportion to the power
+limit of a GB200, attention in proportion to its data sheet.
+"""
+
+GB300 = GPU(
+    name="GB300",
+    flops=(("bf16", 2500e12), ("fp8", 5000e12)),
+    processors=152,
+    memory_bytes=288 * 10**9,
+    memory=8e12,
+    link=900e9,
+    domain=72,
+    network=100e9,
+    sustained=tuple((precision, flops * 1400 / 1200) for precision, flops in GB200.sustained),
+    attention=(1856e12, 1435e12),
+)
+"""NVIDIA GB300 of 1,400 W in an NVL72 with an 800 Gbit/s link per GPU.
+
+Source: NVIDIA, GB300 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 288 GB at 8 TB/s each, NVLink 130 TB/s in both
+directions together, ConnectX-8 of 800 Gbit/s); 152 SMs as CUDA tells. Nobody published what it sustains: products are taken in proportion
+to the power limit of a GB200. Attention in B, which computes long, agrees: over 16,384 and 32,768 tokens it is 1.13 and 1.22 times as fast.
+"""
+
+GPUS = {gpu.name: gpu for gpu in (A100, H100, B200, GB200, GB300)}
 """The GPUs that are known by name; `GPU` describes others."""
 
 

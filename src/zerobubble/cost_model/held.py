@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from zerobubble.cost_model.kernels import HALF
 from zerobubble.cost_model.setting import Setting
 
@@ -9,24 +11,35 @@ WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
 """Bytes per parameter: in half precision, its gradient in float32, and Adam's two moments and the parameter in float32."""
 
 
-def layer_saved(setting: Setting) -> float:
+def layer_saved(setting: Setting, routed: bool) -> float:
     """Bytes that F of one layer keeps for B, by arXiv 2205.05198, table 2: for GPT and no parallelism tokens x hidden (34 + 5 a s / h)."""
     if setting.recompute == "full":
         return HALF * setting.wide
     model = setting.model
     masks = 2 if model.dropout else 0
     wide = setting.wide * (8 + masks)  # the inputs of two norms and of two linear layers, and the masks
-    heads = HALF * (2 * setting.narrow + 2 * setting.kv_narrow)  # Q, K, V and the input of the projection
-    inner = HALF * setting.inner_narrow * (3 if model.gated else 2)
+    heads = HALF * (setting.attended + 2 * setting.latent)  # Q, K, V, the input of the projection; latent vectors before and behind norms
+    inner = HALF * setting.inner(routed) * model.inner_products
     scores = setting.scores * (5 if model.dropout else 2) if setting.recompute == "none" and not model.fused_attention else 0
-    return wide + heads + inner + scores
+    return wide + heads + inner + scores + (_experts_saved(setting) if routed else 0)
 
 
-def layer_pending(setting: Setting) -> float:
+def _experts_saved(setting: Setting) -> float:
+    """Bytes that routed experts keep for B: their inputs, and both sides of their activation or, if it is computed again, one."""
+    assert setting.model.experts is not None
+    between = setting.model.inner_products - (setting.recompute == "selective")
+    return HALF * setting.chosen * (setting.model.hidden + between * setting.model.experts.inner)
+
+
+def layer_pending(setting: Setting, routed: bool) -> float:
     """Bytes that B of one layer keeps for W: inputs of linear layers, and gradients of their outputs."""
+    experts = setting.model.experts
     wide = 4 * HALF * setting.wide
-    heads = HALF * (2 * setting.narrow + 2 * setting.kv_narrow)
-    return wide + heads + HALF * setting.inner_narrow * (3 if setting.model.gated else 2)
+    heads = HALF * (setting.attended + 2 * setting.latent)
+    inner = HALF * setting.inner(routed) * setting.model.inner_products
+    if not routed or experts is None:
+        return wide + heads + inner
+    return wide + heads + inner + HALF * setting.chosen * (2 * setting.model.hidden + setting.model.inner_products * experts.inner)
 
 
 def embedding_saved(setting: Setting) -> float:
@@ -44,6 +57,32 @@ def head_pending(setting: Setting) -> float:
     return HALF * setting.wide + HALF * setting.tokens * setting.words
 
 
-def optimizer_bytes(parameters: int, sharers: int) -> int:
+class Parameters(NamedTuple):
+    """Parameters that a GPU has: those of routed experts, which it shares with fewer others, and all others."""
+
+    common: int
+    experts: int
+
+    def plus(self, other: Parameters) -> Parameters:
+        return Parameters(self.common + other.common, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        return self.common + self.experts
+
+
+def parameters_of(setting: Setting, dense: int, routed: int, vocabularies: int) -> Parameters:
+    """The parameters that one GPU has of so many layers without and with experts, and of embeddings and heads."""
+    model, tp = setting.model, setting.tp
+    whole = model.latent_parameters * (tp - 1) // tp  # every GPU of the group has these
+    common = sum(
+        count * (model.common_parameters(with_experts) // tp + whole) for count, with_experts in ((dense, False), (routed, True)) if count
+    )
+    experts = 0 if model.experts is None else routed * model.experts.routed // setting.ep * model.expert_parameters
+    return Parameters(common + vocabularies * setting.words * model.hidden, experts)
+
+
+def optimizer_bytes(setting: Setting, parameters: Parameters) -> int:
     """Bytes of the optimizer's state, which GPUs with the same parameters divide among them."""
-    return -(-STATE_BYTES * parameters // sharers)
+    common, experts = -(-STATE_BYTES * parameters.common // setting.sharers), -(-STATE_BYTES * parameters.experts // setting.expert_sharers)
+    return common + experts

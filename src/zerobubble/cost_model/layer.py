@@ -1,4 +1,4 @@
-"""What one GPU computes of a transformer layer, of the embedding and of the head, in seconds."""
+"""What one GPU computes of a transformer layer without its routed experts, of the embedding and of the head, in seconds."""
 
 from __future__ import annotations
 
@@ -23,89 +23,119 @@ class Times(NamedTuple):
 NOTHING = Times(0.0, 0.0, 0.0)
 
 
-def layer_times(setting: Setting, kernels: Kernels) -> Times:
-    """One transformer layer; what is computed again counts as part of B."""
-    core = attention_times(setting, kernels)
-    products, rest, exchanges = linear_times(setting, kernels), elementwise_times(setting, kernels), exchange_times(setting, kernels)
-    once = core.plus(products).plus(rest).plus(exchanges).plus(passing_times(setting, kernels, core))
-    again = {"none": 0.0, "selective": core.forward, "full": once.forward}[setting.recompute]
-    return once._replace(backward=once.backward + again)
-
-
 def attention_times(setting: Setting, kernels: Kernels) -> Times:
     """Scores, softmax, dropout and the sums of values, all that lies between the projections; there is no W."""
-    if setting.model.fused_attention:
-        flops = 2 * setting.tokens * setting.model.sequence * setting.model.hidden / setting.tp  # half of the scores are masked
-        shares = kernels.efficiency
-        forward = kernels.fused_attention(flops, shares.attention_forward)
-        return Times(forward, kernels.fused_attention(2.5 * flops, shares.attention_backward), 0.0)
-    queries, keys, width = setting.queries, setting.model.sequence, setting.model.hidden // setting.model.heads
+    model = setting.model
+    if model.fused_attention:
+        scores = setting.tokens * model.sequence * model.heads / setting.tp / 2  # half of them are masked
+        forward, backward = kernels.gpu.attention_flops
+        # Scores and sums of values; scores again, and the gradients of values and scores, of queries and keys.
+        return Times(
+            2 * scores * (model.key_width + model.value_width) / forward,
+            2 * scores * (3 * model.key_width + 2 * model.value_width) / backward,
+            0.0,
+        )
+    queries, keys, width = setting.queries, model.sequence, model.key_width
     batch = setting.attention_batch
     products = kernels.product(Product(queries, keys, width, batch)) + kernels.product(Product(queries, width, keys, batch))
-    masks = 5 if setting.model.dropout else 0  # read, write, and a byte of mask either way
+    masks = 5 if model.dropout else 0  # read, write, and a byte of mask either way
     forward = products + kernels.stream(setting.scores * (4 + masks))
     return Times(forward, 2 * products + kernels.stream(setting.scores * (6 + masks)), 0.0)
 
 
-def linear_times(setting: Setting, kernels: Kernels) -> Times:
-    """The four linear layers of a transformer layer."""
+def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
+    """The linear layers of a transformer layer that all tokens go through, with their exchanges."""
     total = NOTHING
-    for linear in setting.linears:
-        total = total.plus(_one_linear(linear, setting, kernels))
+    for linear in setting.linears(routed):
+        products = times_of_products(linear, kernels, setting.precision)
+        if setting.overlap_tp and setting.tp > 1:
+            products = _in_parts(linear, setting, kernels, products)
+        total = total.plus(products).plus(cast_times(linear, setting, kernels)).plus(exchange_times(linear, setting, kernels, products))
     return total
 
 
-def _one_linear(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
-    tokens, precision = setting.tokens, setting.precision
-    times = Times(
-        kernels.product(Product(tokens, linear.outputs, linear.inputs), precision),
-        kernels.product(Product(tokens, linear.inputs, linear.outputs), precision),
-        kernels.product(Product(linear.outputs, linear.inputs, tokens), precision, sums=True),
+def _in_parts(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
+    """The products of a linear layer where those beside whose exchange F and B do not wait come in a part from each GPU of the group."""
+    parts = times_of_products(linear._replace(rows=linear.rows // setting.tp), kernels, setting.precision)
+    forward = setting.tp * parts.forward if linear.gathers or linear.sums else products.forward
+    return products._replace(forward=forward, backward=setting.tp * parts.backward if linear.sums else products.backward)
+
+
+def times_of_products(linear: Linear, kernels: Kernels, precision: str, batch: int = 1) -> Times:
+    """The products of a linear layer, or of a `batch` of them in one kernel."""
+    rows, inputs, outputs = linear.rows, linear.inputs, linear.outputs
+    return Times(
+        kernels.product(Product(rows, outputs, inputs, batch), precision),
+        kernels.product(Product(rows, inputs, outputs, batch), precision),
+        kernels.product(Product(outputs, inputs, rows, batch), precision, sums=True),
     )
-    if precision != "fp8":
-        return times
-    # The largest value is looked for (2 bytes read), then numbers are cast (2 read) and written twice, as they are and transposed (1 each).
-    given, gradient = (setting.wide, tokens * linear.outputs) if linear.gathers else (tokens * linear.inputs, setting.wide)
-    return times.plus(Times(kernels.stream(6 * given), kernels.stream(6 * gradient), 0.0))
 
 
-def elementwise_times(setting: Setting, kernels: Kernels) -> Times:
+def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
+    """What it takes to have the inputs of a linear layer, and the gradients of its outputs, in FP8, where they are computed in that.
+
+    The largest value is looked for (2 bytes read), then numbers are cast (2 read) and written twice, as they are and transposed (1 each).
+    For what is gathered the group agrees on it before each GPU casts its part.
+    """
+    if setting.precision != "fp8":
+        return NOTHING
+    parts = setting.own_tokens / setting.tokens
+    given = 6 * linear.rows * linear.inputs * (parts if linear.gathers else 1)
+    gradient = 6 * linear.rows * linear.outputs * (parts if linear.sums else 1)
+    agreed = 2 * kernels.efficiency.latency if setting.tp > 1 and setting.sequence_parallel else 0.0
+    return Times(kernels.stream(given) + linear.gathers * agreed, kernels.stream(gradient) + linear.sums * agreed, 0.0)
+
+
+def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
+    """Gathers and sums in the tensor-parallel group around a linear layer, beside its `products` where they can be.
+
+    Where inputs are gathered for F, B gathers them again beside its own product, and sums their gradients beside that of W. Where outputs
+    are summed, B gathers their gradients for its product. F and this product wait for that or, with `overlap_tp`, take it in parts, one of
+    which has nothing beside it. Without sequence parallelism nothing is divided, and all is summed at once. In FP8 a number gathered has a
+    byte.
+    """
+    if setting.tp == 1:
+        return NOTHING
+    number = 1 if setting.precision == "fp8" and setting.sequence_parallel else HALF
+    apart = (setting.tp - 1) / setting.tp if setting.overlap_tp else 0.0
+
+    def by_parts(exchange: float, product: float) -> float:
+        return kernels.beside(exchange, apart * product) if setting.overlap_tp else exchange
+
+    if linear.gathers:
+        gathered = kernels.gather(number * linear.rows * linear.inputs, setting.tp)
+        summed = kernels.gather(HALF * linear.rows * linear.inputs, setting.tp)
+        if not setting.sequence_parallel:
+            return Times(0.0, kernels.beside(2 * summed, products.weight), 0.0)
+        again = kernels.beside(gathered, products.backward)
+        return Times(by_parts(gathered, products.forward), again + kernels.beside(summed, products.weight), 0.0)
+    if linear.sums:
+        summed = kernels.gather(HALF * linear.rows * linear.outputs, setting.tp)
+        if not setting.sequence_parallel:
+            return Times(by_parts(2 * summed, products.forward), 0.0, 0.0)
+        gathered = kernels.gather(number * linear.rows * linear.outputs, setting.tp)
+        return Times(by_parts(summed, products.forward), by_parts(gathered, products.backward), 0.0)
+    return NOTHING
+
+
+def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
     """Norms, residuals, dropout, the activation of the MLP and the layout of heads: what is bound by memory alone.
 
     Kernels are fused as Megatron-LM fuses them: bias, dropout and residual; bias and activation.
     """
     model = setting.model
-    heads = 2 * setting.narrow + 2 * setting.kv_narrow
-    turned = 2 * HALF * heads * (1 if model.dropout else 2)  # a model without dropout has rotary embeddings, another read and write
-    forward = 2 * setting.wide * (2 * HALF + (7 if model.dropout else 6)) + turned
-    forward += setting.inner_narrow * (6 if model.gated else 4)
-    backward = 2 * setting.wide * (6 + 6 + (5 if model.dropout else 0)) + turned
-    backward += setting.inner_narrow * (10 if model.gated else 6)
+    turned = 2 * HALF * setting.attended * (1 if model.dropout else 2)  # rotary embeddings, where there is no dropout, are another
+    forward = 2 * setting.wide * (2 * HALF + (7 if model.dropout else 6)) + turned + 2 * HALF * setting.latent
+    forward += setting.inner(routed) * (6 if model.gated else 4)
+    backward = 2 * setting.wide * (6 + 6 + (5 if model.dropout else 0)) + turned + 3 * HALF * setting.latent
+    backward += setting.inner(routed) * (10 if model.gated else 6)
     return Times(kernels.stream(forward), kernels.stream(backward), 0.0)
 
 
-def exchange_times(setting: Setting, kernels: Kernels) -> Times:
-    """Gathers and sums of hidden states in the tensor-parallel group.
-
-    F waits for the two of both blocks. In B what follows a column-parallel layer is hidden beside its products; with sequence parallelism
-    inputs are gathered again, hidden too, and the gradient of a row-parallel layer is gathered, which B waits for.
-    """
-    one = kernels.gather(HALF * setting.tokens * setting.model.hidden, setting.tp)
-    paid = kernels.efficiency.contention
-    waited_for = paid if setting.overlap_tp else 1.0
-    gathered = 2 * one * waited_for if setting.sequence_parallel else 0.0
-    return Times(4 * one * waited_for, gathered + 4 * one * paid, 0.0)
-
-
 def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times:
-    """What passing on keys and values costs in context parallelism, and in B their gradients, too, beside `attention`.
-
-    A part of what is hidden is paid, and all that takes longer than the attention.
-    """
-    one = (setting.cp - 1) * kernels.send(2 * HALF * setting.kv_narrow, setting.tp * setting.cp <= setting.gpu.domain)
-    paid = kernels.efficiency.contention
-    forward, backward = (max(paid * time, time - beside) for time, beside in ((one, attention.forward), (2 * one, attention.backward)))
-    return Times(forward, backward, 0.0)
+    """What passing on keys and values costs in context parallelism, and in B their gradients, too, beside `attention`."""
+    one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain)
+    return Times(kernels.beside(one, attention.forward), kernels.beside(2 * one, attention.backward), 0.0)
 
 
 def embedding_times(setting: Setting, kernels: Kernels) -> Times:

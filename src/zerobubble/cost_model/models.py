@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zerobubble.cost_model.checks import require_amounts
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
+
+
+class Latent(NamedTuple):
+    """Attention over latent vectors, from which queries, keys and values of all heads are projected upwards.
+
+    `queries` is the width of the vector for queries, `keys` that for keys and values. A head has `plain` features of queries and keys, and
+    `rotary` ones with positions, whose keys all heads share; its values have `values` features.
+    """
+
+    queries: int
+    keys: int
+    plain: int
+    rotary: int
+    values: int
+
+
+class Experts(NamedTuple):
+    """Experts in the place of an MLP: each token goes to `chosen` of the `routed`, of the width `inner`, and to all of the `shared`.
+
+    The first `dense_layers` have an MLP after all. The experts of a token lie on `nodes` domains of GPUs at most; 0 is for no limit.
+    """
+
+    routed: int
+    chosen: int
+    inner: int
+    shared: int = 0
+    dense_layers: int = 0
+    nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -16,7 +46,8 @@ class Model(Displayed):
     `kv_heads` are the heads of keys and values, `inner` is the width between the two products of the MLP. `gated` says that the MLP has a
     third product that gates the first, as SwiGLU has; `dropout` that residuals and attention have dropout, and products a bias; `tied` that
     the head is the embedding. With `fused_attention` scores stay on the processors (FlashAttention), and the half of them that a causal
-    mask hides is not computed; without it they are written to memory.
+    mask hides is not computed; without it they are written to memory. `latent` attention must be fused. `batch` are the sequences of a step
+    with which it was trained, where that was published.
     """
 
     name: str
@@ -31,64 +62,158 @@ class Model(Displayed):
     dropout: bool = True
     tied: bool = True
     fused_attention: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary", "sequence")
-        require_amounts(f"model {self.name!r}", {name: getattr(self, name) for name in counts})
-        if self.hidden % self.heads:
-            raise InputError(f"hidden={self.hidden} of model {self.name!r} must be a multiple of its {self.heads} heads")
+        whole = {name: getattr(self, name) for name in counts}
+        if self.latent is not None:
+            whole |= {f"latent {name}": width for name, width in self.latent._asdict().items()}
+        if self.experts is not None:
+            whole |= {f"experts' {name}": getattr(self.experts, name) for name in ("routed", "chosen", "inner")}
+        require_amounts(f"model {self.name!r}", whole)
+        faults = list(self._faults())
+        if faults:
+            raise InputError("; ".join(faults))
+
+    def _faults(self) -> Iterator[str]:
+        if self.latent is None and self.hidden % self.heads:
+            yield f"hidden={self.hidden} of model {self.name!r} must be a multiple of its {self.heads} heads"
         if self.heads % self.kv_heads:
-            raise InputError(f"the {self.heads} heads of model {self.name!r} must be a multiple of its {self.kv_heads} kv_heads")
+            yield f"the {self.heads} heads of model {self.name!r} must be a multiple of its {self.kv_heads} kv_heads"
+        if self.latent is not None and not self.fused_attention:
+            yield f"model {self.name!r} has latent attention, which is estimated fused alone: give fused_attention=True"
+        if self.experts is not None and self.experts.chosen > self.experts.routed:
+            yield f"a token of model {self.name!r} cannot go to {self.experts.chosen} of {self.experts.routed} experts"
+        if self.experts is not None and not 0 <= self.experts.dense_layers <= self.layers:
+            yield f"dense_layers={self.experts.dense_layers} of model {self.name!r} must be 0 to its {self.layers} layers"
 
     def _summary(self) -> str:
-        return f"{self.name}: {self.layers} layers of {self.hidden} with {self.heads} heads, sequences of {self.sequence} tokens"
+        experts = "" if self.experts is None else f" and {self.experts.routed} experts"
+        return f"{self.name}: {self.layers} layers of {self.hidden} with {self.heads} heads{experts}, sequences of {self.sequence} tokens"
 
     @property
-    def kv_hidden(self) -> int:
-        """The width of keys, and of values."""
-        return self.hidden // self.heads * self.kv_heads
+    def dense_layers(self) -> int:
+        """The first layers, which have no experts."""
+        return self.layers if self.experts is None else self.experts.dense_layers
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of the matrix products of one layer; norms and biases, less than a thousandth of them, are left out."""
-        attention = 2 * self.hidden * (self.hidden + self.kv_hidden)
-        return attention + (3 if self.gated else 2) * self.hidden * self.inner
+    def key_width(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.hidden // self.heads if self.latent is None else self.latent.plain + self.latent.rotary
+
+    @property
+    def value_width(self) -> int:
+        """Features of a head's values."""
+        return self.hidden // self.heads if self.latent is None else self.latent.values
+
+    @property
+    def key_heads(self) -> int:
+        """Heads that have keys and values of their own, once they are projected upwards."""
+        return self.kv_heads if self.latent is None else self.heads
+
+    @property
+    def inner_products(self) -> int:
+        """Products of an MLP, and of an expert."""
+        return 3 if self.gated else 2
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the products around the attention of one layer."""
+        given = self.heads * self.value_width * self.hidden
+        if self.latent is None:
+            return given + self.hidden * (self.heads + self.kv_heads) * self.key_width + self.hidden * self.kv_heads * self.value_width
+        return (
+            given
+            + self.latent_parameters
+            + self.heads * (self.latent.queries * self.key_width + self.latent.keys * (self.latent.plain + self.latent.values))
+        )
+
+    @property
+    def latent_parameters(self) -> int:
+        """Parameters of the products that make latent vectors, which every GPU of a tensor-parallel group has."""
+        return 0 if self.latent is None else self.hidden * (self.latent.queries + self.latent.keys + self.latent.rotary)
+
+    def common_parameters(self, routed: bool) -> int:
+        """Parameters of the matrix products of one layer without routed experts; norms and biases, a thousandth of them, are left out."""
+        if not routed or self.experts is None:
+            return self.attention_parameters + self.inner_products * self.hidden * self.inner
+        shared = self.experts.shared * self.inner_products * self.hidden * self.experts.inner
+        return self.attention_parameters + shared + self.hidden * self.experts.routed
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        return 0 if self.experts is None else self.inner_products * self.hidden * self.experts.inner
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, the embedding and the head included."""
+        routed = self.layers - self.dense_layers
+        experts = 0 if self.experts is None else routed * self.experts.routed * self.expert_parameters
+        common = self.dense_layers * self.common_parameters(False) + routed * self.common_parameters(True)
+        return common + experts + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs that training on one token needs: nothing computed twice, and all scores of the attention.
+        """FLOPs that training on one token needs: nothing computed twice, all scores or, of fused attention, the half that is computed.
 
         Source: arXiv 2205.05198, appendix A.
         """
-        attention = 12 * self.layers * self.sequence * self.hidden
-        return 6.0 * (self.layers * self.layer_parameters + self.vocabulary * self.hidden) + attention
+        routed = self.layers - self.dense_layers
+        chosen = 0 if self.experts is None else routed * self.experts.chosen * self.expert_parameters
+        products = self.dense_layers * self.common_parameters(False) + routed * self.common_parameters(True) + chosen
+        scores = 6 * self.layers * self.sequence * self.heads * (self.key_width + self.value_width)
+        return 6.0 * (products + self.vocabulary * self.hidden) + (scores / 2 if self.fused_attention else scores)
 
 
-def _megatron(name: str, layers: int, hidden: int, heads: int) -> Model:
-    return Model(name, layers, hidden, heads, heads, 4 * hidden, 51200, 2048)
+def _megatron(name: str, layers: int, hidden: int, heads: int, batch: int | None) -> Model:
+    return Model(name, layers, hidden, heads, heads, 4 * hidden, 51200, 2048, batch=batch)
 
 
-def _llama(name: str, layers: int, hidden: int, heads: int, inner: int) -> Model:
-    return Model(name, layers, hidden, heads, 8, inner, 128256, 8192, gated=True, dropout=False, tied=False, fused_attention=True)
+def _llama(name: str, layers: int, hidden: int, heads: int, inner: int, batch: int | None) -> Model:
+    return Model(
+        name, layers, hidden, heads, 8, inner, 128256, 8192, gated=True, dropout=False, tied=False, fused_attention=True, batch=batch
+    )
 
 
 MODELS = {
     model.name: model
     for model in (
-        _megatron("megatron-22b", 48, 6144, 64),
-        _megatron("megatron-175b", 96, 12288, 96),
-        _megatron("megatron-530b", 105, 20480, 128),
-        _megatron("megatron-1t", 128, 25600, 160),
-        _megatron("gpt3-175b", 96, 12288, 96),
-        _llama("llama3-70b", 80, 8192, 64, 28672),
-        _llama("llama3-405b", 126, 16384, 128, 53248),
+        _megatron("megatron-22b", 48, 6144, 64, 4),
+        _megatron("megatron-175b", 96, 12288, 96, 64),
+        _megatron("megatron-530b", 105, 20480, 128, 280),
+        _megatron("megatron-1t", 128, 25600, 160, 512),
+        _megatron("gpt3-175b", 96, 12288, 96, 1536),
+        _llama("llama3-70b", 80, 8192, 64, 28672, None),
+        _llama("llama3-405b", 126, 16384, 128, 53248, 2048),
+        Model(
+            "deepseek-v3",
+            61,
+            7168,
+            128,
+            128,
+            18432,
+            129280,
+            4096,
+            gated=True,
+            dropout=False,
+            tied=False,
+            fused_attention=True,
+            latent=Latent(1536, 512, 128, 64, 128),
+            experts=Experts(256, 8, 2048, shared=1, dense_layers=3, nodes=4),
+            batch=15360,
+        ),
     )
 }
 """The models that are known by name; `Model` describes others.
 
 Sources: for Megatron table 3 of Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198; for
-GPT-3 table 2.1 of Brown et al., arXiv 2005.14165, here in the form of Megatron; for Llama 3 table 3 of Llama Team, The Llama 3 Herd of
-Models, arXiv 2407.21783.
+GPT-3 table 2.1 of Brown et al., arXiv 2005.14165, here in the form of Megatron, with 3.2 M tokens of a batch; for Llama 3 table 3 of Llama
+Team, The Llama 3 Herd of Models, arXiv 2407.21783, with the 16 M tokens of its table 4; for DeepSeek-V3 section 4.2 of DeepSeek-AI, arXiv
+2412.19437, without its module that predicts a second token.
 """
 
 

@@ -7,10 +7,33 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
+from zerobubble.cost_model.experts import activation_seconds, expert_times
 from zerobubble.cost_model.held import embedding_saved, head_pending, head_saved, layer_pending, layer_saved
 from zerobubble.cost_model.kernels import Kernels
-from zerobubble.cost_model.layer import NOTHING, Times, embedding_times, head_times, layer_times
+from zerobubble.cost_model.layer import (
+    NOTHING,
+    Times,
+    attention_times,
+    elementwise_times,
+    embedding_times,
+    head_times,
+    linear_times,
+    passing_times,
+)
 from zerobubble.cost_model.setting import Setting
+
+
+def layer_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
+    """One transformer layer, with routed experts or without; what is computed again counts as part of B."""
+    core = attention_times(setting, kernels)
+    linears, rest = linear_times(setting, kernels, routed), elementwise_times(setting, kernels, routed)
+    once = core.plus(linears).plus(rest).plus(passing_times(setting, kernels, core))
+    cheap = 0.0 if setting.model.fused_attention else core.forward
+    if routed:
+        once = once.plus(expert_times(setting, kernels))
+        cheap += activation_seconds(setting, kernels)
+    again = {"none": 0.0, "selective": cheap, "full": once.forward}[setting.recompute]
+    return once._replace(backward=once.backward + again)
 
 
 class Part(NamedTuple):
@@ -43,9 +66,13 @@ class Parts:
     def of(cls, setting: Setting, kernels: Kernels) -> Parts:
         """The parts of the model of `setting`."""
         embedding = Part(embedding_times(setting, kernels), embedding_saved(setting), 0.0)
-        layer = Part(layer_times(setting, kernels), layer_saved(setting), layer_pending(setting))
+        dense, routed = (
+            Part(layer_times(setting, kernels, routed), layer_saved(setting, routed), layer_pending(setting, routed)) if count else NO_PART
+            for routed, count in ((False, setting.model.dense_layers), (True, setting.model.layers - setting.model.dense_layers))
+        )
         head = Part(head_times(setting, kernels), head_saved(setting), head_pending(setting))
-        return cls(embedding, (layer,) * setting.model.layers, head)
+        first = setting.model.dense_layers
+        return cls(embedding, (dense,) * first + (routed,) * (setting.model.layers - first), head)
 
     def of_stages(self, counts: Sequence[int]) -> list[Part]:
         """What stages with so many layers are, the first of them with the embedding and the last with the head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from zerobubble.cost_model.checks import SettingError
@@ -11,27 +12,36 @@ from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Model
 
 RECOMPUTE = ("none", "selective", "full")
-"""What is computed again before a backward pass: nothing, the attention between its projections, whole layers from their inputs."""
+"""What is computed again before a backward pass: nothing, what is large and quickly computed, whole layers from their inputs.
+
+The second is the attention between its projections where it is not fused, and the activation between the products of routed experts.
+"""
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of so many words per GPU of a tensor-parallel group, as Megatron-LM does."""
 
 
 class Linear(NamedTuple):
-    """A linear layer as one GPU has it, from `inputs` features to `outputs`. It begins with a gather or, if not, ends with a sum."""
+    """A linear layer as one GPU has it, from `inputs` features to `outputs` for so many `rows`.
 
+    It may begin with a gather of its inputs, as those do whose outputs are divided over the tensor-parallel group, or end with a sum.
+    """
+
+    rows: int
     inputs: int
     outputs: int
-    gathers: bool
+    gathers: bool = False
+    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on GPUs: by tensor and context parallelism, stages, replicas, microbatches and what is computed again."""
+    """A model on GPUs: by tensor, context and expert parallelism, stages, replicas, microbatches and what is computed again."""
 
     model: Model
     gpu: GPU
     tp: int
     cp: int
+    ep: int
     pp: int
     v: int
     dp: int
@@ -48,14 +58,14 @@ class Setting:
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         """The argument and a sentence for everything that does not go."""
-        counts = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "v": self.v, "dp": self.dp, "microbatch": self.microbatch}
+        counts = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "v", "dp", "microbatch")}
         small = {name: count for name, count in counts.items() if count < 1}
         yield from ((name, f"{name} must be at least 1, got {count}") for name, count in small.items())
         if not small:
             yield from self._indivisible()
         if self.recompute not in RECOMPUTE:
             yield "recompute", f"recompute must be {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}"
-        elif self.recompute == RECOMPUTE[1] and self.model.fused_attention:
+        elif self.recompute == RECOMPUTE[1] and self.model.fused_attention and self.model.experts is None:
             nothing = f"{self.model.name} has fused attention, of which {self.recompute!r} has nothing to compute again"
             yield "recompute", f"{nothing}: take 'none' or 'full'"
         if self.precision not in dict(self.gpu.flops):
@@ -71,6 +81,21 @@ class Setting:
         if model.sequence % (self.tp * self.cp):
             divided = f"does not divide the {model.sequence} tokens of a sequence of {model.name}"
             yield "cp", f"tp*cp={self.tp * self.cp} {divided}: take a divisor"
+        yield from self._indivisible_experts()
+
+    def _indivisible_experts(self) -> Iterator[tuple[str, str]]:
+        experts, name = self.model.experts, self.model.name
+        sharing = self.tp * self.cp * self.dp
+        if experts is None:
+            if self.ep > 1:
+                yield "ep", f"{name} has no experts to divide over ep={self.ep} GPUs: take 1"
+            return
+        if experts.routed % self.ep:
+            yield "ep", f"ep={self.ep} does not divide the {experts.routed} experts of {name}: take a divisor"
+        if sharing % self.ep:
+            yield "ep", f"ep={self.ep} does not divide the tp*cp*dp={sharing} GPUs that have the same stages: take a divisor"
+        if self.tp > 1 and not self.sequence_parallel:
+            yield "sequence_parallel", f"the tokens of {name} go to experts from the GPU that has them: take sequence_parallel=True"
 
     @property
     def tokens(self) -> int:
@@ -83,24 +108,44 @@ class Setting:
         return self.model.sequence // self.cp
 
     @property
+    def own_tokens(self) -> float:
+        """Tokens of a microbatch that one GPU keeps, between the parts of a layer that are divided by features."""
+        return self.tokens / (self.tp if self.sequence_parallel else 1)
+
+    @property
     def wide(self) -> float:
         """Numbers of a hidden state that one GPU keeps, between the parts of a layer that are divided by features."""
-        return self.tokens * self.model.hidden / (self.tp if self.sequence_parallel else 1)
+        return self.own_tokens * self.model.hidden
 
     @property
-    def narrow(self) -> float:
-        """Numbers of a hidden state divided over the tensor-parallel group."""
-        return self.tokens * self.model.hidden / self.tp
+    def keys_and_values(self) -> float:
+        """Numbers of the keys and values that one GPU has."""
+        return self.tokens * self.model.key_heads * (self.model.key_width + self.model.value_width) / self.tp
 
     @property
-    def kv_narrow(self) -> float:
-        """Numbers of the keys, and of the values, that one GPU has."""
-        return self.tokens * self.model.kv_hidden / self.tp
+    def attended(self) -> float:
+        """Numbers of the queries, keys and values that one GPU has, and of what it attends to."""
+        queries = self.tokens * self.model.heads * (self.model.key_width + self.model.value_width) / self.tp
+        return queries + self.keys_and_values
 
     @property
-    def inner_narrow(self) -> float:
-        """Numbers between the two products of the MLP that one GPU has."""
-        return self.tokens * self.model.inner / self.tp
+    def latent(self) -> float:
+        """Numbers of the latent vectors that one GPU keeps."""
+        widths = self.model.latent
+        return 0.0 if widths is None else self.own_tokens * (widths.queries + widths.keys + widths.rotary)
+
+    def inner(self, routed: bool) -> float:
+        """Numbers between the two products of the MLP, or of the shared experts, that one GPU has."""
+        return self.tokens * self._inner_width(routed) / self.tp
+
+    def _inner_width(self, routed: bool) -> int:
+        experts = self.model.experts
+        return self.model.inner if not routed or experts is None else experts.shared * experts.inner
+
+    @property
+    def chosen(self) -> float:
+        """Tokens that one GPU's experts compute, a token counted for each of the experts that it goes to; loads are balanced."""
+        return 0.0 if self.model.experts is None else self.own_tokens * self.model.experts.chosen
 
     @property
     def scores(self) -> int:
@@ -112,17 +157,30 @@ class Setting:
         """Heads of sequences that one GPU computes."""
         return self.microbatch * self.model.heads // self.tp
 
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """The linear layers of a transformer layer, as one GPU has them."""
-        model = self.model
-        hidden, inner = model.hidden, model.inner // self.tp
-        return (
-            Linear(hidden, (hidden + 2 * model.kv_hidden) // self.tp, True),
-            Linear(hidden // self.tp, hidden, False),
-            Linear(hidden, (2 if model.gated else 1) * inner, True),
-            Linear(inner, hidden, False),
+    def linears(self, routed: bool) -> tuple[Linear, ...]:
+        """The linear layers of a transformer layer as one GPU has them, without those of routed experts."""
+        hidden, inner = self.model.hidden, self._inner_width(routed) // self.tp
+        products = 2 if self.model.gated else 1
+        mlp = (
+            Linear(self.tokens, hidden, products * inner, gathers=True),
+            Linear(self.tokens, inner, hidden, sums=True),
         )
+        return (*self._attention_linears(), *(mlp if inner else ()))
+
+    def _attention_linears(self) -> Iterator[Linear]:
+        model, tokens = self.model, self.tokens
+        heads = model.heads // self.tp
+        if model.latent is None:
+            keys = model.kv_heads // self.tp
+            outputs = heads * model.key_width + keys * (model.key_width + model.value_width)
+            yield Linear(tokens, model.hidden, outputs, gathers=True)
+        else:
+            latent, own = model.latent, ceil(self.own_tokens)
+            yield Linear(own, model.hidden, latent.queries)
+            yield Linear(own, model.hidden, latent.keys + latent.rotary)
+            yield Linear(tokens, latent.queries, heads * model.key_width, gathers=True)
+            yield Linear(tokens, latent.keys, heads * (latent.plain + latent.values), gathers=True)
+        yield Linear(tokens, heads * model.value_width, model.hidden, sums=True)
 
     @property
     def words(self) -> int:
@@ -136,9 +194,19 @@ class Setting:
         return self.cp * self.dp
 
     @property
+    def expert_sharers(self) -> int:
+        """GPUs with the same routed experts."""
+        return self.tp * self.sharers // self.ep
+
+    @property
     def gpus(self) -> int:
         """All GPUs."""
         return self.tp * self.pp * self.sharers
+
+    @property
+    def neighbours(self) -> int:
+        """GPUs of a domain that have the same stages: ranks of the pipeline are the furthest apart."""
+        return min(self.gpu.domain, self.tp * self.sharers)
 
     @property
     def within_domain(self) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerobubble.cost_model.held import WEIGHT_BYTES
+from zerobubble.cost_model.held import WEIGHT_BYTES, Parameters
 from zerobubble.cost_model.kernels import Kernels
 from zerobubble.cost_model.setting import Setting
 from zerobubble.display import Displayed
@@ -56,6 +56,11 @@ class StepEstimate(Displayed):
         """Share of the peak FLOP/s in the precision of linear layers that goes into FLOPs that training needs (`Model.flops_per_token`)."""
         return self.model_flops / self.seconds / self.peak_flops
 
+    @property
+    def flops_per_gpu(self) -> float:
+        """FLOP/s that each GPU computes of those that training needs."""
+        return self.model_flops / self.seconds / self.gpus
+
     def _summary(self) -> str:
         speed = f"{self.seconds:.4g} s, {self.tokens_per_second:,.0f} tokens/s"
         used = f"{show_percent(self.utilization)} of the peak FLOP/s, {show_bytes(max(self.rank_bytes))}"
@@ -80,11 +85,19 @@ def step_estimate(
     )
 
 
-def update_seconds(setting: Setting, kernels: Kernels, parameters: int) -> float:
+def update_seconds(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
     """Seconds of the optimizer's step on a rank with so many parameters, after which those with the same parameters gather them."""
-    moved = kernels.stream(parameters * (UPDATE_BYTES / setting.sharers + ZEROED_BYTES))
-    share = (setting.sharers - 1) / setting.sharers
-    return moved + (kernels.send(share * WEIGHT_BYTES * parameters, setting.within_domain) if share else 0.0)
+    return sum(
+        kernels.stream(count * (UPDATE_BYTES / sharers + ZEROED_BYTES)) + kernels.share(WEIGHT_BYTES * count, sharers, neighbours)
+        for count, sharers, neighbours in shared(setting, parameters)
+    )
+
+
+def shared(setting: Setting, parameters: Parameters) -> Iterator[tuple[int, int, int]]:
+    """Parameters of a GPU, how many GPUs share them, and how many of these are in a domain: common ones and those of experts."""
+    yield parameters.common, setting.sharers, max(1, setting.neighbours // setting.tp)
+    if parameters.experts:
+        yield parameters.experts, setting.expert_sharers, max(1, setting.neighbours // setting.ep)
 
 
 def made_for(setting: Setting, schedule: str | Schedule, num_microbatches: int | None) -> Schedule:
