@@ -83,6 +83,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/unequal/run.py
 	$(RUN)/python benchmarks/unequal/steps.py
 	$(RUN)/python benchmarks/recompute/run.py
+	$(RUN)/python benchmarks/vocabulary/run.py
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) $(VENV)-torch-* demo-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

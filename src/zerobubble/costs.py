@@ -11,7 +11,7 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Schedule, Step
 from zerobubble.kinds import HELD, KINDS, Kind, Stuff, Traits, made_where, traits_of
-from zerobubble.rules import message_receiver, recomputed
+from zerobubble.rules import given_to, message_receiver, recomputed
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
 
@@ -23,7 +23,13 @@ LARGEST_SHARE = 1_000_000
 """The largest factor on the costs of a microbatch."""
 KEPT = "parameters_bytes"
 """The further column of bytes that a stage keeps on its rank throughout: parameters, gradients, optimizer state. No pass uses it."""
+COLLECTIVE = "collective"
+"""The further column of ns from a pass that gives to a collective until the other ranks have gathered it."""
 KEPT_WORDS = "parameters, gradients and optimizer state"
+HEAD_TIMES = Wanted(
+    "three numbers, the times in ms of a part of the head: forward, gradient for the input, gradient for the weights",
+    lambda value: each(NUMBER).accepts(value) and len(value) == 3,
+)
 TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: each(NUMBER).accepts(value) and len(value) == 3)
 
 
@@ -219,9 +225,39 @@ class Costs(Displayed):
         kept = [round(level.kept * held) for level, held in zip(each, self.held_after_f, strict=True)]
         return self.with_columns(recompute=again, held_input=kept)
 
-    def recomputing(self, schedule: Schedule) -> Costs:
-        """These costs and, where `schedule` computes forwards again, `FULL` for all stages: for costs made up from times alone."""
-        return self.with_recompute(FULL) if any(map(recomputed, schedule.rows)) else self
+    @takes(times=HEAD_TIMES, held=NUMBER, collective=NUMBER)
+    def with_divided_head(self, times: tuple[float, float, float], *, held: float = 0.0, collective: float = 0.0) -> Costs:
+        """These costs with those of a head that ranks divide by its vocabulary, without the head in the costs of the last stage.
+
+        `times` are what a rank's part of the head takes for a microbatch, in ms: the forward with the softmax, the gradient for its input,
+        the gradient for its weights. S takes the first two together and T the last, SL the first and TX the last two. `held` are the bytes
+        that a rank keeps from S to T, or from SL to TX; `collective` is for how long in ms what ranks give is on its way to the others.
+        These are the columns `head_forward`, `head_backward`, `head_weight`, `held_head` and `collective`, the same for all stages. Raises
+        `InputError` for what is negative or not finite.
+
+        >>> import zerobubble as zb
+        >>> zb.Costs.uniform(2).with_divided_head((0.5, 0.25, 0.25), held=1000).column("head_forward")
+        (500000, 500000)
+        """
+        named = {"head_forward": times[0], "head_backward": times[1], "head_weight": times[2], COLLECTIVE: collective}
+        for name, value in named.items():
+            require_ms(f"{name} of the divided head", value)
+        if not 0 <= held <= MOST:
+            raise InputError(f"the bytes that a rank keeps of a divided head are 0 to {MOST:.0e}, got {held:g}")
+        columns = {name: (round(value * NS_PER_MS),) * self.num_stages for name, value in named.items()}
+        return self.with_columns(**columns, held_head=(round(held),) * self.num_stages)
+
+    def completed_for(self, schedule: Schedule) -> Costs:
+        """These costs with what passes of `schedule` need besides: for costs made up from the times of F, B and W alone.
+
+        Where forwards are computed again, that is `FULL` for all stages; a divided head is supposed to be as heavy as the first stage.
+        """
+        costs = self.with_recompute(FULL) if any(map(recomputed, schedule.rows)) else self
+        if not schedule.has_divided_head:
+            return costs
+        ranks, columns = schedule.num_ranks, (self.forward, self.backward, self.weight)
+        forward, backward, weight = (column[0] / NS_PER_MS / ranks for column in columns)
+        return costs.with_divided_head((forward, backward, weight), held=self.held_after_f[0] / ranks)
 
     @property
     def time_columns(self) -> tuple[str, ...]:
@@ -239,9 +275,14 @@ class Costs(Displayed):
         return tuple(ranks) if any(ranks) else ()
 
     def message_time(self, kind: Kind, stage: int) -> int:
-        """Nanoseconds that what a pass sends to another stage is on its way; 0 for a pass that sends nothing."""
+        """Nanoseconds that what a pass sends to another stage, or gives to a collective, is on its way; 0 for a pass that does neither."""
         receiver = message_receiver(kind, stage, self.num_stages)
-        return 0 if receiver is None else self.comm[min(stage, receiver)]
+        if receiver is not None:
+            return self.comm[min(stage, receiver)]
+        return self.column(COLLECTIVE)[stage] if given_to(kind, stage, self.num_stages) and self._has(COLLECTIVE) else 0
+
+    def _has(self, name: str) -> bool:
+        return any(known == name for known, _ in self.further)
 
     def step_time(self, step: Step) -> int:
         """Nanoseconds a step takes; two overlapped passes never less than the longer of them.

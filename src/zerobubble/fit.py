@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from zerobubble.arguments import NUMBER, each, takes
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
-from zerobubble.kinds import HELD, MOVES, Kind, Stuff, kinds_making, made_where, traits_of
+from zerobubble.kinds import HELD, MOVES, Kind, Stuff, head_kinds, kinds_making, made_where, traits_of
 from zerobubble.rules import makers, recomputed, uses
 from zerobubble.timeline import Span, Timeline, steps_of
 
@@ -42,10 +42,14 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
 
     With `shares`, one factor for each microbatch, as in `Costs`, times and bytes are fitted to be those of a microbatch of share 1.
 
-    Raises `InputError` for a stage without F or without a backward pass, for memory that was not recorded pass by pass, and for shares
-    of another number of microbatches.
+    Raises `InputError` for a stage without F or without a backward pass, for memory that was not recorded pass by pass, for a divided
+    head, and for shares of another number of microbatches.
     """
     _check_shares(timeline, shares)
+    if any(span.op.kind in head_kinds() for _, span in timeline.spans()):
+        raise InputError(
+            "costs are fitted to timelines whose head is on the last stage, and this one has passes of a head divided over ranks"
+        )
     times = _times(timeline, shares)
     num_stages = _num_stages(timeline, times)
     stages, changes = range(num_stages), _memory_changes(timeline, shares)

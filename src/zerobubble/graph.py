@@ -6,14 +6,15 @@ passes of an overlapped step wait together: `joint_needs` gives the first what b
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Stuff, made_where
-from zerobubble.rules import recomputed, used_stages
+from zerobubble.kinds import HELD, KINDS, MOVES, Collective, Kind, Stuff, made_where
+from zerobubble.rules import gathered, given_to, recomputed, used_stages
 
 Needs = Sequence[tuple[int, ...]]
 
@@ -64,9 +65,21 @@ def resolve(schedule: Schedule) -> Graph:
     needs = [tuple([maker[v + microbatch] for v in used[kind][stage]]) for kind, stage, microbatch in ops]
     if -1 in maker:
         needs = [tuple(need for need in known if need >= 0) if -1 in known else known for known in needs]
+    if schedule.has_divided_head:
+        needs = _with_collectives(ops, needs, schedule.num_stages)
     together = schedule.overlaps
     pairs = frozenset(i for i, both in enumerate(pairwise(ops)) if both in together) if together else frozenset()
     return Graph(ops, rank, first, needs, pairs)
+
+
+def _with_collectives(ops: list[Op], needs: list[tuple[int, ...]], num_stages: int) -> list[tuple[int, ...]]:
+    """`needs` where whoever gathers also waits for all that give to the same collective for its microbatch; of duplicates the first."""
+    givers: dict[tuple[Collective, int], dict[Op, int]] = defaultdict(dict)
+    for number, op in enumerate(ops):
+        for collective in given_to(op.kind, op.stage, num_stages):
+            givers[collective, op.microbatch].setdefault(op, number)
+    more = [[n for c in gathered(op.kind, op.stage, num_stages) for n in givers[c, op.microbatch].values()] for op in ops]
+    return [tuple(dict.fromkeys((*known, *others))) if others else known for known, others in zip(needs, more, strict=True)]
 
 
 def joint_needs(graph: Graph, needs: Needs) -> Needs:

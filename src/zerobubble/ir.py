@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import WHOLE, as_tuple, require, takes
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError, ParseError, reading, whole
-from zerobubble.kinds import KINDS, Stuff, kinds_making, kinds_using
+from zerobubble.kinds import KINDS, Stuff, head_kinds, kinds_making, kinds_using
 from zerobubble.kinds import Kind as Kind
 from zerobubble.units import counted
 
@@ -368,6 +369,11 @@ class Schedule(WithHead):
         """Stages with at least one pass that does weight work, as W does: their B leaves it."""
         weights = kinds_using(Stuff.WORK)
         return frozenset(op.stage for row in self.rows for op in row if op.kind in weights)
+
+    @cached_property
+    def has_divided_head(self) -> bool:
+        """Whether ranks compute parts of the head, in passes such as S and T."""
+        return not head_kinds().isdisjoint(map(itemgetter(0), chain.from_iterable(self.rows)))
 
     def forward_only(self) -> Schedule:
         """What evaluation runs: the forwards alone, as F, in the same order.

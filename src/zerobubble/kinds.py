@@ -8,6 +8,15 @@ Passes meet only through values. A pass needs another pass exactly when it uses 
     BW(s,j)  uses saved(s,j) and the gradient from s+1       makes the gradient for s-1
     R(s,j)   uses the input of F(s,j)                        makes saved(s,j), which F(s,j) then does not make: it keeps its input alone
 
+A head that is divided over ranks by its vocabulary has passes of its own, which meet through collectives besides (arXiv 2411.05288): every
+rank gives its part, and whoever gathers waits for all parts of its microbatch. The stage of such a pass says which part it computes.
+
+    S(s,j)   gathers the last stage's output     gives to the softmax and the gradient of that output     makes head work for T(s,j)
+    T(s,j)   gathers the softmax                 uses head work(s,j): it adds into the weights' gradients
+    SL, TX   the same with the gradient of the last stage's output in TX: less work, and one more collective to wait for
+
+With them the last stage's backward gathers its gradient from all parts instead of taking it from the loss.
+
 The first stage's activation comes from the batch and the last stage's gradient from the loss, so those need no pass.
 Activations and gradients travel between ranks; saved, input and work stay where they were made and are what fills the memory.
 
@@ -20,18 +29,21 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from typing import ClassVar, TypeVar
 
 from zerobubble.errors import InputError
 
-__all__ = ["KINDS", "Kind", "LeanForward", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
+__all__ = ["KINDS", "Collective", "Kind", "LeanForward", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
 
 T = TypeVar("T")
 
 
 class Kind(str):
     """What a pass computes: F forward, B gradient for the input, W gradient for the weights, BW both in one, R forward again, or added.
+
+    S and T, or SL and TX, are the passes of a divided head.
 
     `Kind("F")` is `Kind.F`: there is one object for each kind of the table, so kinds may be compared with `is`. Raises `InputError`
     for letters that the table does not hold.
@@ -44,6 +56,10 @@ class Kind(str):
     W: ClassVar[Kind]
     BW: ClassVar[Kind]
     R: ClassVar[Kind]
+    S: ClassVar[Kind]
+    T: ClassVar[Kind]
+    SL: ClassVar[Kind]
+    TX: ClassVar[Kind]
 
     def __new__(cls, letters: str) -> Kind:
         known = _KIND_OF.get(letters)
@@ -58,6 +74,8 @@ class Kind(str):
 class Stuff(str):
     """What a value is: `a` activation, `g` its gradient, `s` saved for backward, `w` weight work, `i` kept input, or what was added.
 
+    `v` is what S leaves for T, and `u` what SL leaves for TX.
+
     There is one object for each, so stuff may be compared with `is`. Raises `InputError` for a letter that was not added.
     """
 
@@ -68,6 +86,8 @@ class Stuff(str):
     SAVED: ClassVar[Stuff]
     WORK: ClassVar[Stuff]
     INPUT: ClassVar[Stuff]
+    HEAD_WORK: ClassVar[Stuff]
+    HEAD_LOGITS: ClassVar[Stuff]
 
     def __new__(cls, letter: str) -> Stuff:
         known = _STUFF_OF.get(letter)
@@ -77,6 +97,16 @@ class Stuff(str):
 
     def __repr__(self) -> str:
         return f"Stuff({str(self)!r})"
+
+
+class Collective(Enum):
+    """What passes of several ranks put together for one microbatch: whoever gathers it waits for every pass that gives to it."""
+
+    OUTPUT = "the output of the last stage"
+    """Given by the last stage's forward."""
+    SOFTMAX = "the maximum and sum of the softmax"
+    GRADIENT = "the gradient for the output of the last stage"
+    """Gathered by the last stage's backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +133,12 @@ class Traits:
     - `lost`: what goes wrong without it, as a clause, such as `no gradient flows back`.
     - `colour`: its colour in pictures, `#rrggbb`, on the first stage of a rank.
     - `adds_gradients`: whether it adds to the gradients of the parameters of its stage.
-    - `uses_weights`: whether it computes with the parameters of its stage, which must then be there where they lie in shards.
+    - `uses_weights`: whether it computes with the parameters of its stage, which must then be there where they lie in shards. A part of
+      the head is no part of the stage by which it goes.
     - `fills_from_start`: whether memory counts what it makes from its start on, as for a forward; otherwise from its end.
     - `torch_letter`: its letter in PyTorch's schedule CSV; None where PyTorch has no such pass, so that the export is refused.
+    - `gathers`: the collectives that it waits for: until every pass of its microbatch that gives to them has run.
+    - `gives`: the collectives that it gives a part to. The last stage's forward and backward give and gather without saying so here.
     - `forward`: for a pass that computes the forward of its stage and microbatch again, what that forward is where this pass follows.
     """
 
@@ -120,18 +153,26 @@ class Traits:
     uses_weights: bool = True
     fills_from_start: bool = False
     torch_letter: str | None = None
+    gathers: tuple[Collective, ...] = field(default=(), repr=False)
+    gives: tuple[Collective, ...] = field(default=(), repr=False)
     forward: LeanForward | None = field(default=None, repr=False)
 
 
-_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agswi"}
-_KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW", "R")}
-Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK, Stuff.INPUT = _STUFF_OF.values()
-Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R = _KIND_OF.values()
+_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agswivu"}
+_KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW", "R", "S", "T", "SL", "TX")}
+Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK, Stuff.INPUT, Stuff.HEAD_WORK, Stuff.HEAD_LOGITS = _STUFF_OF.values()
+Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.S, Kind.T, Kind.SL, Kind.TX = _KIND_OF.values()
 
 MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
 """Stuff that may travel between ranks."""
 
-HELD: dict[Stuff, str] = {Stuff.SAVED: "held_after_f", Stuff.WORK: "held_after_b", Stuff.INPUT: "held_input"}
+HELD: dict[Stuff, str] = {
+    Stuff.SAVED: "held_after_f",
+    Stuff.WORK: "held_after_b",
+    Stuff.INPUT: "held_input",
+    Stuff.HEAD_WORK: "held_head",
+    Stuff.HEAD_LOGITS: "held_head",
+}
 """Stuff that stays on its rank and fills its memory, with the column of `Costs` that tells its bytes. `add_stuff` adds to it."""
 
 KINDS: dict[Kind, Traits] = {
@@ -190,6 +231,57 @@ KINDS: dict[Kind, Traits] = {
         colour="#5f246b",
         fills_from_start=True,
         forward=LeanForward(makes=(Stuff.ACTIVATION, Stuff.INPUT), run="forward that keeps its input"),
+    ),
+    Kind.S: Traits(
+        phrase="part of the softmax and input gradient",
+        uses=(),
+        makes=(Stuff.HEAD_WORK,),
+        times=("head_forward", "head_backward"),
+        run="part of the softmax and input gradient",
+        lost="a part of the vocabulary is missing from the softmax",
+        colour="#84f0e4",
+        uses_weights=False,
+        fills_from_start=True,
+        gathers=(Collective.OUTPUT,),
+        gives=(Collective.SOFTMAX, Collective.GRADIENT),
+    ),
+    Kind.T: Traits(
+        phrase="weight gradient of the head",
+        uses=((Stuff.HEAD_WORK, 0),),
+        makes=(),
+        times=("head_weight",),
+        run="weight gradient of the head",
+        lost="a part of the head's weight gradient is lost",
+        colour="#a88430",
+        adds_gradients=True,
+        uses_weights=False,
+        gathers=(Collective.SOFTMAX,),
+    ),
+    Kind.SL: Traits(
+        phrase="part of the softmax",
+        uses=(),
+        makes=(Stuff.HEAD_LOGITS,),
+        times=("head_forward",),
+        run="part of the softmax",
+        lost="a part of the vocabulary is missing from the softmax",
+        colour="#84f0e4",
+        uses_weights=False,
+        fills_from_start=True,
+        gathers=(Collective.OUTPUT,),
+        gives=(Collective.SOFTMAX,),
+    ),
+    Kind.TX: Traits(
+        phrase="backward of the head",
+        uses=((Stuff.HEAD_LOGITS, 0),),
+        makes=(),
+        times=("head_backward", "head_weight"),
+        run="backward of the head",
+        lost="a part of the gradient is missing",
+        colour="#a88430",
+        adds_gradients=True,
+        uses_weights=False,
+        gathers=(Collective.SOFTMAX,),
+        gives=(Collective.GRADIENT,),
     ),
 }
 """The table of kinds of passes, by their letters. `traits_of` looks a kind up in it and refuses unknown ones; `add_kind` adds to it."""
@@ -254,7 +346,13 @@ def kinds_again() -> frozenset[Kind]:
     return frozenset(kind for kind, traits in KINDS.items() if traits.forward is not None)
 
 
-for _derived in (kinds_making, kinds_using, kinds_again):
+@cache
+def head_kinds() -> frozenset[Kind]:
+    """The kinds of a divided head's passes: those that gather or give parts."""
+    return frozenset(kind for kind, traits in KINDS.items() if traits.gathers or traits.gives)
+
+
+for _derived in (kinds_making, kinds_using, kinds_again, head_kinds):
     when_kinds_change(_derived.cache_clear)
 
 

@@ -49,7 +49,7 @@ def schedule_view(schedule: Schedule) -> str | None:
     faults = schedule_faults(schedule)
     if faults:
         return f"<p>{escape(repr(schedule))} cannot run:</p><ul>{''.join(map(_item, faults[:20]))}</ul>"
-    costs = Costs.uniform(schedule.num_stages).recomputing(schedule)
+    costs = Costs.uniform(schedule.num_stages).completed_for(schedule)
     return _view(simulate(schedule, costs), costs, microbatch_bytes(schedule.placement, costs))
 
 
@@ -58,7 +58,7 @@ def schedule_picture(schedule: Schedule) -> str | None:
     """The schedule at unit times as an SVG; None for one that cannot run, which has its faults listed instead."""
     if sum(map(len, schedule.rows)) > MOST_SPANS or schedule_faults(schedule):
         return None
-    return timeline_picture(simulate(schedule, Costs.uniform(schedule.num_stages).recomputing(schedule)))
+    return timeline_picture(simulate(schedule, Costs.uniform(schedule.num_stages).completed_for(schedule)))
 
 
 def _item(fault: Fault) -> str:

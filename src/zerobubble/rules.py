@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from zerobubble.ir import Op
-from zerobubble.kinds import HELD, KINDS, Kind, kinds_again, kinds_making, kinds_using, made_where, traits_of, when_kinds_change
+from zerobubble.kinds import HELD, KINDS, Collective, Kind, kinds_again, kinds_making, kinds_using, made_where, traits_of, when_kinds_change
 from zerobubble.kinds import MOVES as MOVES
 from zerobubble.kinds import Stuff as Stuff
 
@@ -80,14 +80,29 @@ def message_receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
 
 
 @cache
+def given_to(kind: Kind, stage: int, num_stages: int) -> tuple[Collective, ...]:
+    """The collectives to which a pass gives a part; the last stage's forward gives its output."""
+    output = (Collective.OUTPUT,) if stage == num_stages - 1 and kind in kinds_making(Stuff.ACTIVATION) else ()
+    return traits_of(kind).gives + output
+
+
+@cache
+def gathered(kind: Kind, stage: int, num_stages: int) -> tuple[Collective, ...]:
+    """The collectives that a pass waits for where some pass gives to them; the last stage's backward gathers its gradient."""
+    gradient = (Collective.GRADIENT,) if stage == num_stages - 1 and kind in kinds_making(Stuff.GRADIENT) else ()
+    return traits_of(kind).gathers + gradient
+
+
+@cache
 def complete_sets() -> frozenset[frozenset[Kind]]:
     """The sets of kinds that together train one microbatch on one stage.
 
-    Each has one forward, and for what stays on the rank one maker and one user or none of both.
+    Each has one forward, for what stays on the rank one maker and one user or none of both, and no head divided in two ways at once.
     """
     forwards = kinds_making(Stuff.ACTIVATION)
     sets = (frozenset(kinds) for size in range(1, len(KINDS) + 1) for kinds in combinations(KINDS, size))
-    return frozenset(kinds for kinds in sets if len(kinds & forwards) == 1 and all(_is_passed_on(stuff, kinds) for stuff in HELD))
+    trained = (kinds for kinds in sets if len(kinds & forwards) == 1 and all(_is_passed_on(stuff, kinds) for stuff in HELD))
+    return frozenset(kinds for kinds in trained if sum(Collective.GRADIENT in KINDS[kind].gives for kind in kinds) <= 1)
 
 
 def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
@@ -97,5 +112,5 @@ def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
     return num_makers == num_users <= 1
 
 
-for _derived in (used_stages, made_stuff, message_receiver, complete_sets):
+for _derived in (used_stages, made_stuff, message_receiver, given_to, gathered, complete_sets):
     when_kinds_change(_derived.cache_clear)

@@ -12,7 +12,7 @@ from zerobubble.errors import Fault, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Needs, circles, joint_needs, resolve, walk
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import KINDS, Kind, Stuff, kinds_making, traits_of, when_kinds_change
+from zerobubble.kinds import KINDS, Kind, Stuff, head_kinds, kinds_making, traits_of, when_kinds_change
 from zerobubble.rules import complete_sets
 
 
@@ -21,8 +21,9 @@ def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
     """Every fault of `schedule`; empty exactly when it is legal.
 
     Checked: enough passes for the microbatches; each pass in range, on the rank that holds its stage and present once; each stage
-    and microbatch with F and either BW or both B and W (or only F throughout, for inference); no pass before what it uses on its
-    own rank, nor overlapped with it; no circle of waiting between ranks.
+    and microbatch with F and either BW or both B and W (or only F throughout, for inference); all parts of a divided head for every
+    microbatch, in passes of one algorithm; no pass before what it uses on its own rank, nor overlapped with it; no circle of waiting
+    between ranks.
 
     >>> import zerobubble as zb
     >>> zb.schedule_faults(zb.make("zb-v", 4, 8))
@@ -71,6 +72,8 @@ def _examine(schedule: Schedule) -> Judgement:
         if any(fault.code in ("count", "kind", "stage-range", "microbatch-range") for fault in faults):
             return tuple(faults), Graph([], [], [], []), []
         faults += _missing_faults(schedule)
+    if schedule.has_divided_head:
+        faults += _head_faults(schedule)
     graph = resolve(schedule)
     late = _late_needs(graph)
     faults += [_late(graph, number, need) for number, need in late]
@@ -190,6 +193,27 @@ def _conflict(who: str, rank: int, stage: int, microbatch: int, kinds: frozenset
     parts = " and ".join(str(Op(kind, stage, microbatch)) for kind in KINDS if kind in kinds)
     sets = " or ".join(sorted(" ".join(kind for kind in KINDS if kind in full) for full in wanted))
     return Fault("conflict", f"{who} has {parts}, which do not go together: keep those of {sets}", rank, None, parts)
+
+
+def _head_faults(schedule: Schedule) -> Iterator[Fault]:
+    """Parts of a divided head that some microbatches lack, and microbatches whose head is divided in another way than that of the first."""
+    found: dict[tuple[int, int], set[Kind]] = defaultdict(set)
+    for _, _, (kind, stage, microbatch) in schedule.ops():
+        if kind in head_kinds():
+            found[stage, microbatch].add(kind)
+    parts = sorted({stage for stage, _ in found})
+    ways = Counter(frozenset(kinds) for kinds in found.values())
+    way = min(ways, key=lambda kinds: (-ways[kinds], sorted(kinds)))
+    wanted = f"{' and '.join(sorted(way))} of stages {', '.join(map(str, parts))}"
+    for microbatch in range(schedule.num_microbatches):
+        for stage in parts:
+            here = found.get((stage, microbatch), set())
+            if here != way:
+                rank = schedule.rank_of(stage, microbatch)
+                has = " and ".join(str(Op(kind, stage, microbatch)) for kind in sorted(here)) or "no pass of the head"
+                who = f"stage {stage}, microbatch {microbatch} on rank {rank} has {has}"
+                message = f"{who}, but the head is divided into {wanted}: each of these takes part in every microbatch"
+                yield Fault("head", message, rank)
 
 
 def _late_needs(graph: Graph) -> list[tuple[int, int]]:

@@ -13,10 +13,22 @@ from zerobubble.kinds import KINDS, Stuff
 
 def test_uniform_costs_share_a_rank_among_its_stages() -> None:
     costs = Costs.uniform(4, (1.5, 2.0, 0.5), 0.25, stages_per_rank=2, held=0.5).with_recompute(Level("half", extra=0.4, kept=0.25))
-    assert [costs.time(kind, 3) for kind in KINDS] == [750_000, 1_000_000, 250_000, 1_250_000, 300_000]
+    costs = costs.with_divided_head((0.1, 0.2, 0.4), held=1000)
+    times = [750_000, 1_000_000, 250_000, 1_250_000, 300_000, 300_000, 400_000, 100_000, 600_000]
+    assert [costs.time(kind, 3) for kind in KINDS] == times
     assert costs.comm == (250_000,) * 3
     assert (costs.held(Stuff.SAVED, 0), costs.held(Stuff.WORK, 0), costs.held(Stuff.GRADIENT, 0)) == (1_000_000, 500_000, 0)
-    assert [costs.memory_change(kind, 0) for kind in KINDS] == [1_000_000, -500_000, -500_000, -1_000_000, 750_000]
+    assert [costs.memory_change(kind, 0) for kind in KINDS] == [
+        1_000_000,
+        -500_000,
+        -500_000,
+        -1_000_000,
+        750_000,
+        1000,
+        -1000,
+        1000,
+        -1000,
+    ]
     assert costs.memory_change(Kind.F, 0, again=Kind.R) == 250_000
 
 

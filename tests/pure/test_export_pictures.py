@@ -11,7 +11,8 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.palette import contrast, ink, shade
 from zerobubble.export.svg import LEFT, ROW, timeline_svg
-from zerobubble.kinds import KINDS
+from zerobubble.kinds import KINDS, Kind
+from zerobubble.rules import complete_sets
 from zerobubble.schedules import SCHEDULES, make
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
@@ -118,9 +119,15 @@ DEFICIENCIES = {
 }
 
 
+def test_only_kinds_of_which_a_stage_has_one_share_a_colour() -> None:
+    alike = {frozenset({one, other}) for one, other in combinations(KINDS, 2) if KINDS[one].colour == KINDS[other].colour}
+    assert alike == {frozenset({Kind.S, Kind.SL}), frozenset({Kind.T, Kind.TX})}
+    assert not any(pair <= kinds for pair in alike for kinds in complete_sets())
+
+
 @pytest.mark.parametrize("name", DEFICIENCIES)
 def test_colour_blind_readers_can_tell_the_kinds_apart(name: str) -> None:
-    for one, other in combinations([traits.colour for traits in KINDS.values()], 2):
+    for one, other in combinations(dict.fromkeys(traits.colour for traits in KINDS.values()), 2):
         distance = dist(lab(one, DEFICIENCIES[name]), lab(other, DEFICIENCIES[name]))
         assert distance > 20, (one, other, distance)
 
@@ -142,5 +149,5 @@ def test_numbers_read_well() -> None:
 
 def test_the_kinds_differ_in_grey() -> None:
     """By a third in luminance at least, as contrast is counted."""
-    for one, other in combinations([traits.colour for traits in KINDS.values()], 2):
+    for one, other in combinations(dict.fromkeys(traits.colour for traits in KINDS.values()), 2):
         assert contrast(one, other) > 1.3, (one, other)

@@ -48,7 +48,11 @@ def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
     ("old", "new", "message"),
     [
         ("zerobubble schedule 1", "zerobubble schedule 9", "line 1: a schedule file starts with 'zerobubble schedule 1'"),
-        ("0W1", "0X1", "line 5: '0X1' is not a pass; write <stage><kind><microbatch> with kind F, B, W, BW or R, such as 0F3"),
+        (
+            "0W1",
+            "0X1",
+            "line 5: '0X1' is not a pass; write <stage><kind><microbatch> with kind F, B, W, BW, R, S, T, SL or TX, such as 0F3",
+        ),
         ("0W1", "0W" + "1" * 5000, "line 5: '0W1111"),
         ("0W1", "0W-1", "line 5: '0W-1' is not a pass"),
         ("0W1", "0W٣", "line 5: '0W٣' is not a pass"),

@@ -49,14 +49,14 @@ def test_a_kind_that_the_table_lacks_is_refused(read: Callable[[], object]) -> N
 def test_a_schedule_of_an_unknown_kind_has_that_fault() -> None:
     (fault,) = schedule_faults(UNKNOWN)
     assert (fault.code, fault.rank, fault.position) == ("kind", 0, 1)
-    assert fault.message == "rank 0 runs 0O0 at position 1, but O is not a kind of pass; known are F, B, W, BW, R"
+    assert fault.message == "rank 0 runs 0O0 at position 1, but O is not a kind of pass; known are F, B, W, BW, R, S, T, SL, TX"
     for read in (lambda: simulate(UNKNOWN, Costs.uniform(1)), lambda: lower(UNKNOWN)):
         with pytest.raises(ScheduleError, match="O is not a kind of pass"):
             read()
 
 
 def test_text_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ParseError, match="'0O3' is not a pass; write <stage><kind><microbatch> with kind F, B, W, BW or R"):
+    with pytest.raises(ParseError, match="'0O3' is not a pass; write <stage><kind><microbatch> with kind F, B, W, BW, R, S, T, SL or TX"):
         Op.parse("0O3")
 
 

@@ -184,6 +184,6 @@ def test_the_program_of_the_page_says_what_recomputation_costs_and_saves(capsys:
 
 def test_costs_from_times_alone_know_what_a_transformer_keeps() -> None:
     plain = make("1f1b", 2, 2)
-    assert Costs.uniform(2).recomputing(plain) == Costs.uniform(2)
-    costs = Costs.uniform(2, times=(2, 1, 1)).recomputing(with_recompute(plain))
+    assert Costs.uniform(2).completed_for(plain) == Costs.uniform(2)
+    costs = Costs.uniform(2, times=(2, 1, 1)).completed_for(with_recompute(plain))
     assert (costs.column("recompute"), costs.column("held_input")) == ((2_000_000,) * 2, (60_000,) * 2)

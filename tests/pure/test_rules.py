@@ -16,7 +16,7 @@ def test_what_passes_use_and_make_in_the_middle() -> None:
     assert list(map(str, uses(Op(Kind.B, 1, 5), 3))) == list(map(str, uses(Op(Kind.BW, 1, 5), 3))) == ["s1.5", "g2.5"]
     assert list(map(str, uses(Op(Kind.W, 1, 5), 3))) == ["w1.5"]
     assert [[str(value) for value in makes(Op(kind, 1, 5), 3)] for kind in KINDS] == [
-        ["a1.5", "s1.5"], ["g1.5", "w1.5"], [], ["g1.5"], ["s1.5"],
+        ["a1.5", "s1.5"], ["g1.5", "w1.5"], [], ["g1.5"], ["s1.5"], ["v1.5"], [], ["u1.5"], [],
     ]  # fmt: skip
     assert list(map(str, makes(Op(Kind.F, 1, 5), 3, again=Kind.R))) == ["a1.5", "i1.5"]
     assert list(map(str, uses(Op(Kind.R, 1, 5), 3))) == ["i1.5"]
@@ -40,7 +40,9 @@ def test_makers_are_the_passes_that_make() -> None:
 
 def test_complete_ways_to_process_a_microbatch() -> None:
     plain = {frozenset({Kind.F, Kind.BW}), frozenset({Kind.F, Kind.B, Kind.W})}
-    assert plain | {kinds | {Kind.R} for kinds in plain} == complete_sets()
+    stages = plain | {kinds | {Kind.R} for kinds in plain}
+    heads = [frozenset[Kind](), frozenset({Kind.S, Kind.T}), frozenset({Kind.SL, Kind.TX})]
+    assert {kinds | head for kinds in stages for head in heads} == complete_sets()
 
 
 def test_what_the_kinds_are_called() -> None:

@@ -58,7 +58,7 @@ def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
 
 def _peak(schedule: Schedule) -> float:
     """The most any rank holds, in microbatches, when B frees nothing."""
-    costed = Costed(schedule, Costs.uniform(schedule.num_stages).recomputing(schedule), "equal stages")
+    costed = Costed(schedule, Costs.uniform(schedule.num_stages).completed_for(schedule), "equal stages")
     return max(costed.in_microbatches(peak_memory(schedule, costed.costs)))
 
 

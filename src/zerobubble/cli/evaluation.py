@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from zerobubble.cli.inputs import Costed
 from zerobubble.explain import Causes, Idle, attribute
-from zerobubble.ir import Schedule
+from zerobubble.ir import Op, Schedule
 from zerobubble.lowering.messages import message_users
+from zerobubble.rules import message_receiver
 from zerobubble.simulation import peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
@@ -56,8 +57,14 @@ def evaluate(costed: Costed) -> Evaluation:
     """Everything that is said of a schedule under its costs; raises as `simulate` does."""
     schedule, costs = costed.schedule, costed.costs
     timeline = simulate(schedule, costs)
-    messages = sum(user >= 0 for user in message_users(checked(schedule)[0]))
+    graph, _ = checked(schedule)
+    messages = sum(user >= 0 and _sends(op, schedule.num_stages) for op, user in zip(graph.ops, message_users(graph), strict=True))
     return Evaluation(costed, timeline, attribute(schedule, costs), peak_memory(schedule, costs), messages)
+
+
+def _sends(op: Op, num_stages: int) -> bool:
+    """Whether a pass makes a message for another stage; what it gives to a collective is none."""
+    return message_receiver(op.kind, op.stage, num_stages) is not None
 
 
 def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[Column]:

@@ -160,7 +160,7 @@ def equal_costs(
     summed, parts = reduce / stages_passed, ceil(buckets / stages_passed)
     times_of_stage = (forward, backward, weight)
     costs = Costs.uniform(schedule.num_stages, times_of_stage, comm, held=held, overlap=together, reduce=summed, buckets=parts)
-    return costs.recomputing(schedule)
+    return costs.completed_for(schedule)
 
 
 def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
@@ -223,7 +223,7 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
 def _again(costs: Costs, given: Given) -> Costs:
     """The costs with what R takes and forwards then keep: as the plan says, if it is one, and else in full where there are R's."""
     levels = None if given.problem is None else given.problem.recomputation
-    return costs.recomputing(given.schedule) if levels is None else costs.with_recompute(levels.chosen)
+    return costs.completed_for(given.schedule) if levels is None else costs.with_recompute(levels.chosen)
 
 
 def _same_work(one: Problem, other: Problem) -> bool:

@@ -111,11 +111,16 @@ def sensitivity(
 ) -> Sensitivity:
     """What becomes of the order of `schedule` when measured times are off; `samples` are drawn from `seed`.
 
-    Raises `ScheduleError` when the schedule cannot run, `InputError` for an error outside 0 to 1 or without samples.
+    Raises `ScheduleError` when the schedule cannot run, `InputError` for an error outside 0 to 1, without samples, and for a
+    divided head.
     """
     check_error_share(error)
     if samples < 1:
         raise InputError(f"a spread needs at least 1 sample, got {samples}")
+    if schedule.has_divided_head:
+        raise InputError(
+            f"schedule {schedule.name!r} has a head divided over ranks, and sensitivity knows messages between two stages alone"
+        )
     replay, dice = Replay.of(schedule), Random(seed)
     time, entries = replay.time(objective, costs), list(_entries(costs))
 

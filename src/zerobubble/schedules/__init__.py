@@ -25,10 +25,11 @@ from zerobubble.schedules.recompute import with_recompute
 from zerobubble.schedules.registry import Registry
 from zerobubble.schedules.two_thirds import two_thirds
 from zerobubble.schedules.vee_blocks import v_half, v_min, v_zb
+from zerobubble.schedules.vocabulary import with_vocabulary
 from zerobubble.schedules.zb_h import zb_h1, zb_h2
 from zerobubble.schedules.zb_v import zb_v
 
-__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "registry", "with_recompute"]
+__all__ = ["SCHEDULES", "Recipe", "find", "known_schedules", "make", "register", "registry", "with_recompute", "with_vocabulary"]
 
 SCHEDULES: dict[str, Recipe] = {
     recipe.name: recipe

@@ -10,6 +10,7 @@ from typing import Any
 from zerobubble.explain import WaitsFor
 from zerobubble.export.palette import REDUCTION_COLOUR, WAIT_COLOURS, ink, num_shades, shade
 from zerobubble.kinds import KINDS
+from zerobubble.rules import gathered, given_to
 from zerobubble.timeline import Doing, Timeline
 from zerobubble.view.assets import asset, script
 from zerobubble.view.columns import WAITS, Viewed, timeline_columns
@@ -107,7 +108,7 @@ def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ())
 
 
 def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """The table of kinds: what each uses and makes, of the forwards it computes again, and how it looks on the stages of a rank."""
+    """The table of kinds: what each uses and makes, what it gathers and gives (on other stages, on the last one), and how it looks."""
     shades = num_shades(*timelines)
     return [
         {
@@ -115,6 +116,8 @@ def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             "phrase": traits.phrase,
             "uses": traits.uses,
             "makes": traits.makes,
+            "gathers": [[one.value for one in gathered(kind, stage, 2)] for stage in range(2)],
+            "gives": [[one.value for one in given_to(kind, stage, 2)] for stage in range(2)],
             "forward": traits.forward.makes if traits.forward else [],
             "fills": traits.fills_from_start,
             "colours": [shade(kind, place, shades) for place in range(shades)],

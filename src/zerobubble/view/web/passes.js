@@ -99,7 +99,27 @@ export class Passes {
         if (maker >= 0 && this.makes(maker).includes(stuff)) found.push(maker);
       });
     }
+    return [...new Set([...found, ...this.partners(number, "gathers", "gives")])];
+  }
+
+  // The passes of the same microbatch with which a pass of a divided head, or of the last stage, meets in a collective.
+  partners(number, own, others) {
+    const meets = this.collectives(this.kind[number], this.stage[number], own);
+    const found = [];
+    if (!meets.length) return found;
+    this.kinds.forEach((_, code) => {
+      for (let stage = 0; stage < this.stages; stage++) {
+        if (!this.collectives(code, stage, others).some((one) => meets.includes(one))) continue;
+        const other = this.find(code, stage, this.microbatch[number]);
+        if (other >= 0) found.push(other);
+      }
+    });
     return found;
+  }
+
+  // The collectives that passes of a kind and stage give to or gather; those of the last stage meet in some more.
+  collectives(code, stage, which) {
+    return this.kinds[code][which][stage === this.stages - 1 ? 1 : 0];
   }
 
   // The passes that use what a pass makes.
@@ -112,6 +132,7 @@ export class Passes {
         if (user >= 0) found.add(user);
       }
     });
+    for (const user of this.partners(number, "gives", "gathers")) found.add(user);
     return [...found];
   }
 
