@@ -26,6 +26,7 @@ from zerobubble import explain as explain
 from zerobubble import fit as fit
 from zerobubble import kinds as kinds
 from zerobubble import lowering as lowering
+from zerobubble import offload as offload
 from zerobubble import partition as partition
 from zerobubble import planning as planning
 from zerobubble import recognition as recognition
@@ -97,6 +98,7 @@ _NAMESPACES = (
     "kinds",
     "lowering",
     "nn",
+    "offload",
     "partition",
     "planning",
     "recognition",

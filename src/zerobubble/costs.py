@@ -25,6 +25,8 @@ KEPT = "parameters_bytes"
 """The further column of bytes that a stage keeps on its rank throughout: parameters, gradients, optimizer state. No pass uses it."""
 COLLECTIVE = "collective"
 """The further column of ns from a pass that gives to a collective until the other ranks have gathered it."""
+OFFLOADABLE = "offloadable"
+"""The further column with the bytes of what F saves that can go to host memory; all can where it is left out."""
 KEPT_WORDS = "parameters, gradients and optimizer state"
 HEAD_TIMES = Wanted(
     "three numbers, the times in ms of a part of the head: forward, gradient for the input, gradient for the weights",
@@ -126,7 +128,8 @@ class Costs(Displayed):
         widths = [max(CELL, len(name) + 1) for name in columns]
         yield "stage" + "".join(map(str.rjust, columns, widths))
         for stage in range(self.num_stages):
-            shows = [str if name == "buckets" else show_bytes if name in (*HELD.values(), KEPT) else show_ms for name in columns]
+            in_bytes = (*HELD.values(), KEPT, OFFLOADABLE)
+            shows = [str if name == "buckets" else show_bytes if name in in_bytes else show_ms for name in columns]
             cells = [show(column[stage]) if stage < len(column) else "" for show, column in zip(shows, columns.values(), strict=True)]
             yield f"{stage:5}" + "".join(map(str.rjust, cells, widths))
 
@@ -187,7 +190,7 @@ class Costs(Displayed):
 
     def _sized_columns(self) -> dict[str, tuple[int, ...]]:
         """The columns that the share of a microbatch is a factor on."""
-        names = {*self.time_columns, "hidden", *HELD.values()}
+        names = {*self.time_columns, "hidden", *HELD.values(), OFFLOADABLE}
         return {name: values for name, values in self._columns().items() if name in names}
 
     def column(self, name: str) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     10500000
     """
     graph, played = _played(schedule, costs)
-    spans = list(map(Span, graph.ops, played.begin, played.end, _whys(graph, played.after)))
+    spans = list(map(Span, graph.ops, played.begin, played.end, whys(graph, played.after)))
     rows = tuple(tuple(spans[start:end]) for start, end in pairwise(graph.first))
     changes = _changes(costs)
     sums = play_sums(planned_sums(graph, costs), played.end)
@@ -96,7 +96,7 @@ def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
     return takes, delays
 
 
-def _whys(graph: Graph, after: list[int]) -> Iterator[Why]:
+def whys(graph: Graph, after: list[int]) -> Iterator[Why]:
     """The reason each pass did not start earlier."""
     ops, rank, nothing = graph.ops, graph.rank, Why(Cause.NOTHING)
     for here, last in zip(rank, after, strict=True):

@@ -15,15 +15,16 @@ from zerobubble.units import counted, show_bytes, show_ms, show_percent
 
 
 class Cause(StrEnum):
-    """What a span waited for last: nothing, the pass before it on its rank, a message from another rank."""
+    """What a span waited for last: nothing, the pass before it on its rank, a message from another rank, a copy to the host or back."""
 
     NOTHING = "nothing"
     ROW = "row"
     MESSAGE = "message"
+    COPY = "copy"
 
 
 class Why(NamedTuple):
-    """The reason a span did not start earlier: its `cause` and the pass (`op`) that ended last, None for `NOTHING`."""
+    """The reason a span did not start earlier: its `cause` and the pass (`op`) that ended last, None for `NOTHING` and `COPY`."""
 
     cause: Cause
     op: Op | None = None
@@ -31,6 +32,8 @@ class Why(NamedTuple):
     def __str__(self) -> str:
         if self.cause is Cause.NOTHING:
             return "started at once"
+        if self.cause is Cause.COPY:
+            return "waited for a copy to the host or back"
         if self.cause is Cause.MESSAGE:
             return f"waited for the message of {self.op}"
         return f"followed {self.op} without a gap"
@@ -82,6 +85,27 @@ class Reduction(NamedTuple):
         return self.end - self.start
 
 
+class Copying(StrEnum):
+    """Which way a copy goes."""
+
+    TO_HOST = "to host"
+    FROM_HOST = "from host"
+
+
+class Copy(NamedTuple):
+    """What F of `stage` and `microbatch` saved, copied to the host or back from `start` to `end` (ns since the timeline's origin)."""
+
+    copying: Copying
+    stage: int
+    microbatch: int
+    start: int
+    end: int
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
 @dataclass(frozen=True, slots=True)
 class RankFigures:
     """One rank's account, times in ns: `makespan = lead + work + gaps + reduction + tail` and `span = work + gaps + reduction`.
@@ -113,6 +137,7 @@ class Timeline(Displayed):
     - `marks[rank]` is what a measured rank did outside its passes, in the order in which it ended; empty where nothing was recorded.
     - `source` is "simulated" or "measured".
     - `reductions[rank]` are its sums of gradients over replicas, in their order; empty where there are none.
+    - `copies[rank]` are its copies to host memory and back, in their order; empty where there are none.
 
     Two metrics: `makespan` runs from the first start to the last end over all ranks, `span` is the longest that a single rank takes from
     its own first start to its own last end. A bubble rate (`bubble_makespan`, `bubble_span`) is the share of that time, of all ranks
@@ -134,9 +159,10 @@ class Timeline(Displayed):
     source: str = field(default="simulated")
     marks: tuple[tuple[Mark, ...], ...] = ()
     reductions: tuple[tuple[Reduction, ...], ...] = ()
+    copies: tuple[tuple[Copy, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for what, given in (("memory", self.memory), ("marks", self.marks), ("reductions", self.reductions)):
+        for what, given in (("memory", self.memory), ("marks", self.marks), ("reductions", self.reductions), ("copies", self.copies)):
             if given and len(given) != len(self.rows):
                 raise InputError(f"a timeline of {len(self.rows)} ranks needs {what} for as many or for none, got {len(given)}")
 
@@ -170,6 +196,10 @@ class Timeline(Displayed):
     def reductions_of(self, rank: int) -> tuple[Reduction, ...]:
         """The sums over replicas of a rank, in their order."""
         return self.reductions[rank] if self.reductions else ()
+
+    def copies_of(self, rank: int) -> tuple[Copy, ...]:
+        """The copies of a rank to the host and back, in their order."""
+        return self.copies[rank] if self.copies else ()
 
     @property
     def makespan(self) -> int:
@@ -220,7 +250,8 @@ class Timeline(Displayed):
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, which `from_dict` reads back.
 
-        A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message], a sum over replicas [stage, start, end].
+        A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message], a sum over replicas [stage, start, end], a
+        copy [which way, stage, microbatch, start, end].
         """
         return {
             "format": "zerobubble timeline 1",
@@ -230,6 +261,7 @@ class Timeline(Displayed):
             "memory": [[list(step) for step in steps] for steps in self.memory],
             "marks": [[[mark.doing.value, *mark[1:]] for mark in marks] for marks in self.marks],
             "reductions": [[list(reduction) for reduction in row] for row in self.reductions],
+            "copies": [[[copy.copying.value, *copy[1:]] for copy in row] for row in self.copies],
         }
 
     @classmethod
@@ -240,7 +272,8 @@ class Timeline(Displayed):
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
             marks = tuple(tuple(map(_mark_from_list, row)) for row in data.get("marks", ()))
             sums = tuple(tuple(Reduction(*map(whole, (stage, *times))) for stage, *times in row) for row in data.get("reductions", ()))
-            return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks, sums)
+            copies = tuple(tuple(Copy(Copying(way), *map(whole, numbers)) for way, *numbers in row) for row in data.get("copies", ()))
+            return cls(line(data["name"]), rows, memory, line(data.get("source", "measured")), marks, sums, copies)
 
 
 def _end_of_row(row: Sequence[Span]) -> int:

@@ -11,6 +11,7 @@ from typing import TypeVar
 Number = TypeVar("Number", int, float)
 
 NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
 MOST_MS = 10**9
 """The longest time of a pass or message, in ms: eleven days. Beyond stands a slip of the pen."""
 MOST = MOST_MS * NS_PER_MS

@@ -60,6 +60,9 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]
     values += [*zb.explain.windows(schedule, costs)[-1][:1]]
     gathered = zb.lowering.plan_gathers(schedule, [10**6] * schedule.num_stages, memory=10**6)[0]
+    link = zb.offload.HostLink(1e9, 1e9)
+    away = zb.offload.plan_offloads(schedule, costs, Limits((2 * ranks * 10**6 - 10**6,) * ranks), link)[0]
+    values += [link, away, zb.offload.Offload(0, 0, 0, 1, 2, 3)]
     start = block.starts[0][0]
     values += [zb.blocks.Collision(0, start, start, (0,), 0), zb.blocks.EarlyStart(start, start.op, 2)]
     values += [zb.kinds.traits_of(zb.Kind.F), zb.kinds.traits_of(zb.Kind.R).forward, gathered, gathered.gathers[0]]

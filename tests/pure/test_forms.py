@@ -75,6 +75,7 @@ def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
         "reduce",
         "buckets",
         "reductions",
+        "copies",
         "status",
         "figures",
         "marks",

@@ -15,6 +15,9 @@ from zerobubble.cli.evaluation import describe_shape, evaluate
 from zerobubble.cli.files import write_text
 from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, picture, planned, told_in_time
 from zerobubble.cli.inputs import Costed, find_schedule, with_costs
+from zerobubble.cli.offload import Offloaded, OffloadOptions, offload_options, offloaded
+from zerobubble.cli.offload import as_dicts as offloads_as_dicts
+from zerobubble.cli.offload import picture as offload_picture
 from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
 from zerobubble.cli.page import write_page
 from zerobubble.cli.terminal import is_coloured
@@ -39,17 +42,26 @@ REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last s
 @shape_options
 @cost_options
 @gather_options
+@offload_options
 @picture_options
 @width_option
 @json_option
 def show(
-    name: str, shape: Shape, given: CostOptions, sharded: GatherOptions, pictures: PictureFiles, width: int | None, as_json: bool
+    name: str,
+    shape: Shape,
+    given: CostOptions,
+    sharded: GatherOptions,
+    offloading: OffloadOptions,
+    pictures: PictureFiles,
+    width: int | None,
+    as_json: bool,
 ) -> None:
     """Draw the schedule NAME and print its bubble and memory.
 
     NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan is
     drawn with the costs that it was made for, unless --times, --comm, --held, --overlap, --reduce, --buckets or --costs is given, and with
     the gathers of weights in shards that it was made for, unless --weights is given. Of V stages on a rank each takes 1/V of --times.
+    With --offload and --memory, what waits for its backward pass goes to the host where memory is short, and the copies are drawn.
 
     \b
     Examples:
@@ -57,13 +69,21 @@ def show(
       zerobubble show zb-h1 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
       zerobubble show zb-v --ranks 4 --microbatches 8 --reduce 6 --buckets 4
       zerobubble show zb-v --ranks 4 --microbatches 8 --weights 12GB --gathered 6GB --gather-rate 50GB
+      zerobubble show 1f1b --ranks 4 --microbatches 8 --memory 3 --offload 0.5
       zerobubble show plan.json
       zerobubble show mine.csv --costs costs.json --svg mine.svg --html mine.html
     """
     found = find_schedule(name, shape)
     (costed,) = with_costs([found], given)
-    timeline = simulate(costed.schedule, costed.costs)
     divided = sharded.sharded(found.problem)
+    away = offloaded(costed, offloading)
+    if away is not None and divided is not None:
+        raise click.UsageError(
+            "gathers and offloads are not played together: leave out --offload or --weights, and what a plan has of them"
+        )
+    if away is not None and pictures.html is not None:
+        raise click.UsageError("pages do not draw copies to the host: write --svg, or leave out --offload")
+    timeline = simulate(costed.schedule, costed.costs) if away is None else away.timeline
     gathers = planned(costed.schedule, divided)
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
@@ -72,9 +92,10 @@ def show(
         write_page(pictures.html, [evaluate(costed)])
     if as_json:
         weights = {"weights": as_dicts(gathers)} if gathers else {}
-        click.echo(json.dumps(_as_dict(costed, timeline) | weights, indent=2))
+        moved = {} if away is None else {"offload": {"makespan_without": ms(away.without), "ranks": offloads_as_dicts(away)}}
+        click.echo(json.dumps(_as_dict(costed, timeline) | weights | moved, indent=2))
     else:
-        _print(costed, timeline, gathers, told_in_time(costed, gathers, divided), Console(width=width))
+        _print(costed, timeline, gathers, told_in_time(costed, gathers, divided), away, Console(width=width))
 
 
 def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
@@ -107,7 +128,9 @@ def _peaks(costed: Costed, timeline: Timeline) -> list[float]:
     return costed.in_microbatches([figures.peak_bytes or 0 for figures in timeline.ranks])
 
 
-def _print(costed: Costed, timeline: Timeline, gathers: Sequence[RankGathers], in_time: str, console: Console) -> None:
+def _print(
+    costed: Costed, timeline: Timeline, gathers: Sequence[RankGathers], in_time: str, away: Offloaded | None, console: Console
+) -> None:
     coloured = is_coloured(console)
     console.print(f"{escape(costed.schedule.name)}: {describe_shape(costed.schedule)}, {escape(costed.source)}\n", highlight=False)
     console.print(draw(timeline, console.width, coloured), soft_wrap=True)
@@ -116,6 +139,9 @@ def _print(costed: Costed, timeline: Timeline, gathers: Sequence[RankGathers], i
         console.print(picture(costed.schedule, timeline, gathers, console.width), soft_wrap=True)
         if in_time:
             console.print(in_time, highlight=False)
+        console.print()
+    if away is not None:
+        console.print(offload_picture(costed, away, console.width), soft_wrap=True)
         console.print()
     console.print(legend(timeline, coloured=coloured, dense=shows_density(timeline, console.width)))
     drawn, console.width = console.width, max(console.width, TABLE_WIDTH)

@@ -6,13 +6,15 @@ import math
 
 from zerobubble.explain import WaitsFor
 from zerobubble.kinds import Kind, traits_of
-from zerobubble.timeline import Timeline
+from zerobubble.timeline import Copying, Timeline
 
 WAIT_COLOURS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
 """The colour of idle time by what a rank waits for."""
 
 REDUCTION_COLOUR = "#a0527f"
 """The colour of sums over replicas."""
+COPY_COLOURS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST: "#2f7f93"}
+"""The colours of copies to the host and back."""
 
 _LIGHTEST = 0.5
 _WHITE, _NEAR_BLACK, _BLACK = "#ffffff", "#1b1f24", "#000000"

@@ -1,7 +1,8 @@
 """Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
 One process per timeline, one thread per rank and one more for what it runs overlapped, because slices of a thread must not cross; an
-arrow for each message between ranks, a thread for each rank's sums over replicas, a counter for its memory.
+arrow for each message between ranks, a thread for each rank's sums over replicas and one for its copies to the host, a counter for its
+memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zerobubble.export.lanes import lanes
 from zerobubble.export.messages import Message, messages
 from zerobubble.ir import Op
 from zerobubble.kinds import traits_of
-from zerobubble.timeline import Mark, Reduction, Span, Timeline
+from zerobubble.timeline import Copy, Mark, Reduction, Span, Timeline
 
 NS_PER_US = 1000
 Event = dict[str, Any]
@@ -53,6 +54,8 @@ def _events(timeline: Timeline, process: int, flow_ids: Iterator[int]) -> Iterat
         yield from _marked(timeline, process, rank, marks)
     for rank, row in enumerate(timeline.reductions):
         yield from _summed(timeline, process, rank, row)
+    for rank, copies in enumerate(timeline.copies):
+        yield from _copied(timeline, process, rank, copies)
     for rank, steps in enumerate(timeline.memory):
         for time, held in steps:
             name = f"memory of rank {rank}"
@@ -124,6 +127,18 @@ def _summed(timeline: Timeline, process: int, rank: int, row: Sequence[Reduction
         times = {"ts": _us(timeline, one.start), "dur": one.duration / NS_PER_US}
         name = f"sum of stage {one.stage}"
         yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "reduction"} | times | {"args": {"stage": one.stage}}
+
+
+def _copied(timeline: Timeline, process: int, rank: int, lane: Sequence[Copy]) -> Iterator[Event]:
+    """The copies of a rank to the host and back, on a thread of their own below those of sums over replicas."""
+    thread = 4 * timeline.num_ranks + rank + 1
+    if lane:
+        yield _meta("thread_name", process, {"name": f"rank {rank}, copies"}, thread)
+        yield _meta("thread_sort_index", process, {"sort_index": thread}, thread)
+    for copy in lane:
+        times = {"ts": _us(timeline, copy.start), "dur": copy.duration / NS_PER_US}
+        name, args = f"{copy.stage}F{copy.microbatch} {copy.copying}", {"stage": copy.stage, "microbatch": copy.microbatch}
+        yield {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "copy"} | times | {"args": args}
 
 
 def _arrow(timeline: Timeline, process: int, number: int, message: Message, threads: Threads) -> Iterator[Event]:

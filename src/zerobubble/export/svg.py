@@ -13,9 +13,9 @@ from typing import NamedTuple
 from zerobubble.arguments import each, takes
 from zerobubble.errors import InputError
 from zerobubble.export.lanes import lanes
-from zerobubble.export.palette import REDUCTION_COLOUR, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import COPY_COLOURS, REDUCTION_COLOUR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
-from zerobubble.timeline import Reduction, Span, Timeline
+from zerobubble.timeline import Copy, Copying, Reduction, Span, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS, BAR = 62, 18, 22, 4, 30, 16, 44, 6
@@ -54,6 +54,8 @@ _SHAPES = {
     (1, 2): _Shape(ROW - _HALF, _HALF, "tiny", 5.2, 3.2),
 }
 """By lane and number of lanes."""
+_COPIES = {Copying.TO_HOST: "out", Copying.FROM_HOST: "home"}
+"""The classes of copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class _Frame:
         return self.width - RIGHT - (PEAK_LABEL if self.microbatch_bytes is None else MICROBATCHES_LABEL)
 
     def pitch(self, timeline: Timeline) -> int:
-        return ROW + GAP + (BAR + GAP if timeline.reductions else 0) + (STRIP + GAP if self.peak and timeline.memory else 0)
+        bars = bool(timeline.reductions) + bool(timeline.copies)
+        return ROW + GAP + bars * (BAR + GAP) + (STRIP + GAP if self.peak and timeline.memory else 0)
 
     def x(self, time: int) -> float:
         return LEFT + (self.right - LEFT) * time / max(1, self.duration)
@@ -92,7 +95,8 @@ def timeline_svg(
     """An SVG document of `timelines`, one below the other, `width` pixels wide.
 
     Passes are boxes with the microbatch's number where it fits and a tooltip with times and reason, of half the height where two run
-    overlapped; idle time is hatched; a rank's later stages are lighter; its sums over replicas are thin bars below it.
+    overlapped; idle time is hatched; a rank's later stages are lighter; its sums over replicas and its copies to the host and back
+    are thin bars below it.
     `memory` adds a strip below each rank with what it holds; its peak is written in bytes, or in microbatches where `microbatch_bytes`
     gives those of one for each rank. Raises `InputError` for no timeline, a width below 640, or memory asked of timelines that carry none.
     """
@@ -139,6 +143,8 @@ def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
             yield f".{kind}{place}{{fill:{colour}}}.on{kind}{place}{{fill:{ink(colour)}}}"
     if any(timeline.reductions for timeline in timelines):
         yield f".sum{{fill:{REDUCTION_COLOUR}}}"
+    if any(timeline.copies for timeline in timelines):
+        yield "".join(f".{_COPIES[way]}{{fill:{colour}}}" for way, colour in COPY_COLOURS.items())
 
 
 def _legend(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
@@ -146,7 +152,8 @@ def _legend(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
     entries = [(f"{kind} {traits_of(kind).phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
     right = float(frame.width - RIGHT)
     sums = [("sum over replicas", ["sum"])] if any(timeline.reductions for timeline in timelines) else []
-    for text, classes in reversed([*entries, *sums, ("idle", [""])]):
+    copies = [(f"copy {way}", [name]) for way, name in _COPIES.items()] if any(timeline.copies for timeline in timelines) else []
+    for text, classes in reversed([*entries, *sums, *copies, ("idle", [""])]):
         right -= len(text) * 5.9
         yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
         for name in reversed(classes):
@@ -187,7 +194,11 @@ def _panel(frame: _Frame, timeline: Timeline, top: int) -> Iterator[str]:
         for span, lane in zip(row, lanes(row), strict=True):
             yield _box(frame, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane])
         for one in timeline.reductions_of(rank):
-            yield _bar(frame, timeline, one, y + ROW + GAP)
+            yield _bar(frame, timeline, one, "sum", f"gradients of stage {one.stage} summed over replicas", y + ROW + GAP)
+        for copy in timeline.copies_of(rank):
+            what = f"what F of stage {copy.stage} and microbatch {copy.microbatch} saved, {copy.copying}"
+            below = y + ROW + GAP + (BAR + GAP if timeline.reductions else 0)
+            yield _bar(frame, timeline, copy, _COPIES[copy.copying], what, below)
         if frame.peak and timeline.memory:
             yield from _strip(frame, timeline, rank, y + frame.pitch(timeline) - STRIP - GAP)
 
@@ -207,11 +218,11 @@ def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int, shap
     return box + "</g>"
 
 
-def _bar(frame: _Frame, timeline: Timeline, one: Reduction, y: int) -> str:
+def _bar(frame: _Frame, timeline: Timeline, one: Reduction | Copy, name: str, what: str, y: int) -> str:
     x, end = frame.x(one.start - timeline.start), frame.x(one.end - timeline.start)
     when = f"{show_ms(one.start - timeline.start)} to {show_ms(one.end - timeline.start)}"
-    bar = f'<rect class="sum" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - 0.7):.2f}" height="{BAR}" rx="1.5"/>'
-    return f"<g>{bar}<title>gradients of stage {one.stage} summed over replicas; {when}</title></g>"
+    bar = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - 0.7):.2f}" height="{BAR}" rx="1.5"/>'
+    return f"<g>{bar}<title>{escape(what)}; {when}</title></g>"
 
 
 def describe(timeline: Timeline, span: Span) -> str:

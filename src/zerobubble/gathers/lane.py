@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from zerobubble.costs import Costs
 from zerobubble.gathers.residency import Gather, RankGathers
-from zerobubble.graph import Graph, play
+from zerobubble.graph import play
 from zerobubble.ir import Schedule
+from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.reductions import planned_sums, play_sums
 from zerobubble.simulation import Metrics, pass_times
 from zerobubble.verify import checked
@@ -41,52 +42,23 @@ def play_gathers(schedule: Schedule, costs: Costs, plans: Sequence[RankGathers],
     """
     costs.require_schedule(schedule)
     graph, order = checked(schedule)
-    lanes = [_Lane(plan.gathers, steps, takes) for plan, steps in zip(plans, _steps_of_ranks(graph), strict=True)]
+    lanes = [
+        Lane([LaneWork(gather.begins, gather.needed, takes[gather.stage]) for gather in plan.gathers], steps)
+        for plan, steps in zip(plans, steps_of_ranks(graph), strict=True)
+    ]
 
     def earliest(number: int, end: Sequence[int]) -> int:
         return lanes[graph.rank[number]].ready(number, end)
 
     begin, end, _ = play(graph, order, *pass_times(graph, costs), earliest=earliest)
     spans, makespan = [], 0
-    for lane, (first, stop), sums in zip(lanes, pairwise(graph.first), play_sums(planned_sums(graph, costs), end), strict=True):
+    for plan, (first, stop), sums in zip(plans, pairwise(graph.first), play_sums(planned_sums(graph, costs), end), strict=True):
         if first < stop:
             over = max([*end[first:stop], *(one.end for one in sums)])
             makespan = max(makespan, over)
-            spans.append(over - begin[first] + lane.before_first_pass)
-    return GatherTimes(Metrics(max(spans, default=0), makespan), tuple(tuple(lane.played) for lane in lanes))
-
-
-def _steps_of_ranks(graph: Graph) -> list[list[tuple[int, ...]]]:
-    """The numbers of the passes of each step, for each rank."""
-    rows: list[list[tuple[int, ...]]] = [[] for _ in graph.first[1:]]
-    for step in graph.steps():
-        rows[graph.rank[step[0]]].append(step)
-    return rows
-
-
-class _Lane:
-    """The gathers of a rank, which are played as far as its passes have come."""
-
-    def __init__(self, gathers: Sequence[Gather], steps: Sequence[tuple[int, ...]], takes: Sequence[int]) -> None:
-        self.played: list[tuple[Gather, int, int]] = []
-        self.before_first_pass = sum(takes[gather.stage] for gather in gathers if gather.needed == 0)
-        self._coming = list(gathers[::-1])
-        self._steps, self._takes = steps, takes
-        self._place = {numbers[0]: place for place, numbers in enumerate(steps)}
-        self._ready = [0] * len(steps)
-
-    def ready(self, number: int, end: Sequence[int]) -> int:
-        """When what the step that begins with pass `number` waits for is gathered; all steps before it have ended as `end` says."""
-        place = self._place.get(number)
-        if place is None:  # the second pass of an overlapped step
-            return 0
-        while self._coming and self._coming[-1].begins <= place:
-            self._play(self._coming.pop(), end)
-        return self._ready[place]
-
-    def _play(self, gather: Gather, end: Sequence[int]) -> None:
-        room = max(end[number] for number in self._steps[gather.begins - 1]) if gather.begins else 0
-        begin = max(room, self.played[-1][2] if self.played else 0)
-        over = begin + self._takes[gather.stage]
-        self._ready[gather.needed] = max(self._ready[gather.needed], over)
-        self.played.append((gather, begin, over))
+            spans.append(over - begin[first] + sum(takes[gather.stage] for gather in plan.gathers if gather.needed == 0))
+    played = tuple(
+        tuple((gather, *times) for gather, times in zip(plan.gathers, lane.played, strict=True))
+        for plan, lane in zip(plans, lanes, strict=True)
+    )
+    return GatherTimes(Metrics(max(spans, default=0), makespan), played)

@@ -1,0 +1,168 @@
+"""Offload beside a schedule: what goes to host memory so that each rank keeps within its memory, when, and what that costs in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import click
+from rich.text import Text
+
+from zerobubble.cli.inputs import Costed
+from zerobubble.cli.options import Bytes, microbatches_or_bytes, option_group
+from zerobubble.costs import NS_PER_MS, Limits
+from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offloads
+from zerobubble.simulation import metrics
+from zerobubble.timeline import Copy, Copying, Timeline
+from zerobubble.units import NS_PER_S, counted, read_bytes, show_bytes, show_ms
+
+MARKS = {Copying.TO_HOST: ">", Copying.FROM_HOST: "<"}
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """How quickly a rank copies to the host and back, in bytes a second or ms for a microbatch, and what its device may hold."""
+
+    offload: tuple[float | Bytes, ...] | None
+    memory: float | Bytes | None
+
+    def limits(self, costed: Costed) -> Limits:
+        """What the device of each rank may hold, in bytes."""
+        memory = self.memory
+        if isinstance(memory, Bytes):
+            if not costed.in_bytes:
+                raise click.UsageError("--memory in bytes needs costs in bytes, and times tell none: give --costs, or microbatches")
+            return Limits((memory.count,) * costed.schedule.num_ranks)
+        assert memory is not None
+        return Limits(tuple(max(1, int(memory * size)) for size in costed.microbatch_bytes))
+
+    def link(self, costed: Costed) -> HostLink:
+        """The link of each rank to its host."""
+        assert self.offload is not None
+        to_host, from_host = (self._rate(costed, given) for given in (self.offload * 2)[:2])
+        return HostLink(to_host, from_host)
+
+    def _rate(self, costed: Costed, given: float | Bytes) -> float:
+        if isinstance(given, Bytes):
+            if not costed.in_bytes:
+                raise click.UsageError(
+                    "--offload in bytes a second needs costs in bytes, and times tell none: give --costs, or the ms in which a rank copies "
+                    "what it holds for a microbatch"
+                )
+            return float(given.count)
+        return max(costed.microbatch_bytes) * NS_PER_S / (given * NS_PER_MS)
+
+
+def _rates(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float | Bytes, ...] | None:
+    if value is None:
+        return None
+    parts = value.split(",")
+    if len(parts) > 2:
+        raise click.BadParameter(f"{value!r} has {len(parts)} rates; give one, or one to the host and one back", ctx, param)
+    return tuple(_rate(ctx, param, part) for part in parts)
+
+
+def _rate(ctx: click.Context, param: click.Parameter, value: str) -> float | Bytes:
+    size = read_bytes(value)
+    try:
+        number = float(value) if size is None else size
+    except ValueError:
+        number = 0
+    if not 1e-6 <= number <= 1e15:
+        said = "neither bytes a second with their unit, such as 25GB, nor the ms in which a rank copies what it holds for a microbatch"
+        raise click.BadParameter(f"{value!r} is {said}", ctx, param)
+    return float(number) if size is None else Bytes(size)
+
+
+offload_options = option_group(
+    OffloadOptions,
+    "offloading",
+    click.option(
+        "--offload",
+        callback=_rates,
+        metavar="RATE",
+        help="Offload to the host: bytes a rank copies in a second, such as 25GB, or ms for its microbatch; two with a comma: to, from.",
+    ),
+    click.option(
+        "--memory", callback=microbatches_or_bytes, metavar="M", help="With --offload: memory of a rank, in microbatches or bytes (40GB)."
+    ),
+)
+"""The options of a verb that shows offloads; they make its argument `offloading`."""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """A schedule with what its ranks move to the host, played, and how long it takes, in ns, where memory is no matter."""
+
+    plans: tuple[RankOffloads, ...]
+    timeline: Timeline
+    without: int
+
+
+def offloaded(costed: Costed, given: OffloadOptions) -> Offloaded | None:
+    """The schedule with offloads that keep each rank within its memory; None where none are asked for."""
+    if given.offload is None and given.memory is None:
+        return None
+    if given.offload is None or given.memory is None:
+        missing, there = ("--memory", "--offload") if given.memory is None else ("--offload", "--memory")
+        raise click.UsageError(f"{there} needs {missing}, too: what is to go to the host follows from the memory, and when from the rate")
+    schedule, costs, link = costed.schedule, costed.costs, given.link(costed)
+    plans = plan_offloads(schedule, costs, given.limits(costed), link)
+    return Offloaded(plans, play_offloads(schedule, costs, plans, link), metrics(schedule, costs).makespan)
+
+
+def as_dicts(found: Offloaded) -> list[dict[str, object]]:
+    """A dictionary for each rank: what moves, the bytes, and when the copies run, in ns from the first pass on."""
+    start = found.timeline.start
+    lanes = found.timeline.copies or ((),) * len(found.plans)
+    return [
+        {
+            "bytes": plan.bytes,
+            "bound": plan.bound,
+            "peak_bytes": plan.peak_bytes,
+            "host_bytes": plan.host_bytes,
+            "offloads": [one._asdict() for one in plan.offloads],
+            "copies": [copy._asdict() | {"start": copy.start - start, "end": copy.end - start} for copy in lane],
+        }
+        for plan, lane in zip(found.plans, lanes, strict=True)
+    ]
+
+
+def picture(costed: Costed, found: Offloaded, width: int) -> Text:
+    """A lane of copies for each rank that has some, in the scale of the timeline's picture above it, with what it moves."""
+    label = len(f"rank {found.timeline.num_ranks - 1} ")
+    columns = max(10, width - label)
+    lines = []
+    for rank, (plan, lane) in enumerate(zip(found.plans, found.timeline.copies or ((),) * len(found.plans), strict=True)):
+        lines.append(f"rank {rank}: {_told(costed, plan, rank)}")
+        if lane:
+            lines.append(" " * label + "".join(_lane(found.timeline, lane, columns)))
+    lines.append("copies: > to the host, < back")
+    longer = found.timeline.makespan / found.without - 1 if found.without else 0.0
+    lines.append(f"makespan {show_ms(found.timeline.makespan)}, {100 * longer:+.1f} % to {show_ms(found.without)} with memory for all")
+    return Text("\n".join(lines), no_wrap=True)
+
+
+def _told(costed: Costed, plan: RankOffloads, rank: int) -> str:
+    if not plan.offloads:
+        return f"nothing goes to the host; up to {_size(costed, plan.peak_bytes, rank)} on the device"
+    moved = (
+        f"{counted(len(plan.offloads), 'offload')} of {_size(costed, plan.bytes, rank)}, of which {_size(costed, plan.bound, rank)} must"
+    )
+    return f"{moved}; up to {_size(costed, plan.peak_bytes, rank)} on the device, {_size(costed, plan.host_bytes, rank)} on the host"
+
+
+def _size(costed: Costed, count: int, rank: int) -> str:
+    return show_bytes(count) if costed.in_bytes else counted(count / costed.microbatch_bytes[rank], "microbatch")
+
+
+def _lane(timeline: Timeline, lane: Sequence[Copy], columns: int) -> Iterator[str]:
+    """One line: the copies of a rank where they run, a short one as one mark where there is room."""
+    duration, at = max(1, timeline.makespan), 0
+    for copy in lane:
+        begin = max(at, round((copy.start - timeline.start) * columns / duration))
+        end = max(begin + 1, round((copy.end - timeline.start) * columns / duration))
+        if begin < columns:
+            yield "·" * (begin - at) + MARKS[copy.copying] * (min(end, columns) - begin)
+            at = min(end, columns)
+    yield "·" * (columns - at)

@@ -1,0 +1,9 @@
+"""What waits between F and B, moved to host memory and back: `offloads` says when, `copies` plays it in time, `choice` chooses."""
+
+from __future__ import annotations
+
+from zerobubble.offload.choice import plan_offloads
+from zerobubble.offload.copies import HostLink, play_offloads
+from zerobubble.offload.offloads import Offload, RankOffloads, offload_faults, require_offloads
+
+__all__ = ["HostLink", "Offload", "RankOffloads", "offload_faults", "plan_offloads", "play_offloads", "require_offloads"]

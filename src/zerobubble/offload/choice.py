@@ -1,0 +1,91 @@
+"""Which offloads keep a schedule within its limits with the least delay.
+
+How much must go is a problem of covering, see `covering`. When each part goes and comes back is a matter of time: with room to spare
+copies hide behind passes, so more than the least is tried, too, and what can stay away long is preferred, as in PipeOffload (Wan et al.,
+ICML 2025, arXiv 2503.01328). What is found is then changed part by part, see `improve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerobubble.arguments import WHOLE, takes
+from zerobubble.costs import Costs, Limits
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.offload.copies import HostLink, OffloadPlayer
+from zerobubble.offload.covering import RankRow, candidates, fewest_bytes
+from zerobubble.offload.improve import Price, improved
+from zerobubble.offload.offloads import Offload, RankOffloads, held_in_steps, rank_offloads
+from zerobubble.verify import checked
+
+EVALUATIONS = 400
+"""How many changes are tried where nobody says."""
+ROUNDS = 2
+"""How often each rank may choose again after the others."""
+
+
+@takes(schedule=Schedule, costs=Costs, limits=Limits, link=HostLink, evaluations=WHOLE)
+def plan_offloads(
+    schedule: Schedule, costs: Costs, limits: Limits, link: HostLink, evaluations: int = EVALUATIONS
+) -> tuple[RankOffloads, ...]:
+    """For each rank, what to move to the host so that `schedule` keeps within `limits`, with the least delay that is found.
+
+    Nothing moves on a rank that keeps within its limit. The bytes that `RankOffloads.bound` tells are proven, the delay is not: no plan is
+    quicker than the schedule without limits.
+
+    Arguments:
+        schedule: the order to play.
+        costs: times and bytes; the column `offloadable` tells how many bytes of what F saves can go, all where it is left out.
+        limits: what the device of each rank may hold.
+        link: how quickly a rank copies to the host and back.
+        evaluations: how many changes of what is found first are tried; fewer where no delay is left.
+
+    Raises `InputError` where a rank does not fit even with all on the host that waits.
+
+    >>> import zerobubble as zb
+    >>> schedule, costs = zb.make("1f1b", 4, 8), zb.Costs.uniform(4)
+    >>> link = zb.offload.HostLink(to_host=2e9, from_host=2e9)  # 1 MB, what a stage keeps for a microbatch, takes 0.5 ms
+    >>> for rank in zb.offload.plan_offloads(schedule, costs, zb.Limits((3_000_000,) * 4), link):
+    ...     print(rank)
+    RankOffloads
+    """
+    costs.require_schedule(schedule)
+    if len(limits.memory) != schedule.num_ranks:
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")
+    graph, order = checked(schedule)
+    player = OffloadPlayer(graph, order, schedule, costs, link)
+    ranks = _ranks(schedule, costs, limits, player)
+    bounds = [fewest_bytes(rank, where) for where, rank in enumerate(ranks)]
+    chosen = _quickest(player, ranks, link, evaluations)
+    return tuple(rank_offloads(row, rank.steps, costs, bound) for row, rank, bound in zip(chosen, ranks, bounds, strict=True))
+
+
+def _ranks(schedule: Schedule, costs: Costs, limits: Limits, player: OffloadPlayer) -> list[RankRow]:
+    timeline = player.timeline([()] * schedule.num_ranks)
+    found = []
+    for steps, parts, limit, row in zip(schedule.steps, player.parts, limits.memory, timeline.rows, strict=True):
+        times = {span.op: (span.start, span.end) for span in row}
+        begins, ends = [times[step[0]][0] for step in steps], [times[step[0]][1] for step in steps]
+        usable = {where: part for where, part in parts.items() if part.bytes and part.needed - part.made > 1}
+        found.append(RankRow(steps, usable, held_in_steps(steps, costs), limit, begins, ends))
+    return found
+
+
+def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, evaluations: int) -> list[list[Offload]]:
+    """Of each rank's candidates one, chosen rank after rank, and changed part by part, so that the schedule is as short as is found."""
+
+    def price_of(chosen: Sequence[Sequence[Offload]]) -> Price:
+        moved = sum(rank.parts[one[:2]].bytes for rank, row in zip(ranks, chosen, strict=True) for one in row)
+        return (*player.price(chosen), moved)
+
+    options = [list(candidates(rank, link)) for rank in ranks]
+    chosen = [of_rank[0] for of_rank in options]
+    fastest, best = player.price([()] * len(ranks))[0], price_of(chosen)
+    for where in [where for where, row in enumerate(chosen) if row] * ROUNDS:
+        for candidate in options[where] if best[0] > fastest else ():
+            tried = [*chosen[:where], candidate, *chosen[where + 1 :]]
+            price = price_of(tried)
+            if price < best:
+                best, chosen = price, tried
+    return improved(ranks, chosen, link, price_of, fastest, evaluations)

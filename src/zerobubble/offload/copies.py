@@ -1,0 +1,182 @@
+"""Offloads played in time: copies to host memory and back on one lane beside the passes of each rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from zerobubble.arguments import NUMBER, WHOLE, each, require, takes
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError
+from zerobubble.graph import Graph, Played, play
+from zerobubble.ir import Schedule, Step
+from zerobubble.kinds import traits_of
+from zerobubble.lane import Lane, LaneWork, steps_of_ranks
+from zerobubble.offload.offloads import Offload, RankOffloads, SavedParts, require_offloads, saved_parts
+from zerobubble.reductions import planned_sums, play_sums
+from zerobubble.simulation import held_bytes, pass_times, whys
+from zerobubble.timeline import Cause, Copy, Copying, Span, Timeline, Why
+from zerobubble.units import NS_PER_S
+from zerobubble.verify import checked
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """What a rank copies to host memory and back: bytes in a second each way, and what each copy takes beside that, in ns.
+
+    Where ranks share a link, give what each of them has while all copy. A rank's copies run one after another, whichever way they go.
+    Raises `InputError` for what no link can be.
+
+    >>> import zerobubble as zb
+    >>> zb.offload.HostLink(to_host=15e9, from_host=15e9).time(30_000_000)
+    2000000
+    """
+
+    to_host: float
+    from_host: float
+    latency: int = 0
+
+    def __post_init__(self) -> None:
+        for what, rate in (("to the host", self.to_host), ("from the host", self.from_host)):
+            require(f"the bytes that go {what} in a second", rate, NUMBER)
+            if not 0 < rate <= 1e15:
+                raise InputError(f"the bytes that go {what} in a second must be above 0 and at most 1e+15, got {rate:g}")
+        require("the latency of a copy, in ns,", self.latency, WHOLE)
+        if not 0 <= self.latency <= NS_PER_S:
+            raise InputError(f"the latency of a copy must be from 0 to {NS_PER_S} ns, got {self.latency}")
+
+    def time(self, size: int, copying: Copying = Copying.TO_HOST) -> int:
+        """Nanoseconds to copy so many bytes this way."""
+        return self.latency + round(size * NS_PER_S / (self.to_host if copying is Copying.TO_HOST else self.from_host))
+
+
+class LaneCopy(NamedTuple):
+    """A copy of a rank in its place on the lane: `begins` and `needed` as for any work there."""
+
+    begins: int
+    copying: Copying
+    needed: int
+    stage: int
+    microbatch: int
+
+
+def copies_of(offloads: Sequence[Offload]) -> list[LaneCopy]:
+    """The copies of a rank in the order in which its lane has them: of those that may begin before a step, those to the host go first."""
+    away = [LaneCopy(one.made + 1, Copying.TO_HOST, one.gone, one.stage, one.microbatch) for one in offloads]
+    back = [LaneCopy(one.back, Copying.FROM_HOST, one.needed, one.stage, one.microbatch) for one in offloads]
+    return sorted([*away, *back], key=lambda copy: (copy.begins, copy.copying is Copying.FROM_HOST, *copy[2:]))
+
+
+@takes(schedule=Schedule, costs=Costs, plans=each(RankOffloads), link=HostLink)
+def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], link: HostLink) -> Timeline:
+    """The timeline of `schedule` in which ranks move to the host and back what `plans` say, over `link`: with copies, and device memory.
+
+    Raises as `simulate` does, and `InputError` for plans that cannot be played: `offload_faults` tells why.
+
+    >>> import zerobubble as zb
+    >>> schedule, costs = zb.make("1f1b", 3, 6), zb.Costs.uniform(3)  # passes of 1 ms; a stage keeps 1 MB
+    >>> link = zb.offload.HostLink(to_host=1e9, from_host=1e9)  # 1 MB takes 1 ms
+    >>> plans = zb.offload.plan_offloads(schedule, costs, zb.Limits((2_000_000,) * 3), link)
+    >>> timeline = zb.offload.play_offloads(schedule, costs, plans, link)
+    >>> timeline.makespan, timeline.peak_bytes
+    (27000000, 2000000)
+    """
+    costs.require_schedule(schedule)
+    require_offloads(schedule, costs, plans)
+    graph, order = checked(schedule)
+    return OffloadPlayer(graph, order, schedule, costs, link).timeline([plan.offloads for plan in plans])
+
+
+class OffloadPlayer:
+    """Plays one schedule with one choice of offloads after another, which must be legal."""
+
+    def __init__(self, graph: Graph, order: Sequence[int], schedule: Schedule, costs: Costs, link: HostLink) -> None:
+        self._graph, self._order, self._costs = graph, order, costs
+        self._schedule, self._link = schedule, link
+        self._times = pass_times(graph, costs)
+        self._numbers = steps_of_ranks(graph)
+        self._sums = planned_sums(graph, costs)
+        self.parts: list[SavedParts] = [saved_parts(steps, costs) for steps in schedule.steps]
+
+    def _played(self, offloads: Sequence[Sequence[Offload]]) -> tuple[Played, list[Lane], list[list[LaneCopy]]]:
+        copies = [copies_of(row) for row in offloads]
+        lanes = [
+            Lane([LaneWork(c.begins, c.needed, self._link.time(parts[c.stage, c.microbatch].bytes, c.copying)) for c in row], numbers)
+            for row, parts, numbers in zip(copies, self.parts, self._numbers, strict=True)
+        ]
+        rank = self._graph.rank
+
+        def earliest(number: int, end: Sequence[int]) -> int:
+            return lanes[rank[number]].ready(number, end)
+
+        return play(self._graph, self._order, *self._times, earliest=earliest), lanes, copies
+
+    def price(self, offloads: Sequence[Sequence[Offload]]) -> tuple[int, int]:
+        """The makespan with these offloads, and the sum of the times at which ranks end, in ns."""
+        begin, end, _ = self._played(offloads)[0]
+        sums = play_sums(self._sums, end)
+        rows = [(f, s) for f, s in pairwise(self._graph.first)]
+        ends = [max([*end[f:s], *(one.end for one in row)]) for (f, s), row in zip(rows, sums, strict=True) if f < s]
+        return max(ends, default=0) - min((begin[f] for f, s in rows if f < s), default=0), sum(ends)
+
+    def timeline(self, offloads: Sequence[Sequence[Offload]]) -> Timeline:
+        """The timeline with these offloads."""
+        graph, costs = self._graph, self._costs
+        played, lanes, copies = self._played(offloads)
+        spans = list(map(Span, graph.ops, played.begin, played.end, self._whys(played)))
+        rows = tuple(tuple(spans[first:stop]) for first, stop in pairwise(graph.first))
+        lane_copies = tuple(
+            tuple(Copy(c.copying, c.stage, c.microbatch, *times) for c, times in zip(row, lane.played, strict=True))
+            for row, lane in zip(copies, lanes, strict=True)
+        )
+        memory = tuple(
+            tuple(_memory(row, steps, mine, lane, parts, costs))
+            for row, steps, mine, lane, parts in zip(rows, self._schedule.steps, copies, lane_copies, self.parts, strict=True)
+        )
+        sums = play_sums(self._sums, played.end)
+        return Timeline(
+            self._schedule.name, rows, memory, reductions=sums if any(sums) else (), copies=lane_copies if any(lane_copies) else ()
+        )
+
+    def _whys(self, played: Played) -> Iterator[Why]:
+        graph, delays = self._graph, self._times[1]
+        for number, (why, last) in enumerate(zip(whys(graph, played.after), played.after, strict=True)):
+            sent = delays[last] if why.cause is Cause.MESSAGE else 0
+            overlaps = number - 1 in graph.pairs
+            yield why if last < 0 or overlaps or played.begin[number] == played.end[last] + sent else Why(Cause.COPY)
+
+
+def _memory(
+    row: Sequence[Span], steps: Sequence[Step], copies: Sequence[LaneCopy], played: Sequence[Copy], parts: SavedParts, costs: Costs
+) -> Iterator[tuple[int, int]]:
+    """What the device holds over time: between two steps what is on the host goes, and then what comes back takes its place."""
+    if not row:
+        return
+    gone: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    back: dict[int, int] = defaultdict(int)
+    for copy, done in zip(copies, played, strict=True):
+        size = parts[copy.stage, copy.microbatch].bytes
+        if copy.copying is Copying.TO_HOST:
+            gone[copy.needed].append((done.end, size))
+        else:
+            back[copy.begins] += size
+    held_after = iter(held_bytes([span.op for span in row], costs))
+    spans = iter(row)
+    now, plain, over = 0, 0, row[0].start
+    yield over, now
+    for number, step in enumerate(steps):
+        for end, size in gone.get(number, ()):
+            over, now = max(over, end), now - size
+            yield over, now
+        if number in back:
+            now += back[number]
+            yield over, now
+        for _ in step:
+            span, held = next(spans), next(held_after)
+            if held != plain:
+                now += held - plain
+                yield (span.start if traits_of(span.op.kind).fills_from_start else span.end), now
+            plain, over = held, span.end
