@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,30 @@ def test_the_command_line_tells_the_same() -> None:
     shown = CliRunner().invoke(main, command.split()).output
     assert shown.startswith(str(found))
     assert all(word in shown for sentence in found.assumptions for word in sentence.split())
+
+
+def test_the_page_has_all_choices_and_the_steps_of_the_first(tmp_path: Path) -> None:
+    page, picture = tmp_path / "ways.html", tmp_path / "ways.svg"
+    command = "plan --model megatron-22b --gpu A100 --gpus 64 --batch 1024 --top 4 --html"
+    told = CliRunner().invoke(main, [*command.split(), str(page), "--svg", str(picture)])
+    assert told.exit_code == 0, told.output
+    found = divide("megatron-22b", gpu="A100", gpus=64, batch=1024, top=4)
+    text = page.read_text(encoding="utf-8")
+    rows = re.findall(r"<tr>(.*?)</tr>", text)
+    for place, choice in enumerate(found.choices, start=1):
+        row = re.sub(r"<[^>]+>", " ", rows[place]).split()
+        assert row[:4] == ["way", str(place), f"{choice.step.seconds:.4g}", "s"]
+        assert choice.step.schedule in row
+    for sentence in found.assumptions:
+        assert escape(sentence) in text
+    drawn = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
+    assert len(drawn["timelines"]) == 3
+    for place, choice in enumerate(found.choices[:3], start=1):
+        few = choice.schedule.num_microbatches
+        said = f"Of way {place} a step of {few:,} microbatches is drawn; the other {choice.num_microbatches - few:,} repeat its middle."
+        assert (said in text) == (few < choice.num_microbatches) == bool(choice.repeated)
+    assert any(choice.repeated for choice in found.choices[:3])
+    assert f"way 1: {found.best.schedule.name}" in picture.read_text(encoding="utf-8")
 
 
 def small(**given: Any) -> Divisions:

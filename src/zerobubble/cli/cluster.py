@@ -13,7 +13,8 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from zerobubble.cli.options import option_group
+from zerobubble.cli.cluster_page import write_divisions
+from zerobubble.cli.options import PictureFiles, option_group
 from zerobubble.cost_model import Divisions, divide
 from zerobubble.cost_model.divide import DivideProgress, Division
 from zerobubble.display import COLUMNS
@@ -45,11 +46,12 @@ cluster_options = option_group(
 )
 """The options that describe a cluster; they make the argument `cluster`."""
 
-_TAKEN = {"model", "gpu", "gpus", "batch", "precision", "overlap_tp", "top", "memory", "memory_bytes", "as_json"}
+_SHARED = {"memory", "memory_bytes", "as_json", "svg", "html"}
+_TAKEN = {"model", "gpu", "gpus", "batch", "precision", "overlap_tp", "top"} | _SHARED
 
 
-def plan_cluster(options: ClusterOptions, room: int | None, as_json: bool) -> None:
-    """Print the quickest ways to divide the model; raises for options that are missing or have no meaning beside it, all of them told."""
+def plan_cluster(options: ClusterOptions, room: int | None, pictures: PictureFiles, as_json: bool) -> None:
+    """Print and draw the quickest ways to divide the model; raises for options that lack or have no meaning beside it, all of them told."""
     _refuse_others()
     lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus)) if value is None]
     if options.model is None or options.gpu is None or options.gpus is None:
@@ -66,12 +68,13 @@ def plan_cluster(options: ClusterOptions, room: int | None, as_json: bool) -> No
             top=options.top,
             progress=progress,
         )
+    write_divisions(found, pictures)
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else _text(found))
 
 
 def require_model(options: ClusterOptions) -> None:
     """Raise where a cluster is described without `--model`."""
-    if options.model is None and (flags := _given_flags(_TAKEN - {"memory", "memory_bytes", "as_json"})):
+    if options.model is None and (flags := _given_flags(_TAKEN - _SHARED)):
         raise click.UsageError(f"{' and '.join(flags)} describe a cluster for --model: give that, too")
 
 

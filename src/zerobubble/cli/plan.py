@@ -183,7 +183,7 @@ def plan_verb(
 
     With --model, it is divided over GPUs: how many share a layer, a sequence, experts and the stages, how large a microbatch is, what is
     computed again and in which order, all by estimates from data sheets, with everything that they assume. --memory is then the room of a
-    GPU, such as 70GB.
+    GPU, such as 70GB, and --html has the steps of the first ways.
 
     With --recompute auto, forwards are computed again where that makes room that is worth its time, at the --levels that there are: by
     stage, and left out for microbatches that the memory has room for. What it buys is told beside the winner.
@@ -203,7 +203,7 @@ def plan_verb(
       zerobubble plan --ranks 8 --microbatches 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
     """
     if cluster.model is not None:
-        plan_cluster(cluster, options.cluster_room, as_json)
+        plan_cluster(cluster, options.cluster_room, pictures, as_json)
         return
     require_model(cluster)
     if as_json and form is not None:

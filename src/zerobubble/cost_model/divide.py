@@ -19,6 +19,7 @@ from zerobubble.cost_model.step import StepEstimate
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.ir import Schedule
 from zerobubble.units import show_bytes, show_percent
 
 DivideProgress = Callable[[int, int, "Division | None"], object]
@@ -27,12 +28,14 @@ DivideProgress = Callable[[int, int, "Division | None"], object]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Division(Displayed):
-    """One way to divide a model over GPUs, with its estimate and a step; `repeated` microbatches a rank of it were not played.
+    """One way to divide a model over GPUs, with its estimate and a step of `num_microbatches`.
 
-    `least_seconds` is what its step cannot fall below, by the work of its ranks.
+    `schedule` is the one that was played, of which a long step repeats the middle: `repeated` microbatches a rank were not played.
+    `least_seconds` is what the step cannot fall below, by the work of its ranks.
     """
 
     estimate: Estimate
+    schedule: Schedule
     num_microbatches: int
     step: StepEstimate
     repeated: int
@@ -238,7 +241,7 @@ def _played(contender: Contender, efficiency: Efficiency, shapes: Shapes, room: 
     if max(step.rank_bytes) > room:
         return None
     step = found.as_step(long.schedule, long.makespan(found.costs), activations, contender.num_microbatches)
-    return Division(found, contender.num_microbatches, step, long.repeated, contender.seconds)
+    return Division(found, long.schedule, contender.num_microbatches, step, long.repeated, contender.seconds)
 
 
 def _batch_of(model: str | Model) -> int:
