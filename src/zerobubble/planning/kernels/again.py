@@ -19,7 +19,7 @@ from zerobubble.planning.kernels.anneal import MoveScratch, anneal, move_scratch
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.place_swaps import play_again
 from zerobubble.planning.kernels.play import Rows, copy_into, rows_of
-from zerobubble.planning.kernels.portfolio import runs_from
+from zerobubble.planning.kernels.portfolio import SMALL, TEMPERATURES
 from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import CODE, PLANNED, Ints, Tables, tables_of
@@ -39,6 +39,12 @@ OTHER_LEVEL, EXCHANGE = 0.15, 0.4
 
 TRIES = 8
 """How many forwards are drawn to find one for an exchange."""
+
+FIRST_MOVES = 20_000
+"""Moves of the first run, or twelve for each pass where that is more. Each later run has twice as many."""
+
+HOT_TEMPERATURES = (1.0, 0.5, 2.0)
+"""Temperatures of runs on small problems, in mean pass times: other forwards computed again lead far from an order."""
 
 LONGEST_RUN = 0.4
 """The share of the budget after which a run is over."""
@@ -82,9 +88,9 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
     tables, choice = _tables_and_choice(problem, levels, schedule)
     best = Best(_order_of(schedule, problem), tables.absent.copy(), choice.level.copy())
     share, mean, goal = 1 / len(tables.ranks), mean_pass(tables), 1 << 62
-    temperatures, moves = runs_from(tables)
+    moves = max(FIRST_MOVES, 12 * tables.size)
     chunk = max(1, CHUNK_PASSES // (tables.size * (CHANGES + MOVES)))
-    for hot in cycle(temperatures):
+    for hot in cycle(HOT_TEMPERATURES if tables.size <= SMALL else TEMPERATURES):
         _take(tables, choice, best)
         rows = rows_of(tables, best.order)
         scratch = move_scratch(tables, rows)

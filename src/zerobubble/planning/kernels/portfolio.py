@@ -15,7 +15,7 @@ from zerobubble.planning.kernels.coarse_to_fine import POOL_SIZE, policies_from_
 from zerobubble.planning.kernels.policy import full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
-from zerobubble.planning.kernels.tables import Ints, Tables, tables_of
+from zerobubble.planning.kernels.tables import Ints, tables_of
 from zerobubble.planning.problem import Problem
 
 TEMPERATURES = (0.02, 0.01, 0.05, 0.004)
@@ -95,14 +95,8 @@ def compile_all(problem: Problem) -> None:
 def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float) -> None:
     """Anneal `order` from the temperature of this turn, for so many moves or a share of the budget, unless the search is over."""
     if not state.done:
-        temperatures, _ = runs_from(state.tables)
+        temperatures = HOT_TEMPERATURES + TEMPERATURES if state.tables.size <= SMALL else TEMPERATURES
         state.anneal_order(order, moves, temperatures[turn % len(temperatures)], share)
-
-
-def runs_from(tables: Tables) -> tuple[tuple[float, ...], int]:
-    """The temperatures from which annealing runs in turn, in mean pass times, and the moves of the first run."""
-    temperatures = HOT_TEMPERATURES + TEMPERATURES if tables.size <= SMALL else TEMPERATURES
-    return temperatures, max(20_000, 12 * tables.size)
 
 
 def _first_order(state: SearchState) -> None:
