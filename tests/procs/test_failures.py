@@ -180,17 +180,21 @@ def test_a_rank_in_code_of_its_own_is_named(world: Ranks, tmp_path: Path) -> Non
 
 
 def come_late(group: Any, folder: Path) -> tuple[str, int | None]:
-    """Rank 0 comes to the step when another begins to ask who is to blame for a message that has not come."""
-    given_up, find_culprit = folder / "given up", FailureWatch.find_culprit
+    """Rank 0 comes to the step when the others begin to ask who is to blame for a message that has not come.
+
+    Of these one may have come later than the other, and gives up as much later: they begin together.
+    """
+    gave_up, find_culprit = [folder / f"{rank} gave up" for rank in range(3)], FailureWatch.find_culprit
 
     def tell(watch: FailureWatch, status: RankStatus) -> FailureReport:
-        given_up.touch()
+        gave_up[pipe.rank].touch()
+        await_signs(*gave_up[1:])
         return find_culprit(watch, status)
 
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
     with replaced(FailureWatch, "find_culprit", tell):
         if pipe.rank == 0:
-            await_signs(given_up)
+            await_signs(*gave_up[1:])
         with pytest.raises(zb.PipelineError) as caught:
             pipe.step(*batch(4))
     return str(caught.value), caught.value.rank
