@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 import zerobubble as zb
 from zerobubble.cli import main
+from zerobubble.costs import FULL
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.offload import HostLink, Offload, RankOffloads, offload_faults, plan_offloads, play_offloads
 from zerobubble.timeline import Cause, Copying
@@ -183,7 +184,7 @@ def test_what_cannot_be_played_is_told_with_all_its_faults() -> None:
 
 def test_what_is_computed_again_is_not_moved() -> None:
     schedule = zb.schedules.with_recompute(zb.make("1f1b", 2, 4), stages=[0])
-    costs = zb.Costs.uniform(2).recomputing(schedule)
+    costs = zb.Costs.uniform(2).with_recompute(FULL)
     plans = [RankOffloads((Offload(0, 1, 1, 2, 4, 5),), 0, 0, 0, 0), RankOffloads((), 0, 0, 0, 0)]
     assert "because it is computed again: do one of both" in str(offload_faults(schedule, costs, plans)[0])
     assert all(not rank.offloads for rank in plan_offloads(schedule, costs, zb.Limits((10 * MB,) * 2), HostLink(1e9, 1e9)))
