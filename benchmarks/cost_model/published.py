@@ -92,3 +92,9 @@ its run computed the activation again, and had this layout, is taken from it.
 LLAMA3 = {"tp": 8, "pp": 16, "dp": 128}
 LLAMA3_MICROBATCHES, LLAMA3_TFLOPS, LLAMA3_V = 16, 400, (4, 8)
 """The training of Llama 3 405B on 16,384 H100 in BF16: Llama Team, arXiv 2407.21783, table 4. It was interleaved; how, is not told."""
+
+SUSTAINED_BY_GB200, LEAST_OF_GB200 = 2876.6, 2624.5
+"""TFLOP/s of FP8 products in two versions of one page: Microsoft, Azure AI benchmarking guide, Azure_Results/ND_GB200_v6_results.md.
+
+A third has 2,848.0, and Microsoft's article on it 2,744. The estimates take the first.
+"""

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +19,19 @@ from typing import Any
 import zerobubble as zb
 
 sys.path.insert(0, str(Path(__file__).parent))
-from published import A100, GIB, LLAMA3, LLAMA3_MICROBATCHES, LLAMA3_TFLOPS, LLAMA3_V, THROUGHPUTS, Run, Throughput
+from published import (
+    A100,
+    GIB,
+    LEAST_OF_GB200,
+    LLAMA3,
+    LLAMA3_MICROBATCHES,
+    LLAMA3_TFLOPS,
+    LLAMA3_V,
+    SUSTAINED_BY_GB200,
+    THROUGHPUTS,
+    Run,
+    Throughput,
+)
 
 Efficiency = zb.cost_model.Efficiency
 WITHIN, WITHIN_BYTES, WITHIN_UNFITTED = 0.04, 0.05, 0.10
@@ -46,6 +59,7 @@ def main() -> None:
         "chosen_by_the_small": chosen_by(neighbours, A100[:2], A100[2:]),
         "with_other_parameters": neighbours,
         "unfitted": unfitted,
+        "with_least_sustained_of_gb200": [show(with_less(published)) for published in THROUGHPUTS if "B" in published.gpu],
         "llama3_as_trained": [show(as_llama3_was_trained(v)) for v in LLAMA3_V],
         "assumptions": list(estimate(A100[1], "selective").assumptions),
     }
@@ -98,9 +112,9 @@ def chosen_by(neighbours: list[dict[str, Any]], seen: Sequence[Run], unseen: Seq
     return found | {"mean_error": mean(best, seen), "mean_error_of_others": mean(best, unseen)}
 
 
-def compare_throughput(published: Throughput) -> dict[str, Any]:
-    """Tokens per second and TFLOP/s of each GPU, ours beside the published."""
-    found = zb.cost_model.transformer(published.model, gpu=published.gpu, precision=published.precision, **published.setting)
+def compare_throughput(published: Throughput, gpu: Any = None) -> dict[str, Any]:
+    """Tokens per second and TFLOP/s of each GPU, ours beside the published; `gpu` stands in the place of that of the name."""
+    found = zb.cost_model.transformer(published.model, gpu=gpu or published.gpu, precision=published.precision, **published.setting)
     step = found.step("interleaved-1f1b", published.microbatches)
     ours = step.tokens_per_second / step.gpus
     row = {"model": found.setting.model.name, "gpu": published.gpu, "gpus": step.gpus, "precision": published.precision}
@@ -108,6 +122,14 @@ def compare_throughput(published: Throughput) -> dict[str, Any]:
     row |= {"published_tflops": published.tflops, "ours_tflops": step.flops_per_gpu / 1e12}
     row |= {"error": ours / published.tokens_per_s - 1, "most_gb": max(step.rank_bytes) / 1e9}
     return row | {"setting": published.setting, "source": published.source}
+
+
+def with_less(published: Throughput) -> dict[str, Any]:
+    """The error where a GB200, and with it the other GPUs of its kind, sustain the least that was measured of it."""
+    gpu = zb.cost_model.GPUS[published.gpu]
+    less = tuple((precision, flops * LEAST_OF_GB200 / SUSTAINED_BY_GB200) for precision, flops in gpu.sustained)
+    row = compare_throughput(published, replace(gpu, sustained=less))
+    return {name: row[name] for name in ("model", "gpu", "error")}
 
 
 def as_llama3_was_trained(v: int) -> dict[str, Any]:
