@@ -19,7 +19,7 @@ from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
 from zerobubble.planning.kernels import search_state
 from zerobubble.planning.problem import Objective, Problem, Workload
-from zerobubble.planning.search import Progress, SearchResult, search, simulate_compiled
+from zerobubble.planning.search import Progress, SearchResult, load_kernels, search, simulate_compiled
 from zerobubble.planning.seeds import joined_for_room
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, peak_memory
@@ -177,6 +177,21 @@ def test_where_b_leaves_more_than_f_saved_the_plan_is_the_best_of_all_orders(see
     problem = Problem(placement, 2, costs, limits, dice.choice(list(Objective)))
     found = search(problem, bound(problem), seconds=0, evaluations=2000)
     assert check(problem, found) == brute_force(problem)
+
+
+def test_where_the_list_scheduler_makes_nothing_the_rows_known_before_are_searched_on() -> None:
+    """Bytes that no stage keeps free for what B adds leave no room for F: every due date ends in memory that nothing frees."""
+    kernels = load_kernels()
+    from zerobubble.planning.kernels.policy import full_speed_policy  # compiled, so imported where it is needed
+
+    placement = Placement.vee(2)
+    costs = Costs((1,) * 4, (1,) * 4, (1,) * 4, (0,) * 3, (10,) * 4, (25,) * 4)
+    problem = Problem(placement, 3, costs, Limits((24, 24)))
+    tables = kernels.tables_of(problem)
+    state = kernels.SearchState(tables, 0, kernels.BudgetMeter(0.0, 10_000), lambda time, how: None)
+    state.order = kernels.order_of(one_at_a_time(placement, 3))
+    assert (state.improve_due_dates(full_speed_policy(2, 1.0), 5) == state.order).all()
+    assert check(problem, search(problem, bound(problem), seconds=0, evaluations=30_000)) == 30
 
 
 @pytest.mark.parametrize(("memory", "most"), [(1.0, 1.18), (2.0, 1.17), (3.0, 1.16), (4.0, 1.03)])

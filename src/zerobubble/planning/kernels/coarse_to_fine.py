@@ -95,7 +95,8 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
         budget = _budget_until(state.budget, share * (level + 1) / len(levels))
         best = _search_level(tables_of(small, joins=state.tables.joins), small.bound().time, pool, budget, is_coarsest=level == 0)
         state.budget.used += budget.used
-        pool = PolicyPool.of(np.concatenate([best, for_twice_the_ranks(best)]))  # the next level tells which of the two are better
+        wider = [best] if small.placement.num_ranks == problem.placement.num_ranks else [best, for_twice_the_ranks(best)]
+        pool = PolicyPool.of(np.concatenate(wider))  # the next level tells which of the two are better
     return pool
 
 

@@ -31,7 +31,7 @@ ANNEALED_SEEDS = 3
 """Seeds that are annealed."""
 
 RANDOM_POLICIES = 20
-"""Policies tried at random where no seed fits."""
+"""Policies tried at random where no seed fits, unless the problem is large: then each takes long, and coarser problems tell better ones."""
 
 NEAR_BOUND = 1.02
 """How long a seed may be as a multiple of the bound to be annealed at length before anything else."""
@@ -101,7 +101,8 @@ def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float
 
 def _first_order(state: SearchState) -> None:
     """A few passes of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
-    state.improve_policies(PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0)[None]), RANDOM_POLICIES, RANDOM_POLICIES)
+    fresh = RANDOM_POLICIES if state.tables.size <= LARGE else 0
+    state.improve_policies(PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0)[None]), max(1, fresh), fresh)
     if state.order is None:
         state.offer(serial_order(state), "one microbatch after the other")
 

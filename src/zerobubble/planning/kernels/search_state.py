@@ -117,10 +117,11 @@ class SearchState:
             self._keep(best, longest, "list scheduling")
 
     def improve_due_dates(self, policy: Floats, tries: int) -> Ints:
-        """The best rows that so many small changes to the due dates of `policy` lead to."""
+        """The best rows that so many small changes to the due dates of `policy` lead to; those known before where no schedule comes out."""
+        assert self.order is not None, "a search has rows before it changes due dates"
         priorities = empty_priorities(self.tables)
         apply_policy(self.tables, self._leg, policy, self.bound, priorities)
-        best, longest, tried = np.empty(self.tables.size, np.int64), 1 << 62, 0
+        best, longest, tried = self.order.copy(), 1 << 62, 0
         while tried < tries and not self.done:
             chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size))
             longest, used = search_dates(
