@@ -82,7 +82,7 @@ def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads
     >>> plans = zb.offload.plan_offloads(schedule, costs, zb.Limits((2_000_000,) * 3), link)
     >>> timeline = zb.offload.play_offloads(schedule, costs, plans, link)
     >>> timeline.makespan, timeline.peak_bytes
-    (27000000, 2000000)
+    (24000000, 2000000)
     """
     costs.require_schedule(schedule)
     require_offloads(schedule, costs, plans)
