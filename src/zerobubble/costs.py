@@ -29,7 +29,7 @@ OFFLOADABLE = "offloadable"
 """The further column with the bytes of what F saves that can go to host memory; all can where it is left out."""
 KEPT_WORDS = "parameters, gradients and optimizer state"
 HEAD_TIMES = Wanted(
-    "three numbers, the times in ms of a part of the head: forward, gradient for the input, gradient for the weights",
+    "three numbers, the times in ms of a head or a part of it: forward, gradient for the input, gradient for the weights",
     lambda value: each(NUMBER).accepts(value) and len(value) == 3,
 )
 TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: each(NUMBER).accepts(value) and len(value) == 3)

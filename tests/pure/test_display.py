@@ -78,6 +78,8 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     values += [with_experts, with_experts.experts, with_experts.latent]
     divided = zb.cost_model.divide("megatron-22b", gpu="A100", gpus=8, batch=ranks, top=2)
     values += [divided, divided.best]
+    heads = zb.planning.place_head(make("1f1b", ranks, microbatches), Costs.uniform(ranks), (1, 1, 1))
+    values += [heads, heads.best]
     return [*values, layers_of(ranks)[0], traced, traced.clocks[1], zb.simulation.metrics(schedule, costs)]
 
 

@@ -8,17 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from zerobubble import Costs, InputError, Kind, Op, Placement, Schedule, ScheduleError, lower, make, schedule_faults, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, lower, make, schedule_faults, simulate
 from zerobubble.explain import attribute
 from zerobubble.export import to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.graph import resolve
 from zerobubble.kinds import Collective, Traits, add_kind, kinds_restored, traits_of
 from zerobubble.lowering import prefetch_depth
-from zerobubble.planning import sensitivity
+from zerobubble.planning import place_head, sensitivity
 from zerobubble.rules import complete_sets
 from zerobubble.schedules import SCHEDULES, with_recompute, with_vocabulary
 from zerobubble.simulation import peak_memory
@@ -202,7 +203,7 @@ def test_ranks_that_meet_in_other_orders_are_a_deadlock() -> None:
         (lambda: fit_costs(simulate(divided(), costs_of(divided()))), "this one has passes of a head divided over ranks"),
         (lambda: to_torch_csv(divided()), "PyTorch's CSV has no cell for"),
         (lambda: Costs.uniform(2).with_divided_head((1, -1, 1)), "head_backward of the divided head must be a finite number >= 0, got -1"),
-        (lambda: Costs.uniform(2).with_divided_head((1, 1)), "must be three numbers, the times in ms of a part of the head"),  # type: ignore[arg-type]
+        (lambda: Costs.uniform(2).with_divided_head((1, 1)), "must be three numbers, the times in ms of a head or a part of it"),  # type: ignore[arg-type]
         (lambda: Costs.uniform(2).with_divided_head((1, 1, 1), held=-1), "the bytes that a rank keeps of a divided head are 0 to"),
     ],
 )
@@ -251,9 +252,52 @@ def test_an_added_kind_may_meet_in_a_collective() -> None:
 
 def test_the_program_of_the_page_says_what_is_won(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/vocabulary.md").read_text(encoding="utf-8")
-    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == [
+    namespace: dict[str, object] = {}
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(first, namespace)
+    assert capsys.readouterr().out.splitlines()[-2:] == [
         "1f1b (4000000, 3000000, 2000000, 1000000) 570.0 ms",
         "1f1b, vocabulary 2 (5000000, 4050000, 3050000, 2000000) 391.4 ms",
     ]
+    exec(second, namespace)
+    whole = "whole on the last stage"
+    assert capsys.readouterr().out.splitlines() == [
+        f"The head divided by algorithm 2 takes 402 ms, 29.5 % less than 570 ms with it {whole}; ranks hold up to 5 MB instead of 4 MB.",
+        f"The head divided by algorithm 2 takes 330.7 ms, 0.5 % less than 332.4 ms with it {whole}; ranks hold up to 5 MB instead of 4 MB.",
+    ]
+
+
+def test_a_head_is_placed_where_it_takes_least_time_and_fits() -> None:
+    plain, costs, head = make("1f1b", 4, 8), Costs.uniform(4, (10, 10, 10)), (10.0, 10.0, 10.0)
+    choice = place_head(plain, costs, head, held=400_000)
+    assert [way.algorithm for way in choice.ways] == [0, 1, 2]
+    for way in choice.ways:
+        assert way.makespan == simulate(way.schedule, way.costs).makespan
+        assert way.peaks == peak_memory(way.schedule, way.costs)
+    assert choice.best is min(choice.ways, key=lambda way: way.makespan)
+    assert choice.ways[0].costs.column("forward") == (10_000_000,) * 3 + (20_000_000,)
+    assert max(choice.ways[0].peaks[-1:]) == 1_400_000
+    tight = place_head(plain, costs, head, limits=Limits((4_500_000,) * 4))
+    assert [way.fits for way in tight.ways] == [True, False, False]
+    assert tight.best is tight.ways[0]
+    assert "The head stays whole on the last stage: 570 ms, against" in tight.bought
+    slow = place_head(plain, costs, (1.0, 1.0, 1.0), slowdown=4, collective=5)
+    assert slow.best is slow.ways[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slowdown": 0.5}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
+        ({"head": (1.0, -1.0, 1.0)}, "the time of the head's gradient for the input must be a finite number >= 0, got -1"),
+        ({"head": (1.0,)}, "must be three numbers, the times in ms of a head or a part of it"),
+        ({"held": -1.0}, "the bytes that the head keeps must be a finite number >= 0, got -1"),
+        ({"limits": Limits((10,) * 3)}, "schedule '1f1b' has 2 ranks, the limits describe 3"),
+        ({"limits": Limits((10,) * 2)}, "no way to place the head fits the limits; the least that ranks hold is whole on the last stage"),
+    ],
+)
+def test_a_head_that_cannot_be_placed_says_why(options: dict[str, Any], message: str) -> None:
+    options = {"head": (1.0, 1.0, 1.0), **options}
+    with pytest.raises(InputError) as raised:
+        place_head(make("1f1b", 2, 2), Costs.uniform(2), options.pop("head"), **options)
+    assert message in str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zerobubble.planning.competition import Choice, Plan, plan, solve
 from zerobubble.planning.few_gathers import FewGathers
+from zerobubble.planning.head_choice import HeadChoice, HeadWay, place_head
 from zerobubble.planning.layer_plan import LayersPlan, plan_layers
 from zerobubble.planning.microbatch_order import order_microbatches
 from zerobubble.planning.priced import Priced
@@ -15,6 +16,8 @@ from zerobubble.planning.sharded import Sharded
 __all__ = [
     "Choice",
     "FewGathers",
+    "HeadChoice",
+    "HeadWay",
     "LayersPlan",
     "Objective",
     "Plan",
@@ -27,6 +30,7 @@ __all__ = [
     "Workload",
     "most_robust_order",
     "order_microbatches",
+    "place_head",
     "plan",
     "plan_layers",
     "sensitivity",
