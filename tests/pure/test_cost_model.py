@@ -246,6 +246,11 @@ def test_everything_assumed_is_told() -> None:
     ):
         assert any(words in sentence for sentence in whole.assumptions)
         assert not any(words in sentence for sentence in small.assumptions)
+    routed = transformer(EXPERTS, gpu="H100", dp=16, ep=16, recompute="selective")
+    for words in ("4 of 16 experts", "16 GPUs, 8 of them in a domain", "at most 2 of them", "activation of routed experts"):
+        assert any(words in sentence for sentence in routed.assumptions)
+    assert not any("the same experts" in sentence for sentence in routed.assumptions)
+    assert any("4 GPUs have the same experts" in sentence for sentence in transformer(EXPERTS, gpu="H100", dp=16, ep=4).assumptions)
     shown = transformer(SMALL, gpu="A100", efficiency=Efficiency(products=0.61))
     assert any("0.61" in sentence for sentence in shown.assumptions)
 

@@ -87,6 +87,8 @@ def _of_experts(setting: Setting) -> Iterator[str]:
             f"Experts lie on {setting.ep} GPUs, {min(setting.ep, setting.neighbours)} of them in a domain; tokens go once to each that has "
             f"experts of theirs, and over the network once to each domain{limit}, in half precision, and nothing is hidden beside that."
         )
+    if setting.expert_sharers > 1:
+        yield f"{setting.expert_sharers} GPUs have the same experts, and sum their gradients and divide their optimizer's state alone."
     yield "Tokens are put in the order of their experts and back by kernels apart, and the products of all experts of a GPU are one kernel."
 
 
