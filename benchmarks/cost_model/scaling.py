@@ -1,7 +1,8 @@
 """How a step of Llama 3 405B is estimated to scale from 1,024 to 131,072 H100, each cluster divided in its quickest way.
 
-Weak scaling gives every GPU the same share of the batch, strong scaling divides one batch over all of them. It is arithmetic: the figures
-are the same on every machine. Writes `scaling.json` next to this file, and the picture of docs/cost-model.md.
+Weak scaling gives every GPU the same share of the batch, strong scaling divides one batch over all of them. DeepSeek-V3 is divided once,
+for its experts. It is arithmetic: the figures are the same on every machine. Writes `scaling.json` next to this file, and the picture of
+docs/cost-model.md.
 """
 
 from __future__ import annotations
@@ -30,18 +31,25 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     weak = [show(scaled("weak", gpus, BATCH * gpus // AT)) for gpus in GPUS]
     strong = [show(scaled("strong", gpus, BATCH)) for gpus in GPUS]
-    results = rounded({"model": MODEL, "gpu": GPU, "weak": weak, "strong": strong})
+    experts = show(best_way("deepseek-v3", 2048, None))
+    results = rounded({"model": MODEL, "gpu": GPU, "weak": weak, "strong": strong, "experts": experts})
     Path(__file__).with_name("scaling.json").write_text(json.dumps(results, indent=1) + "\n")
     PICTURE.write_text(picture(results), encoding="utf-8")
 
 
 def scaled(scaling: str, gpus: int, batch: int) -> dict[str, Any]:
     """The quickest way to divide the model over so many GPUs, and its step."""
-    best = zb.cost_model.divide(MODEL, gpu=GPU, gpus=gpus, batch=batch, top=1).best
-    here = best.setting
-    shape = {name: getattr(here, name) for name in ("tp", "cp", "pp", "v", "dp", "microbatch", "recompute")}
+    return {"scaling": scaling} | best_way(MODEL, gpus, batch)
+
+
+def best_way(model: str, gpus: int, batch: int | None) -> dict[str, Any]:
+    """The quickest of all ways to divide a model, and its step; the batch is that of its training if not given."""
+    found = zb.cost_model.divide(model, gpu=GPU, gpus=gpus, batch=batch, top=1)
+    best = found.best
+    shape = {name: getattr(best.setting, name) for name in ("tp", "cp", "ep", "pp", "v", "dp", "microbatch", "recompute")}
     figures = {"seconds": best.step.seconds, "utilization": best.step.utilization, "tokens_per_s": best.step.tokens_per_second}
-    return {"scaling": scaling, "gpus": gpus, "batch": batch} | shape | {"schedule": best.step.schedule} | figures
+    figures |= {"tflops_per_gpu": best.step.flops_per_gpu / 1e12}
+    return {"model": model, "gpus": gpus, "batch": found.batch} | shape | {"schedule": best.step.schedule} | figures | {"ways": found.ways}
 
 
 def picture(results: dict[str, Any]) -> str:
