@@ -61,7 +61,7 @@ class Estimate(Displayed):
         >>> import zerobubble as zb
         >>> found = zb.cost_model.transformer("megatron-22b", gpu="A100", tp=8, microbatch=4, recompute="selective")
         >>> found.step("1f1b", 1)
-        <StepEstimate of 1f1b on 8 GPUs: 1.091 s, 7,507 tokens/s, 42.0 % of the peak FLOP/s, 60.1 GB>
+        <StepEstimate of 1f1b on 8 GPUs: 1.094 s, 7,487 tokens/s, 41.9 % of the peak FLOP/s, 60.1 GB>
         """
         setting = self.setting
         played = made_for(setting, schedule, num_microbatches)
