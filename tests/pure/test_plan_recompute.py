@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -211,6 +212,23 @@ def test_what_fits_with_backwards_in_one_piece_alone_is_planned() -> None:
     costs = replace(Costs.uniform(4, held=1.3, stages_per_rank=2), placement=Placement.vee(2))
     found = plan(costs, 6, Limits((2_400_000,) * 2), recompute="auto", levels=[Level("full", 1.0, 0.08)], evaluations=5000)
     require_sound(found.best)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_of_random_problems_are_sound_whatever_b_leaves_to_w(seed: int) -> None:
+    dice = Random(seed)
+    placement = dice.choice((Placement.linear(4), Placement.vee(2), Placement.looped(2, 3)))
+    stages, ranks = placement.num_stages, placement.num_ranks
+    times = [[dice.choice((0, 1, 3, 5, 9)) for _ in range(stages)] for _ in range(3)]
+    saved, left = ([1000 * dice.randint(1, 6) for _ in range(stages)] for _ in range(2))
+    costs = replace(Costs.from_ms(*times, comm=1), held_after_f=tuple(saved), held_after_b=tuple(left), placement=placement)
+    room = dice.uniform(1.0, 2.5)
+    limits = [round(room * sum(each for each, home in zip(saved, placement.routes[0], strict=True) if home == r)) for r in range(ranks)]
+    found = plan(costs, 6, Limits(tuple(limits)), recompute="auto", levels=[Level("a", 0.5, 0.3), FULL], evaluations=600, seed=seed)
+    if found.best.schedule is None:
+        assert "more than its limit" in found.best.reason
+    else:
+        require_sound(found.best)
 
 
 def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:

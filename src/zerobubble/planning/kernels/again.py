@@ -110,7 +110,8 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
             break
         moves *= 2
     _take(tables, choice, best)
-    return _schedule_of(schedule.name, problem, tables, best.order), _chosen(problem, tables, choice, levels)
+    taken = _chosen(problem, tables, choice, levels)
+    return _schedule_of(schedule.name, problem.with_levels(taken), tables, best.order), taken
 
 
 def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Schedule) -> tuple[Tables, Choice]:
