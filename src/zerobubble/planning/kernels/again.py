@@ -80,7 +80,7 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
     """The best order of `schedule`, which runs within the limits, and choice of R's and levels that annealing finds, and these levels.
 
     It begins anew from the best, from one temperature after the other, until the objective meets `bound` (ns) or the budget is spent. A
-    schedule that fits with backwards in one piece alone, not with B and W, stays as it is.
+    schedule stays as it is that only fits because a backward in one piece comes before W of an earlier microbatch of its stage.
     """
     assert problem.recomputation is not None
     offered, chosen = problem.recomputation.offered, problem.recomputation.chosen
