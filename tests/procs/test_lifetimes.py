@@ -376,3 +376,15 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
 def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
     program, _ = programs_of("docs/failures.md")
     assert run_forked(program, tmp_path, 1) == "rank 0 failed at 'run 0F0': ValueError: boom\nTrue\n"
+
+
+def make_divided(group: Any) -> str:
+    schedule = zb.schedules.with_vocabulary(zb.make("1f1b", 2, 4))
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, schedule, 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+def test_a_divided_head_is_refused_on_all_ranks(world: Ranks) -> None:
+    for text in world.run(make_divided, ranks=2):
+        assert "has S and T passes, of a head that ranks divide by its vocabulary: these are planned and simulated, not yet run" in text
