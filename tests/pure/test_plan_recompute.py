@@ -214,7 +214,7 @@ def test_what_fits_with_backwards_in_one_piece_alone_is_planned() -> None:
     require_sound(found.best)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8, 20))
 def test_plans_of_random_problems_are_sound_whatever_b_leaves_to_w(seed: int) -> None:
     dice = Random(seed)
     placement = dice.choice((Placement.linear(4), Placement.vee(2), Placement.looped(2, 3)))
