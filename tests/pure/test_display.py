@@ -63,6 +63,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     link = zb.offload.HostLink(1e9, 1e9)
     away = zb.offload.plan_offloads(schedule, costs, Limits((2 * ranks * 10**6 - 10**6,) * ranks), link)[0]
     values += [link, away, zb.offload.Offload(0, 0, 0, 1, 2, 3)]
+    values.append(zb.planning.plan_offloaded(Workload.uniform(2, (10, 10, 8)), 4, 1, link, placements="linear", seconds=0))
     start = block.starts[0][0]
     values += [zb.blocks.Collision(0, start, start, (0,), 0), zb.blocks.EarlyStart(start, start.op, 2)]
     values += [zb.kinds.traits_of(zb.Kind.F), zb.kinds.traits_of(zb.Kind.R).forward, gathered, gathered.gathers[0]]

@@ -284,7 +284,7 @@ def test_the_program_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_command_of_the_page_draws_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (command,) = re.findall(r"^    zerobubble (.*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^    zerobubble (show .*)$", PAGE, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(main, shlex.split(command))
     assert done.exit_code == 0, done.output

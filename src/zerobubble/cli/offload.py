@@ -74,15 +74,18 @@ def _rate(ctx: click.Context, param: click.Parameter, value: str) -> float | Byt
     return float(number) if size is None else Bytes(size)
 
 
+rates_option = click.option(
+    "--offload",
+    callback=_rates,
+    metavar="RATE",
+    help="Offload to the host: bytes a rank copies in a second, such as 25GB, or ms for its microbatch; two with a comma: to, from.",
+)
+"""The option that says how quickly a rank copies to the host and back; it makes the argument `offload` of a verb."""
+
 offload_options = option_group(
     OffloadOptions,
     "offloading",
-    click.option(
-        "--offload",
-        callback=_rates,
-        metavar="RATE",
-        help="Offload to the host: bytes a rank copies in a second, such as 25GB, or ms for its microbatch; two with a comma: to, from.",
-    ),
+    rates_option,
     click.option(
         "--memory", callback=microbatches_or_bytes, metavar="M", help="With --offload: memory of a rank, in microbatches or bytes (40GB)."
     ),
@@ -134,7 +137,7 @@ def picture(costed: Costed, found: Offloaded, width: int) -> Text:
     columns = max(10, width - label)
     lines = []
     for rank, (plan, lane) in enumerate(zip(found.plans, found.timeline.copies or ((),) * len(found.plans), strict=True)):
-        lines.append(f"rank {rank}: {_told(costed, plan, rank)}")
+        lines.append(f"rank {rank}: {told_of_rank(costed, plan, rank)}")
         if lane:
             lines.append(" " * label + "".join(_lane(found.timeline, lane, columns)))
     lines.append("copies: > to the host, < back")
@@ -143,7 +146,8 @@ def picture(costed: Costed, found: Offloaded, width: int) -> Text:
     return Text("\n".join(lines), no_wrap=True)
 
 
-def _told(costed: Costed, plan: RankOffloads, rank: int) -> str:
+def told_of_rank(costed: Costed, plan: RankOffloads, rank: int) -> str:
+    """How much a rank moves to the host, and what is held on the device and on the host."""
     if not plan.offloads:
         return f"nothing goes to the host; up to {_size(costed, plan.peak_bytes, rank)} on the device"
     moved = (

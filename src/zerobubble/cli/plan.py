@@ -16,6 +16,7 @@ from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster
 from zerobubble.cli.files import write_text
 from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
+from zerobubble.cli.offload import rates_option
 from zerobubble.cli.options import (
     Bytes,
     PictureFiles,
@@ -26,6 +27,7 @@ from zerobubble.cli.options import (
     picture_options,
     refuse_beside,
 )
+from zerobubble.cli.plan_offload import Rates, plan_question, refuse_beside_offload, tell
 from zerobubble.cli.plan_page import write_plan
 from zerobubble.cli.workload import (
     Question,
@@ -148,6 +150,7 @@ class Answer:
 @plan_options
 @gather_options
 @cluster_options
+@rates_option
 @picture_options
 @click.option("--format", "form", type=click.Choice(["text", "torch-csv"]), help="Print the winner's schedule so and nothing else.")
 @click.option("-o", "--output", metavar="FILE", help="Also save the winner with all it was made from, for every verb and zb.io.load_plan.")
@@ -158,6 +161,7 @@ def plan_verb(
     options: PlanOptions,
     sharded: GatherOptions,
     cluster: ClusterOptions,
+    offload: Rates | None,
     pictures: PictureFiles,
     form: str | None,
     output: str | None,
@@ -188,6 +192,9 @@ def plan_verb(
     With --recompute auto, forwards are computed again where that makes room that is worth its time, at the --levels that there are: by
     stage, and left out for microbatches that the memory has room for. What it buys is told beside the winner.
 
+    With --offload, what waits for its backward pass may go to the host: orders that need more than --memory are tried with copies that
+    make them fit, for the least makespan. What that buys is told, and --format has the order that is quickest with it.
+
     \b
     Examples:
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
@@ -201,6 +208,7 @@ def plan_verb(
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
       zerobubble plan --ranks 8 --microbatches 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
+      zerobubble plan --ranks 4 --microbatches 8 --times 10,10,10 --memory 2 --offload 5
     """
     if cluster.model is not None:
         plan_cluster(cluster, options.cluster_room, pictures, as_json)
@@ -214,6 +222,13 @@ def plan_verb(
     refuse_beside("shares", "layers", "noise", "baseline", "weights")
     refuse_beside("recompute", "shares", "layers", "noise", "baseline", "weights")
     _require_room_for_one(options.room_microbatches)
+    if offload is not None:
+        refuse_beside_offload(search)
+        question = read_question("plan", work, search)
+        with progress_bar(search) as progress:
+            found = plan_question(question, _room(question, work, options), offload, work, search, progress)
+        tell(found, {} if found.plan.best.schedule is None else plan_to_dict(found.plan), pictures, form, as_json)
+        return
     if options.layers is not None:
         refuse_sizes_for_layers(sharded)
     answer = _with_gathers(_with_remarks(_answer(work, search, options, sharded), search, options))

@@ -25,9 +25,9 @@ ROUNDS = 2
 """How often each rank may choose again after the others."""
 
 
-@takes(schedule=Schedule, costs=Costs, limits=Limits, link=HostLink, evaluations=WHOLE)
+@takes(schedule=Schedule, costs=Costs, limits=Limits, link=HostLink, evaluations=WHOLE, rounds=WHOLE)
 def plan_offloads(
-    schedule: Schedule, costs: Costs, limits: Limits, link: HostLink, evaluations: int = EVALUATIONS
+    schedule: Schedule, costs: Costs, limits: Limits, link: HostLink, evaluations: int = EVALUATIONS, rounds: int = ROUNDS
 ) -> tuple[RankOffloads, ...]:
     """For each rank, what to move to the host so that `schedule` keeps within `limits`, with the least delay that is found.
 
@@ -40,6 +40,7 @@ def plan_offloads(
         limits: what the device of each rank may hold.
         link: how quickly a rank copies to the host and back.
         evaluations: how many changes of what is found first are tried; fewer where no delay is left.
+        rounds: how often each rank may choose again after the others; with 0 of both what moves least is taken as it is.
 
     Raises `InputError` where a rank does not fit even with all on the host that waits.
 
@@ -59,7 +60,7 @@ def plan_offloads(
     player = OffloadPlayer(graph, order, schedule, costs, link)
     ranks = _ranks(schedule, costs, limits, player)
     bounds = [fewest_bytes(rank, where) for where, rank in enumerate(ranks)]
-    chosen = _quickest(player, ranks, link, evaluations)
+    chosen = _quickest(player, ranks, link, evaluations, rounds)
     return tuple(rank_offloads(row, rank.steps, costs, bound) for row, rank, bound in zip(chosen, ranks, bounds, strict=True))
 
 
@@ -74,17 +75,18 @@ def _ranks(schedule: Schedule, costs: Costs, limits: Limits, player: OffloadPlay
     return found
 
 
-def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, evaluations: int) -> list[list[Offload]]:
+def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, evaluations: int, rounds: int) -> list[list[Offload]]:
     """Of each rank's candidates one, chosen rank after rank, and changed part by part, so that the schedule is as short as is found."""
 
     def price_of(chosen: Sequence[Sequence[Offload]]) -> Price:
         moved = sum(rank.parts[one[:2]].bytes for rank, row in zip(ranks, chosen, strict=True) for one in row)
         return (*player.price(chosen), moved)
 
-    options = [list(candidates(rank, link)) for rank in ranks]
-    chosen = [of_rank[0] for of_rank in options]
+    chosen = [next(candidates(rank, link)) for rank in ranks]
     fastest, best = player.price([()] * len(ranks))[0], price_of(chosen)
-    for where in [where for where, row in enumerate(chosen) if row] * ROUNDS:
+    moving = [where for where, row in enumerate(chosen) if row] if best[0] > fastest else []
+    options = {where: list(candidates(ranks[where], link)) for where in moving} if rounds else {}
+    for where in moving * rounds:
         for candidate in options[where] if best[0] > fastest else ():
             tried = [*chosen[:where], candidate, *chosen[where + 1 :]]
             price = price_of(tried)

@@ -7,6 +7,7 @@ from zerobubble.planning.few_gathers import FewGathers
 from zerobubble.planning.head_choice import HeadChoice, HeadWay, place_head
 from zerobubble.planning.layer_plan import LayersPlan, plan_layers
 from zerobubble.planning.microbatch_order import order_microbatches
+from zerobubble.planning.offload_plan import OffloadedPlan, plan_offloaded
 from zerobubble.planning.priced import Priced
 from zerobubble.planning.problem import Objective, Problem, Solved, Status, Workload
 from zerobubble.planning.robust_order import most_robust_order
@@ -20,6 +21,7 @@ __all__ = [
     "HeadWay",
     "LayersPlan",
     "Objective",
+    "OffloadedPlan",
     "Plan",
     "Priced",
     "Problem",
@@ -33,6 +35,7 @@ __all__ = [
     "place_head",
     "plan",
     "plan_layers",
+    "plan_offloaded",
     "sensitivity",
     "solve",
 ]

@@ -1,0 +1,118 @@
+"""`zerobubble plan --offload`: the quickest schedule where ranks may move what waits to the host, and what that buys."""
+
+from __future__ import annotations
+
+import json
+from textwrap import fill
+
+import click
+
+from zerobubble.cli.files import write_text
+from zerobubble.cli.inputs import Costed
+from zerobubble.cli.offload import Offloaded, as_dicts, told_of_rank
+from zerobubble.cli.options import Bytes, PictureFiles, given_flags
+from zerobubble.cli.workload import Question, SearchOptions, WorkOptions
+from zerobubble.costs import NS_PER_MS, Limits
+from zerobubble.errors import InputError
+from zerobubble.export.svg import timeline_svg
+from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.offload import HostLink
+from zerobubble.planning import Objective, OffloadedPlan, Workload, plan_offloaded
+from zerobubble.planning.attempt import ProgressCallback
+from zerobubble.planning.problem import microbatch_bytes
+from zerobubble.planning.reasons import NOTE_WIDTH
+from zerobubble.units import NS_PER_S
+
+Rates = tuple[float | Bytes, ...]
+"""How quickly a rank copies, to the host and back or the same both ways: bytes a second, or the ms for what it keeps of a microbatch."""
+
+_LEFT_OUT = ("layers", "inside_blocks", "baseline", "error", "noise", "within", "shares", "recompute", "levels")
+_WEIGHTS = ("weights", "gathered", "gather_rate")
+
+
+def refuse_beside_offload(search: SearchOptions) -> None:
+    """Raise for options with which offload is not planned."""
+    if flags := given_flags(*_LEFT_OUT, *_WEIGHTS):
+        raise click.UsageError(f"--offload is not planned together with {', '.join(flags)}: leave out one or the other")
+    if search.objective == Objective.SPAN:
+        raise click.UsageError("--offload is planned for the makespan: leave out --objective span")
+    if given_flags("output"):
+        raise click.UsageError(
+            "a plan file holds no offloads: save the order with --format text and its offloads with --json, and leave out --output"
+        )
+    if given_flags("html"):
+        raise click.UsageError("pages do not draw copies to the host: write --svg, or leave out --offload")
+
+
+def plan_question(
+    question: Question,
+    memory: Limits | float | None,
+    rates: Rates,
+    work: WorkOptions,
+    search: SearchOptions,
+    progress: ProgressCallback | None,
+) -> OffloadedPlan:
+    """The plan with offload for what the options ask; raises for what is missing, and for plan files of what is not planned with it."""
+    problem = question.problem
+    if problem is not None and (problem.sharded is not None or problem.recomputation is not None or question.shares):
+        raise InputError(
+            f"{work.costs_file} is a plan with weights in shards, recomputation or microbatches of unequal cost, and --offload is planned "
+            "with none of these: give the costs of its stages in a file"
+        )
+    if memory is None:
+        raise click.UsageError("--offload needs --memory, too: what is to go to the host follows from what a rank may hold")
+    return plan_offloaded(
+        question.work,
+        question.microbatches,
+        memory,
+        _link(question, rates, work),
+        placements=question.tried,
+        seconds=search.budget,
+        seed=search.seed,
+        evaluations=search.evaluations,
+        progress=progress,
+    )
+
+
+def _link(question: Question, rates: Rates, work: WorkOptions) -> HostLink:
+    """The link of each rank to its host, in the bytes that the costs count."""
+    if isinstance(question.work, Workload):
+        size = max(question.work.held_after_f)
+    else:
+        size = max(microbatch_bytes(next(iter(question.placements.values())), question.work))
+    to_host, from_host = (_rate(question, given, size, work) for given in (rates * 2)[:2])
+    return HostLink(to_host, from_host)
+
+
+def _rate(question: Question, given: float | Bytes, size: int, work: WorkOptions) -> float:
+    """Bytes a second, where a rank keeps `size` of them for a microbatch."""
+    if not isinstance(given, Bytes):
+        return size * NS_PER_S / (given * NS_PER_MS)
+    if not isinstance(question.work, Workload):
+        return float(given.count)
+    if work.microbatch_bytes is None:
+        raise click.UsageError(
+            "--offload in bytes a second needs bytes, and times tell none: give --microbatch-bytes, or the ms in which a rank copies what "
+            "it keeps of a microbatch"
+        )
+    return given.count * size / work.microbatch_bytes
+
+
+def tell(found: OffloadedPlan, without: dict[str, object], pictures: PictureFiles, form: str | None, as_json: bool) -> None:
+    """Print and draw the plan; `without` is the JSON form of the one without offload."""
+    schedule, costs = found.schedule, found.problem.costs
+    costed = Costed(schedule, costs, "", is_measured=found.problem.workload is None)
+    if pictures.svg is not None:
+        unit = None if costed.in_bytes else costed.microbatch_bytes
+        write_text(pictures.svg, timeline_svg(found.timeline, memory=bool(found.timeline.peak_bytes), microbatch_bytes=unit))
+    if as_json:
+        ranks = as_dicts(Offloaded(found.offloads, found.timeline, found.without or 0))
+        click.echo(json.dumps(without | {"offload": found.to_dict() | {"ranks": ranks}}, indent=2))
+    elif form == "text":
+        click.echo(schedule.to_text(), nl=False)
+    elif form is not None:
+        click.echo(to_torch_csv(schedule), nl=False)
+    else:
+        ranks_told = [f"rank {rank}: {told_of_rank(costed, plan, rank)}" for rank, plan in enumerate(found.offloads)]
+        paragraph = fill(found.bought, NOTE_WIDTH, break_on_hyphens=False)
+        click.echo("\n\n".join(["Without offload:", str(found.plan), paragraph, "\n".join(ranks_told)]))

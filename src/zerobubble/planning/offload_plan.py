@@ -1,0 +1,295 @@
+"""Plans with offload: orders of passes that need more memory than there is, with what must go to the host, beside those that fit without.
+
+Which orders are good with offload cannot be told before what they move is chosen. So the planner's best for the memory are compared with
+its best for more memory and with the published schedules: each with what it must move at least, the quickest with a better choice, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from zerobubble.arguments import NUMBER, WHOLE, either, instance, optional, takes
+from zerobubble.bounds import Bound
+from zerobubble.costs import Costs, Limits
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement, Schedule
+from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offloads
+from zerobubble.offload.choice import EVALUATIONS, ROUNDS
+from zerobubble.planning.attempt import Budget, ProgressCallback
+from zerobubble.planning.competition import MICROBATCHES, SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
+from zerobubble.planning.problem import Objective, Problem, Workload
+from zerobubble.planning.rounds import CtrlC
+from zerobubble.planning.seeds import fitting, promising, serial_schedule
+from zerobubble.simulation import metrics, peak_memory
+from zerobubble.timeline import Timeline
+from zerobubble.units import counted, ms, show_bytes, show_ms
+
+WITHOUT, ROOMIER = 0.4, 0.15
+"""The shares of the budget: plans for the memory that there is, and those for each larger one. The rest of the seconds is for offloads."""
+
+ROOMS = (1.5, 2.0, None)
+"""The larger memories that orders are planned for, as multiples of what there is; None is room for everything."""
+
+SHORT_LIST = 3
+"""Orders for which more is tried than to move what they must."""
+
+PASSES_PLAYED = 600_000
+"""Passes that may be played in changes of the offloads of one order, some seconds; ranks choose again where as many are enough for that."""
+
+CANDIDATES = 56
+"""Choices that a rank has at most when it chooses again."""
+
+MOST_PASSES = 20_000
+"""Passes of an order up to which offloads are chosen: what waits on a rank is weighed against each of its steps."""
+
+
+@dataclass(frozen=True, repr=False)
+class OffloadedPlan(Displayed):
+    """The quickest schedule found within the memory, with what its ranks move to the host, and the best `plan` without offload.
+
+    `schedule` is the order on the placement of `problem`, found by `how`, `offloads` what each rank moves and `timeline` both, played.
+    `without` is the least makespan in ns found without offload, None where nothing fits so. No schedule on any placement tried has a
+    makespan below `bound`, whatever goes to the host: it holds for any memory.
+    """
+
+    plan: Plan
+    problem: Problem
+    schedule: Schedule
+    how: str
+    offloads: tuple[RankOffloads, ...]
+    timeline: Timeline
+    without: int | None
+    bound: Bound
+
+    @property
+    def gain(self) -> float | None:
+        """The share of the makespan without offload that it saves; None where nothing fits without."""
+        return None if self.without is None else 1 - self.timeline.makespan / self.without if self.without else 0.0
+
+    @property
+    def bought(self) -> str:
+        """What offload buys, in sentences."""
+        bound = f"No schedule takes less than {show_ms(self.bound.time)}, whatever goes to the host: {self.bound.reason}."
+        takes, moved = show_ms(self.timeline.makespan), sum(len(rank.offloads) for rank in self.offloads)
+        plan = f"{self.how} on {self.problem.placement.name}"
+        if not moved:
+            return f"Offload buys nothing that was found: {plan} takes {takes} with all on the device. {bound}"
+        without = "nothing fits without it" if self.without is None else f"without it the makespan is {show_ms(self.without)}"
+        gain = "" if self.gain is None else f", {100 * self.gain:.1f} % less"
+        return f"What offload buys: {without}, with it {takes}{gain} ({plan}, {counted(moved, 'offload')}). {bound}"
+
+    def _summary(self) -> str:
+        gain = "where nothing fits without" if self.gain is None else f"{100 * self.gain:.1f} % less than without"
+        gain = gain if any(rank.offloads for rank in self.offloads) else "nothing goes to the host"
+        return f"{self.how} on {self.problem.placement.name}: makespan {show_ms(self.timeline.makespan)}, {gain}"
+
+    def _details(self) -> Iterator[str]:
+        yield self.bought
+        most = max(self.offloads, key=lambda rank: rank.bytes)
+        yield f"the rank that moves most: {most._summary()}"
+        moved, must = (sum(getattr(rank, name) for rank in self.offloads) for name in ("bytes", "bound"))
+        yield f"all ranks move {show_bytes(moved)} in a step, of which this order must {show_bytes(must)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in JSON, times in ms, and the order as text, without the offloads and the timeline."""
+        return {
+            "placement": self.problem.placement.name,
+            "how": self.how,
+            "makespan_ms": ms(self.timeline.makespan),
+            "without_ms": None if self.without is None else ms(self.without),
+            "gain": self.gain,
+            "lower_bound_ms": ms(self.bound.time),
+            "lower_bound_reason": self.bound.reason,
+            "schedule": self.schedule.to_text(),
+        }
+
+
+class _Order(NamedTuple):
+    """An order of passes that may need more memory than its `problem` has, and its makespan where that is no matter, in ns."""
+
+    fastest: int
+    problem: Problem
+    schedule: Schedule
+    how: str
+
+
+class _Priced(NamedTuple):
+    """An order with what its ranks move to the host: less is better, by the makespan, and then by the bytes of all ranks."""
+
+    makespan: int
+    moved: int
+    order: _Order
+    offloads: tuple[RankOffloads, ...]
+
+    @property
+    def price(self) -> tuple[int, int]:
+        return self[:2]
+
+
+@takes(
+    work=instance(Workload, Costs),
+    num_microbatches=WHOLE,
+    memory=either(MICROBATCHES, Limits),
+    link=HostLink,
+    placements=optional(instance(str, Placement, Iterable)),
+    seconds=NUMBER,
+    seed=WHOLE,
+    evaluations=optional(WHOLE),
+)
+def plan_offloaded(
+    work: Workload | Costs,
+    num_microbatches: int,
+    memory: float | Limits,
+    link: HostLink,
+    *,
+    placements: str | Placement | Iterable[str | Placement] | None = None,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    evaluations: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> OffloadedPlan:
+    """The schedule of the least makespan over `placements` within `memory`, where ranks may move what waits to the host over `link`.
+
+    It is never slower than the best that is found without offload, for which 40 % of the budget is: it is one of those compared. What moves
+    is chosen as by `zb.offload.plan_offloads`, with fewer tries where there are many passes, so that it takes no more than some seconds.
+    A rank of a `Workload` keeps 12 MB for a microbatch unless it says something else. Ctrl-C gives the best so far. `zb.Pipeline`
+    does not run offloads yet. The rest is as in `zb.plan`.
+
+    Raises `InputError` for a part that cannot be used, where no order fits even with all that waits on the host, for microbatches of
+    unequal cost, and for more than `MOST_PASSES` passes.
+
+    >>> import zerobubble as zb
+    >>> work = zb.Workload.uniform(4, times=(10, 10, 10))
+    >>> link = zb.offload.HostLink(to_host=4e9, from_host=4e9)  # 12 MB, what a rank keeps for a microbatch, take 3 ms
+    >>> zb.planning.plan_offloaded(work, 8, 2, link, placements=["linear", "vee"], seconds=0)
+    <OffloadedPlan dualpipe-v on vee: makespan 273 ms, 7.5 % less than without>
+    """
+    if isinstance(work, Costs):
+        work.require_alike("plan_offloaded")
+    started = perf_counter()
+    budget, tried = as_budget(seconds, evaluations), placements_for(work, placements)
+    roomy = problems_of(work, num_microbatches, None, tried, Objective.MAKESPAN)
+    for name, problem in roomy.items():
+        if problem.num_passes > MOST_PASSES:
+            what = f"offloads are planned for up to {MOST_PASSES:,} passes, and there are {problem.num_passes:,} on {name}"
+            raise InputError(f"{what}: plan fewer microbatches, or on placements of fewer stages")
+    problems = problems_of(work, num_microbatches, memory, tried, Objective.MAKESPAN)
+    bound = min((problem.bound() for problem in roomy.values()), key=lambda one: one.time)
+    plans = [plan_problems(problems, _part(budget, WITHOUT), seed, progress)]
+    best = plans[0].best
+    with CtrlC() as ctrl_c:
+        if not plans[0].interrupted and (best.makespan is None or best.makespan > bound.time):
+            for more in _roomier(work, num_microbatches, memory, tried):
+                plans.append(plan_problems(more, _part(budget, ROOMIER), seed, progress))
+                if plans[-1].interrupted:
+                    break
+    is_cut_short = plans[-1].interrupted or ctrl_c.came
+    is_counted = evaluations is not None or budget.is_empty
+    until = started if is_cut_short else None if is_counted else started + seconds + sum(plan.compiling for plan in plans)
+    found: list[_Priced] = []
+    with CtrlC() as ctrl_c:
+        for one in _tried(_orders(plans, problems, roomy), link, budget, until):
+            found.append(one)  # one after another, so that Ctrl-C leaves what was found before
+    if not found and ctrl_c.came:
+        raise KeyboardInterrupt
+    if not found:
+        raise InputError(f"no schedule fits, even with all that waits on the host: give more memory; without offload {best.reason}")
+    _, _, (_, problem, schedule, how), offloads = min(found, key=lambda priced: priced.price)
+    timeline = play_offloads(schedule, problem.costs, offloads, link)
+    without = min((one.makespan for one in found if not one.moved), default=None)
+    plan = replace(plans[0], interrupted=is_cut_short or ctrl_c.came)
+    return OffloadedPlan(plan, problem, schedule, how, offloads, timeline, without, bound)
+
+
+def _part(budget: Budget, share: float) -> Budget:
+    return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
+
+
+def _roomier(
+    work: Workload | Costs, num_microbatches: int, memory: float | Limits, tried: Mapping[str, Placement]
+) -> Iterator[dict[str, Problem]]:
+    """The problems with more memory than there is."""
+    for room in ROOMS:
+        more: float | Limits | None = None
+        if room is not None:
+            more = Limits(tuple(round(room * limit) for limit in memory.memory)) if isinstance(memory, Limits) else room * memory
+        yield problems_of(work, num_microbatches, more, tried, Objective.MAKESPAN)
+
+
+def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], roomy: Mapping[str, Problem]) -> list[_Order]:
+    """The orders that may be good with offload, each once, the quickest where memory is no matter first."""
+    known: set[tuple[str, object]] = set()
+    found: list[_Order] = []
+
+    def add(name: str, schedule: Schedule, how: str) -> None:
+        if (name, schedule.rows) not in known:
+            known.add((name, schedule.rows))
+            found.append(_Order(metrics(schedule, problems[name].costs).makespan, problems[name], schedule, how))
+
+    for plan in plans:
+        for choice in plan.choices:
+            if choice.solved.schedule is not None:
+                add(choice.name, choice.solved.schedule, choice.solved.how)
+    for name, problem in roomy.items():
+        leanest = serial_schedule(problem.placement, problem.num_microbatches)
+        for schedule in (*fitting(promising(problem), problem), leanest):
+            add(name, schedule, schedule.name)
+    return sorted(found, key=lambda order: order.fastest)
+
+
+def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: float | None) -> Iterator[_Priced]:
+    """The quickest order that fits with all on the device, and then those that could be quicker with offloads, found before `until`.
+
+    What must move is tried on each of them, and more than that on the quickest. No order is quicker than where memory is no matter.
+    """
+    best = next((_offloaded(order, link, 0, 0) for order in orders if _fits(order)), None)
+    if best is not None:
+        yield best
+    first: list[_Priced] = []
+    for order in orders:
+        if best is not None and (order.fastest >= best.makespan or _is_over(until)):
+            break
+        one = _offloaded(order, link, 0, 0)
+        if one is not None:
+            first.append(one)
+            best = one if best is None or one.price < best.price else best
+            yield one
+    for early in sorted(first, key=lambda priced: priced.price)[:SHORT_LIST]:
+        order = early.order
+        if best is not None and order.fastest < min(early.makespan, best.makespan) and not (budget.is_empty or _is_over(until)):
+            better = _offloaded(order, link, *_effort(order.problem, budget))
+            if better is not None:
+                best = min(best, better, key=lambda priced: priced.price)
+                yield better
+
+
+def _is_over(until: float | None) -> bool:
+    return until is not None and perf_counter() > until
+
+
+def _fits(order: _Order) -> bool:
+    """Whether it fits with all on the device."""
+    peaks = peak_memory(order.schedule, order.problem.costs)
+    return all(peak <= limit for peak, limit in zip(peaks, order.problem.limits.memory, strict=True))
+
+
+def _effort(problem: Problem, budget: Budget) -> tuple[int, int]:
+    """How many changes to try for the offloads of an order, and how often ranks choose again, as far as `PASSES_PLAYED` go."""
+    changes = min(EVALUATIONS, PASSES_PLAYED // problem.num_passes)
+    again = CANDIDATES * problem.placement.num_ranks * ROUNDS * problem.num_passes <= PASSES_PLAYED
+    return changes if budget.evaluations is None else min(changes, budget.evaluations), ROUNDS if again else 0
+
+
+def _offloaded(order: _Order, link: HostLink, evaluations: int, rounds: int) -> _Priced | None:
+    """The order with what its ranks move to the host; None where it does not fit even with all that waits on the host."""
+    _, problem, schedule, _ = order
+    with suppress(InputError):
+        offloads = plan_offloads(schedule, problem.costs, problem.limits, link, evaluations, rounds)
+        makespan = play_offloads(schedule, problem.costs, offloads, link).makespan
+        return _Priced(makespan, sum(rank.bytes for rank in offloads), order, offloads)
+    return None

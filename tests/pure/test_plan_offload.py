@@ -1,0 +1,166 @@
+"""Plans with offload: legal, within the memory, never slower than without, never below the bound; what the command line says of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import zerobubble as zb
+from zerobubble.cli import main
+from zerobubble.offload import HostLink, offload_faults
+from zerobubble.planning import OffloadedPlan, plan_offloaded
+
+MB = 10**6
+LINK = HostLink(4e9, 4e9)
+
+
+def require_sound(found: OffloadedPlan, limits: zb.Limits) -> None:
+    """Raise unless the plan is legal, within the limits, no slower than without and no quicker than the bound, and what it says is so."""
+    schedule, costs = found.schedule, found.problem.costs
+    assert not zb.schedule_faults(schedule)
+    assert schedule.num_microbatches == found.problem.num_microbatches
+    assert not offload_faults(schedule, costs, found.offloads, limits)
+    assert all((peak or 0) <= limit for peak, limit in zip((rank.peak_bytes for rank in found.timeline.ranks), limits.memory, strict=True))
+    assert found.timeline.makespan >= found.bound.time
+    assert found.timeline.makespan >= zb.simulate(schedule, costs).makespan
+    assert all(rank.bound <= rank.bytes for rank in found.offloads)
+    if found.plan.best.makespan is not None:
+        assert found.without is not None
+        assert found.timeline.makespan <= found.without <= found.plan.best.makespan
+        assert found.gain == 1 - found.timeline.makespan / found.without
+    if not any(rank.offloads for rank in found.offloads):
+        assert found.without == found.timeline.makespan
+
+
+def test_random_small_plans_are_sound() -> None:
+    quicker = 0
+    for seed in range(12):
+        draw = random.Random(f"plan with offload {seed}")
+        ranks, microbatches = draw.randint(2, 3), draw.randint(2, 5)
+        placement = draw.choice((zb.Placement.linear(ranks), zb.Placement.vee(ranks)))
+        stages = placement.num_stages
+        forward, backward, weight = ([draw.randint(2, 9) / 2 for _ in range(stages)] for _ in range(3))
+        held = [draw.randint(1, 6) * MB for _ in range(stages)]
+        left, comm = [size // 2 for size in held], draw.choice((0.0, 0.25))
+        costs = zb.Costs.from_ms(forward, backward, weight, comm, held_after_f=held, held_after_b=left)
+        one = [sum(size for size, home in zip(held, placement.routes[0], strict=True) if home == rank) for rank in range(ranks)]
+        limits = zb.Limits(tuple(round(draw.uniform(1, 2) * size) for size in one))
+        link = HostLink(draw.choice((1e9, 4e9, 1e11)), draw.choice((1e9, 4e9)), draw.choice((0, 10_000)))
+        found = plan_offloaded(costs, microbatches, limits, link, placements=placement, seconds=0)
+        require_sound(found, limits)
+        quicker += found.gain is not None and found.gain > 0
+    assert quicker >= 6  # offload is of use on most of these, so a planner that tries none fails here
+
+
+def test_a_budget_in_evaluations_gives_the_same_plan_again_and_a_better_one_than_none() -> None:
+    work, slow = zb.Workload.uniform(4, times=(10, 10, 10)), HostLink(12e9 / 9, 12e9 / 9)  # a microbatch of a rank takes 9 ms
+    least = plan_offloaded(work, 6, 2, slow, placements="vee", seconds=0)
+    again = [plan_offloaded(work, 6, 2, slow, placements="vee", evaluations=100) for _ in range(2)]
+    assert again[0].schedule == again[1].schedule
+    assert again[0].offloads == again[1].offloads
+    assert again[0].timeline.makespan < least.timeline.makespan
+    for found in (least, again[0]):
+        require_sound(found, zb.Limits((24 * MB,) * 4))
+    assert f"No schedule takes less than {least.bound.time / MB:g} ms, whatever goes to the host" in least.bought
+
+
+def test_what_fits_in_no_other_way_fits_with_offload() -> None:
+    """Three quarters of a microbatch hold one of the two stages of a rank at a time."""
+    found = plan_offloaded(zb.Workload.uniform(2, times=(10, 10, 10)), 2, 0.75, LINK, placements="vee", seconds=0)
+    require_sound(found, zb.Limits((9 * MB,) * 2))
+    assert found.plan.best.schedule is None
+    assert found.without is found.gain is None
+    assert "nothing fits without it" in found.bought
+    assert found.to_dict()["without_ms"] is None
+
+
+def test_nothing_moves_where_there_is_room() -> None:
+    found = plan_offloaded(zb.Workload.uniform(2, times=(10, 10, 10)), 2, 9, LINK, placements="linear", seconds=0)
+    assert found.timeline.makespan == found.without == found.plan.best.makespan
+    assert not any(rank.offloads for rank in found.offloads)
+    assert found.bought.startswith("Offload buys nothing that was found")
+
+
+def test_what_cannot_be_planned_is_told() -> None:
+    work, costs = zb.Workload.uniform(2, times=(10, 10, 10)), zb.Costs.uniform(2)
+    limits, linear = zb.Limits((2 * MB,) * 2), zb.Placement.linear(2)
+    with pytest.raises(zb.InputError, match="no schedule fits, even with all that waits on the host"):
+        plan_offloaded(work, 2, 0.5, LINK, placements="linear", seconds=0)
+    with pytest.raises(zb.InputError, match="the costs have shares of 2: leave them out"):
+        plan_offloaded(replace(costs, shares=(1, 2)), 2, limits, LINK, placements=linear)
+    with pytest.raises(zb.InputError, match=r"up to 20,000 passes, and there are 24,000 on linear: plan fewer"):
+        plan_offloaded(work, 4000, 2, LINK, placements="linear")
+    with pytest.raises(zb.InputError, match="memory"):
+        plan_offloaded(work, 2, None, LINK)  # type: ignore[arg-type]
+
+
+PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8")
+VERB = ("plan", "--ranks", "2", "--microbatches", "4", "--times", "10,10,10", "--placement", "linear", "--memory", "1", "--budget", "0")
+
+
+def told(*words: str) -> str:
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_of_the_page_says_what_the_page_says() -> None:
+    (command,) = re.findall(r"^    zerobubble (plan .*)$", PAGE, re.MULTILINE)
+    (answer,) = re.findall(r"^> (What offload buys.*(?:\n> .*)*)$", PAGE, re.MULTILINE)
+    assert " ".join(answer.replace("\n> ", " ").split()) in " ".join(told(*shlex.split(command)).split())
+
+
+def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
+    picture = tmp_path / "offload.svg"
+    data = json.loads(told(*VERB, "--offload", "2,3", "--json", "--svg", str(picture)))
+    told_of = data["offload"]
+    assert told_of["lower_bound_ms"] <= told_of["makespan_ms"] < told_of["without_ms"] <= data["makespan_ms"]
+    assert told_of["gain"] == pytest.approx(1 - told_of["makespan_ms"] / told_of["without_ms"])
+    (first, *_) = told_of["ranks"]
+    assert first["bound"] <= first["bytes"]
+    assert {copy["copying"]: copy["end"] - copy["start"] for copy in first["copies"]} == {"to host": 2_000_000, "from host": 3_000_000}
+    assert "to host" in picture.read_text(encoding="utf-8")
+    assert told(*VERB, "--offload", "2,3", "--format", "text") == told_of["schedule"]
+    in_bytes = ("--offload", "6GB,4GB", "--microbatch-bytes", "12MB")
+    assert json.loads(told(*VERB, *in_bytes, "--json"))["offload"] == told_of
+    assert re.search(r"rank 0: \d offloads? of [\d.]+ microbatch", told(*VERB, *in_bytes))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("--offload", "1", "--noise", "2", "--within", "1"),
+            "--offload is not planned together with --noise, --within: leave out",
+        ),
+        (("--offload", "1", "--weights", "1GB"), "--offload is not planned together with --weights"),
+        (("--offload", "1", "--objective", "span"), "--offload is planned for the makespan: leave out --objective span"),
+        (("--offload", "1", "-o", "plan.json"), "a plan file holds no offloads: save the order with --format text"),
+        (("--offload", "1", "--html", "plan.html"), "pages do not draw copies to the host: write --svg"),
+        (("--offload", "25GB"), "times tell none: give --microbatch-bytes, or the ms"),
+        (("--offload", "fast"), "'fast' is neither bytes a second with their unit"),
+    ],
+)
+def test_what_is_not_planned_with_offload_is_refused(words: tuple[str, ...], says: str) -> None:
+    done = CliRunner().invoke(main, [*VERB, *words])
+    assert done.exit_code != 0
+    assert says in " ".join(done.output.split()), done.output
+
+
+def test_offload_needs_a_memory_and_a_plan_that_it_knows(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["plan", "--ranks", "2", "--microbatches", "2", "--offload", "1"])
+    assert done.exit_code != 0
+    assert "--offload needs --memory, too" in " ".join(done.output.split())
+    file = tmp_path / "plan.json"
+    found = zb.plan(zb.Workload.uniform(2, (10, 10, 10)), 2, 2, placements="linear", seconds=0, recompute="full")
+    zb.io.save_plan(found, file)
+    done = CliRunner().invoke(main, ["plan", "--costs", str(file), "--offload", "1"])
+    assert done.exit_code != 0
+    assert "--offload is planned with none of these" in " ".join(done.output.split())
