@@ -41,7 +41,7 @@ def require_sound(found: OffloadedPlan, limits: zb.Limits) -> None:
 
 def test_random_small_plans_are_sound() -> None:
     quicker = 0
-    for seed in range(12):
+    for seed in range(8):
         draw = random.Random(f"plan with offload {seed}")
         ranks, microbatches = draw.randint(2, 3), draw.randint(2, 5)
         placement = draw.choice((zb.Placement.linear(ranks), zb.Placement.vee(ranks)))
@@ -56,7 +56,7 @@ def test_random_small_plans_are_sound() -> None:
         found = plan_offloaded(costs, microbatches, limits, link, placements=placement, seconds=0)
         require_sound(found, limits)
         quicker += found.gain is not None and found.gain > 0
-    assert quicker >= 6  # offload is of use on most of these, so a planner that tries none fails here
+    assert quicker >= 4  # offload is of use on most of these, so a planner that tries none fails here
 
 
 def test_a_budget_in_evaluations_gives_the_same_plan_again_and_a_better_one_than_none() -> None:

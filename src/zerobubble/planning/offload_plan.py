@@ -38,7 +38,7 @@ ROOMS = (1.5, 2.0, None)
 SHORT_LIST = 3
 """Orders for which more is tried than to move what they must."""
 
-PASSES_PLAYED = 600_000
+PASSES_PLAYED = 1_200_000
 """Passes that may be played in changes of the offloads of one order, some seconds; ranks choose again where as many are enough for that."""
 
 CANDIDATES = 56
