@@ -253,7 +253,7 @@ def test_an_added_kind_may_meet_in_a_collective() -> None:
 def test_the_program_of_the_page_says_what_is_won(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/vocabulary.md").read_text(encoding="utf-8")
     namespace: dict[str, object] = {}
-    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, second, _planned = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(first, namespace)
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "1f1b (4000000, 3000000, 2000000, 1000000) 570.0 ms",

@@ -12,6 +12,7 @@ more than that. Overlapped passes, which save time, are not covered.
 """
 
 from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds, shortage
+from zerobubble.bounds.divided_head import bounds_divided
 from zerobubble.bounds.recompute import bounds_again, shortage_again
 
-__all__ = ["Bound", "Bounds", "bounds_again", "lower_bounds", "shortage", "shortage_again"]
+__all__ = ["Bound", "Bounds", "bounds_again", "bounds_divided", "lower_bounds", "shortage", "shortage_again"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from zerobubble.cli.files import write_text
+from zerobubble.cli.head import vocabulary_option, with_head_divided
 from zerobubble.cli.inputs import Given, find_schedule, with_costs
 from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, option_group, shape_options
 from zerobubble.errors import InputError
@@ -91,10 +92,11 @@ form_options = option_group(
 @click.command("make", short_help="Write a schedule as a file of any form.")
 @click.argument("name")
 @shape_options
+@vocabulary_option
 @cost_options
 @form_options
 @click.option("-o", "--output", metavar="FILE", help="Write here instead of to stdout.")
-def make_file(name: str, shape: Shape, given: CostOptions, form: FormOptions, output: str | None) -> None:
+def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOptions, form: FormOptions, output: str | None) -> None:
     """Write the schedule NAME in one of these forms:
 
     \b
@@ -109,12 +111,14 @@ def make_file(name: str, shape: Shape, given: CostOptions, form: FormOptions, ou
 
     NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and
     traces are timed with --times, --comm, --held, --overlap, --reduce, --buckets or --costs, or else with the costs of the plan, or else
-    with 1 ms for each of F, B and W of a rank.
+    with 1 ms for each of F, B and W of a rank. With --vocabulary the head is divided over all ranks, which only the first two forms and
+    the pictures can tell.
 
     \b
     Examples:
       zerobubble make zb-h1 --ranks 4 --microbatches 8
       zerobubble make zb-v --ranks 8 --microbatches 24 --format torch-csv -o zbv.csv
+      zerobubble make v-half --ranks 4 --microbatches 8 --vocabulary 1 -o divided.txt
       zerobubble make plan.json --format torch-csv -o plan.csv
       zerobubble make zb-v --ranks 4 --microbatches 8 --format torch-csv-comms --torch 2.15
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 10 --set group=4
@@ -123,10 +127,11 @@ def make_file(name: str, shape: Shape, given: CostOptions, form: FormOptions, ou
     """
     form.check()
     form.check_name(output)
+    found = with_head_divided(find_schedule(name, shape), vocabulary)
     if form.name == TORCHTITAN:
-        _for_torchtitan(find_schedule(name, shape), form.layers, output)
+        _for_torchtitan(found, form.layers, output)
         return
-    text = _text(find_schedule(name, shape), form, given)
+    text = _text(found, form, given)
     if output is None:
         click.echo(text, nl=False)
     else:

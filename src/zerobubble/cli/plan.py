@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
 from zerobubble.cli.files import write_text
 from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
+from zerobubble.cli.head import HeadOptions, head_options
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
 from zerobubble.cli.offload import rates_option
 from zerobubble.cli.options import (
@@ -149,6 +150,7 @@ class Answer:
 @search_options
 @plan_options
 @gather_options
+@head_options
 @cluster_options
 @rates_option
 @picture_options
@@ -160,6 +162,7 @@ def plan_verb(
     search: SearchOptions,
     options: PlanOptions,
     sharded: GatherOptions,
+    head: HeadOptions,
     cluster: ClusterOptions,
     offload: Rates | None,
     pictures: PictureFiles,
@@ -195,6 +198,9 @@ def plan_verb(
     With --offload, what waits for its backward pass may go to the host: orders that need more than --memory are tried with copies that
     make them fit, for the least makespan. What that buys is told, and --format has the order that is quickest with it.
 
+    With --head, which --times leave out, the head is planned whole on the last stage and divided over all ranks by its vocabulary, and the
+    quickest that fits wins, with what the division buys. --format text prints its passes S and T, or SL and TX, too.
+
     \b
     Examples:
       zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
@@ -209,6 +215,7 @@ def plan_verb(
       zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
       zerobubble plan --ranks 8 --microbatches 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
       zerobubble plan --ranks 4 --microbatches 8 --times 10,10,10 --memory 2 --offload 5
+      zerobubble plan --ranks 8 --microbatches 24 --times 10,10,8 --head 15,15,15 --head-slowdown 1.2 --memory 10
     """
     if cluster.model is not None:
         plan_cluster(cluster, options.cluster_room, pictures, as_json)
@@ -222,6 +229,12 @@ def plan_verb(
     refuse_beside("shares", "layers", "noise", "baseline", "weights")
     refuse_beside("recompute", "shares", "layers", "noise", "baseline", "weights")
     _require_room_for_one(options.room_microbatches)
+    if head.is_given():
+        question = read_question("plan", work, search)
+        with progress_bar(search) as progress:
+            planned_with_head = head.planned(question, _room(question, work, options), search, progress)
+        head.tell(planned_with_head, pictures, form, as_json)
+        return
     if offload is not None:
         refuse_beside_offload(search)
         question = read_question("plan", work, search)

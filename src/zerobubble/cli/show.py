@@ -14,6 +14,7 @@ from zerobubble.cli.drawing import draw, legend, shows_density
 from zerobubble.cli.evaluation import describe_shape, evaluate
 from zerobubble.cli.files import write_text
 from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, picture, planned, told_in_time
+from zerobubble.cli.head import vocabulary_option, with_head_divided
 from zerobubble.cli.inputs import Costed, find_schedule, with_costs
 from zerobubble.cli.offload import Offloaded, OffloadOptions, offload_options, offloaded
 from zerobubble.cli.offload import as_dicts as offloads_as_dicts
@@ -40,6 +41,7 @@ REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last s
 @click.command("show", short_help="Draw a schedule with bubble and memory.")
 @click.argument("name")
 @shape_options
+@vocabulary_option
 @cost_options
 @gather_options
 @offload_options
@@ -49,6 +51,7 @@ REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last s
 def show(
     name: str,
     shape: Shape,
+    vocabulary: str | None,
     given: CostOptions,
     sharded: GatherOptions,
     offloading: OffloadOptions,
@@ -61,7 +64,8 @@ def show(
     NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan is
     drawn with the costs that it was made for, unless --times, --comm, --held, --overlap, --reduce, --buckets or --costs is given, and with
     the gathers of weights in shards that it was made for, unless --weights is given. Of V stages on a rank each takes 1/V of --times.
-    With --offload and --memory, what waits for its backward pass goes to the host where memory is short, and the copies are drawn.
+    With --offload and --memory, what waits for its backward pass goes to the host where memory is short, and the copies are drawn. With
+    --vocabulary the head is divided over all ranks; without costs of its own it is as heavy as the first stage.
 
     \b
     Examples:
@@ -70,10 +74,11 @@ def show(
       zerobubble show zb-v --ranks 4 --microbatches 8 --reduce 6 --buckets 4
       zerobubble show zb-v --ranks 4 --microbatches 8 --weights 12GB --gathered 6GB --gather-rate 50GB
       zerobubble show 1f1b --ranks 4 --microbatches 8 --memory 3 --offload 0.5
+      zerobubble show 1f1b --ranks 4 --microbatches 8 --vocabulary 2
       zerobubble show plan.json
       zerobubble show mine.csv --costs costs.json --svg mine.svg --html mine.html
     """
-    found = find_schedule(name, shape)
+    found = with_head_divided(find_schedule(name, shape), vocabulary)
     (costed,) = with_costs([found], given)
     divided = sharded.sharded(found.problem)
     away = offloaded(costed, offloading)

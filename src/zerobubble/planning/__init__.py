@@ -5,6 +5,7 @@ from __future__ import annotations
 from zerobubble.planning.competition import Choice, Plan, plan, solve
 from zerobubble.planning.few_gathers import FewGathers
 from zerobubble.planning.head_choice import HeadChoice, HeadWay, place_head
+from zerobubble.planning.head_plan import HeadPlan, PlannedHead, plan_head
 from zerobubble.planning.layer_plan import LayersPlan, plan_layers
 from zerobubble.planning.microbatch_order import order_microbatches
 from zerobubble.planning.offload_plan import OffloadedPlan, plan_offloaded
@@ -18,11 +19,13 @@ __all__ = [
     "Choice",
     "FewGathers",
     "HeadChoice",
+    "HeadPlan",
     "HeadWay",
     "LayersPlan",
     "Objective",
     "OffloadedPlan",
     "Plan",
+    "PlannedHead",
     "Priced",
     "Problem",
     "Sensitivity",
@@ -34,6 +37,7 @@ __all__ = [
     "order_microbatches",
     "place_head",
     "plan",
+    "plan_head",
     "plan_layers",
     "plan_offloaded",
     "sensitivity",

@@ -91,11 +91,8 @@ def place_head(
     >>> choice.best
     <HeadWay divided by algorithm 2: 402 ms, up to 5 MB on a rank>
     """
-    require_ms("the slowdown of a divided head", slowdown, "a finite number from 1 on", 1)
-    ways = [_whole(schedule, costs, head, held)]
-    forward, for_input, for_weights = (slowdown * time / schedule.num_ranks for time in head)
-    parts = (forward, for_input, for_weights)
-    divided = costs.with_divided_head(parts, held=held / schedule.num_ranks, collective=collective)
+    divided = with_parts(costs, schedule.num_ranks, head, held, collective, slowdown)
+    ways = [(0, schedule, with_whole_head(costs, head, held))]
     ways += [(algorithm, with_vocabulary(schedule, algorithm, costs), divided) for algorithm in (1, 2)]
     played = tuple(_played(*way, limits) for way in ways)
     fitting = [way for way in played if way.fits]
@@ -105,17 +102,26 @@ def place_head(
     return HeadChoice(played, min(fitting, key=lambda way: way.makespan))
 
 
-Way = tuple[int, Schedule, Costs]
+def with_parts(costs: Costs, num_ranks: int, head: Sequence[float], held: float, collective: float, slowdown: float) -> Costs:
+    """`costs` with an even part of the head on each rank, which takes `slowdown` times its share; raises as `place_head` does."""
+    require_ms("the slowdown of a divided head", slowdown, "a finite number from 1 on", 1)
+    forward, for_input, for_weights = (slowdown * time / num_ranks for time in _checked(head, held))
+    return costs.with_divided_head((forward, for_input, for_weights), held=held / num_ranks, collective=collective)
 
 
-def _whole(schedule: Schedule, costs: Costs, head: Sequence[float], held: float) -> Way:
-    """The head as a part of the last stage."""
+def with_whole_head(costs: Costs, head: Sequence[float], held: float) -> Costs:
+    """`costs` with the head as a part of the last stage; raises as `place_head` does."""
+    names = ("forward", "backward", "weight")
+    columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, _checked(head, held), strict=True)}
+    return costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(held)))
+
+
+def _checked(head: Sequence[float], held: float) -> Sequence[float]:
+    """The times of the head; raises `InputError` for what is negative or not finite."""
     require_ms("the bytes that the head keeps", held)
     for name, value in zip(("forward", "gradient for the input", "gradient for the weights"), head, strict=True):
         require_ms(f"the time of the head's {name}", value)
-    names = ("forward", "backward", "weight")
-    columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, head, strict=True)}
-    return 0, schedule, costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(held)))
+    return head
 
 
 def _more(column: tuple[int, ...], last: int) -> tuple[int, ...]:

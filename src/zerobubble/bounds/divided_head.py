@@ -1,0 +1,40 @@
+"""Lower bounds where ranks share the head by its vocabulary: each rank has its part of the head to do beside its stages.
+
+A schedule without its passes of the head is one of the stages alone, in no more memory, so it is not shorter than any bound of these. And a
+rank begins with a forward, since nobody can compute a part of the head before the forwards of all stages; after that it has all its work.
+"""
+
+from __future__ import annotations
+
+from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds
+from zerobubble.bounds.chain import first_starts
+from zerobubble.bounds.reasons import work_reason
+from zerobubble.costs import Costs, Limits
+from zerobubble.ir import Kind, Placement
+
+
+def bounds_divided(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
+    """Times that no schedule can beat whose head is divided over all ranks, by either algorithm; `costs` have what a part takes.
+
+    `limits=None` stands for unlimited memory.
+
+    >>> import zerobubble as zb
+    >>> stages = zb.Costs.uniform(2, times=(10, 10, 10))
+    >>> print(bounds_divided(zb.Placement.linear(2), 8, stages.with_divided_head((5, 5, 5)), None).makespan)
+    at least 370 ms: rank 1 has 360 ms of work and cannot begin before 10 ms, its part of the head included
+    """
+    alone = lower_bounds(placement, num_microbatches, costs, limits)
+    works = [0] * placement.num_ranks
+    for stage, rank in enumerate(placement.routes[0]):
+        works[rank] += num_microbatches * sum(costs.time(kind, stage) for kind in (Kind.F, Kind.B, Kind.W))
+    for rank in range(placement.num_ranks):
+        part = min(stage for _, stage in placement.stages(rank))
+        works[rank] += num_microbatches * sum(costs.time(kind, part) for kind in (Kind.S, Kind.T))
+    span = max([alone.span, *(_work(rank, work, 0) for rank, work in enumerate(works))])
+    begun = [_work(rank, *claim) for rank, claim in enumerate(zip(works, first_starts(placement, costs), strict=True))]
+    return Bounds(span, max([alone.makespan, span, *begun]))
+
+
+def _work(rank: int, work: int, begin: int) -> Bound:
+    """The rank does all its work, after the time at which it can begin."""
+    return Bound(begin + work, f"{work_reason(rank, work, begin)}, its part of the head included")

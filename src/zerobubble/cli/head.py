@@ -1,0 +1,126 @@
+"""A head beside the stages: planned whole on the last stage or divided over all ranks, and schedules with it divided."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+
+from zerobubble.cli.evaluation import evaluate
+from zerobubble.cli.inputs import Costed, Given
+from zerobubble.cli.options import PictureFiles, Times, given_flags, milliseconds, option_group, three_times
+from zerobubble.cli.page import write_pictures
+from zerobubble.cli.workload import Question, SearchOptions
+from zerobubble.costs import Limits
+from zerobubble.errors import InputError
+from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.planning import HeadPlan, Objective, Workload
+from zerobubble.planning.attempt import ProgressCallback
+from zerobubble.planning.head_plan import plan_head
+from zerobubble.schedules import with_vocabulary
+
+
+def _times_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> Times | None:
+    return None if value is None else three_times(ctx, param, value)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The head of a model, as the command line says it; nothing is planned for one where `head` is None."""
+
+    head: Times | None
+    head_held: float
+    head_slowdown: float
+    collective: float
+
+    def is_given(self) -> bool:
+        """Whether a head is to be planned for; raises where something is said of none, or beside it what is planned without a head only."""
+        if self.head is None:
+            if flags := given_flags("head_held", "head_slowdown", "collective"):
+                raise click.UsageError(f"{flags[0]} is for a head: give its times with --head, too")
+            return False
+        if others := given_flags(*_WITHOUT_HEAD):
+            raise click.UsageError(f"--head is not planned together with {' and '.join(others)}: leave one of them out")
+        return True
+
+    def planned(
+        self, question: Question, memory: Limits | float | None, search: SearchOptions, progress: ProgressCallback | None
+    ) -> HeadPlan:
+        """The plan; raises `InputError` where the work is not that of ranks."""
+        assert self.head is not None
+        problem = question.problem
+        if not isinstance(question.work, Workload) or question.shares or (problem and (problem.recomputation or problem.sharded)):
+            raise InputError(
+                "--head is planned for the work of ranks, alike for all microbatches, with neither recomputation nor weights in shards: "
+                "give --times or --per-rank instead of --costs"
+            )
+        arguments: dict[str, Any] = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
+        about: dict[str, Any] = {"held": self.head_held, "collective": self.collective, "slowdown": self.head_slowdown}
+        placed: dict[str, Any] = {"placements": list(question.placements)}
+        return plan_head(question.work, question.microbatches, self.head, memory, **placed, **about, **arguments)
+
+    def tell(self, found: HeadPlan, pictures: PictureFiles, form: str | None, as_json: bool) -> None:
+        """Print the plan as it is asked for, and draw the best schedule of each way to place the head."""
+        if pictures.svg is not None or pictures.html is not None:
+            source = f"head of {', '.join(f'{time:g}' for time in self.head or ())} ms"
+            named = [(replace(way.schedule, name=f"{way.placement}: {way.schedule.name}"), way.costs) for way in found.ways]
+            write_pictures(pictures, [evaluate(Costed(schedule, costs, source)) for schedule, costs in named])
+        if as_json:
+            click.echo(json.dumps(found.to_dict(), indent=2))
+        elif form is not None:
+            click.echo(found.schedule.to_text() if form == "text" else to_torch_csv(found.schedule), nl=False)
+        else:
+            click.echo(str(found))
+
+
+_WITHOUT_HEAD = (
+    *("layers", "inside_blocks", "baseline", "error", "noise", "within", "shares", "recompute", "levels"),
+    *("weights", "gathered", "gather_rate", "offload", "output"),
+)
+"""The parameters of `plan` that have no meaning beside a head."""
+
+head_options = option_group(
+    HeadOptions,
+    "head",
+    click.option(
+        "--head",
+        callback=_times_or_none,
+        metavar="F,B,W",
+        help="Times of the whole head in ms for a microbatch, which other times leave out: on the last stage or divided over all ranks.",
+    ),
+    click.option(
+        "--head-held",
+        type=click.FloatRange(0, 1000),
+        default=0.0,
+        metavar="X",
+        help="With --head: memory that it keeps from F to B, as a share of what the last rank's stages save.",
+    ),
+    click.option(
+        "--head-slowdown",
+        type=click.FloatRange(1, 1000),
+        default=1.0,
+        metavar="X",
+        help="With --head: by how much a part takes longer than its even share; published are 1.07 to 1.32.",
+    ),
+    click.option(
+        "--collective",
+        callback=milliseconds,
+        default="0",
+        metavar="C",
+        help="With --head: time until what a rank gives of a divided head has reached the others in ms.",
+    ),
+)
+"""The options of a planning verb that say what the head takes; they make its argument `head`."""
+
+vocabulary_option = click.option(
+    "--vocabulary",
+    type=click.Choice(["1", "2"]),
+    help="Divide the head over all ranks by its vocabulary, by algorithm 1 (passes SL and TX) or 2 (S and T).",
+)
+
+
+def with_head_divided(given: Given, algorithm: str | None) -> Given:
+    """The schedule with its head divided by `algorithm`, if that is given; raises as `with_vocabulary` does."""
+    return given if algorithm is None else replace(given, schedule=with_vocabulary(given.schedule, int(algorithm)))

@@ -1,0 +1,281 @@
+"""Plans with a heavy head: whole on the last stage or divided over all ranks by its vocabulary, each planned for, whichever is quicker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from textwrap import fill
+from typing import Any
+
+from zerobubble.arguments import NUMBER, WHOLE, either, optional, takes
+from zerobubble.bounds import Bound, bounds_divided
+from zerobubble.costs import HEAD_TIMES, Costs, Limits
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement, Schedule
+from zerobubble.planning.attempt import Budget, ProgressCallback
+from zerobubble.planning.competition import MICROBATCHES, SECONDS, Choice, as_budget, plan_problems, problems_of
+from zerobubble.planning.head_choice import NAMES, with_parts, with_whole_head
+from zerobubble.planning.placements import ANY, placements_to_try
+from zerobubble.planning.problem import Objective, Problem, Workload, microbatch_bytes
+from zerobubble.planning.reasons import NOTE_WIDTH, aligned, percent
+from zerobubble.schedules import with_vocabulary
+from zerobubble.simulation import metrics, peak_memory
+from zerobubble.units import ms, show_ms
+
+ROOMS = (0, 1, 2)
+"""For how many microbatches more the stages are planned to leave room: division holds one more by algorithm 2, and two by algorithm 1."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlannedHead(Displayed):
+    """The best schedule found with the head placed in one way: by `algorithm` 1 or 2, or 0 for whole on the last stage.
+
+    `time` is the objective and `bound` a proven lower bound on it for all schedules with the head placed so, in ns. `placement` and `how`
+    tell where the stages lie and what found their order. `peaks` are the bytes that each rank holds at most, `peak_microbatches` the most
+    of these in microbatches of a rank's stages without the head.
+    """
+
+    algorithm: int
+    placement: str
+    schedule: Schedule
+    costs: Costs
+    time: int
+    makespan: int
+    peaks: tuple[int, ...]
+    peak_microbatches: float
+    how: str
+    bound: Bound
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound the schedule is, as a share of the bound."""
+        return self.time / self.bound.time - 1 if self.bound.time else 0.0
+
+    def _summary(self) -> str:
+        return f"{NAMES[self.algorithm]} on {self.placement}: {show_ms(self.time)}, {percent(self.gap)} over its bound"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in JSON, times in ms, with the text of the schedule."""
+        return {
+            "algorithm": self.algorithm,
+            "head": NAMES[self.algorithm],
+            "placement": self.placement,
+            "how": self.how,
+            "time_ms": ms(self.time),
+            "makespan_ms": ms(self.makespan),
+            "bound_ms": ms(self.bound.time),
+            "bound_reason": self.bound.reason,
+            "gap": self.gap,
+            "peak_microbatches": self.peak_microbatches,
+            "schedule": self.schedule.to_text(),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class HeadPlan(Displayed):
+    """The best schedule with the head placed in each of the `ways` that fit, that with a whole head first; `best` is the quickest of them.
+
+    A way in which nothing was found that fits is missing. No schedule is quicker than `bound`, wherever its head is. `interrupted` says
+    that Ctrl-C cut the search short.
+    """
+
+    ways: tuple[PlannedHead, ...]
+    bound: Bound
+    objective: Objective
+    interrupted: bool = False
+
+    @property
+    def best(self) -> PlannedHead:
+        """The quickest, of equal ones that with the smaller makespan, and then the first."""
+        return min(self.ways, key=lambda way: (way.time, way.makespan))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the best."""
+        return self.best.schedule
+
+    @property
+    def bought(self) -> str:
+        """What dividing the head buys, in a sentence."""
+        whole, best = self.ways[0], self.best
+        if whole.algorithm:
+            return f"The head {NAMES[best.algorithm]} takes {show_ms(best.time)}; whole on the last stage it does not fit."
+        divided = min(self.ways[1:], key=lambda way: way.time, default=None)
+        if divided is None:
+            return f"The head stays {NAMES[0]}, {show_ms(whole.time)}: divided it does not fit."
+        if best is whole:
+            return f"The head stays {NAMES[0]}: {show_ms(whole.time)}, against {show_ms(divided.time)} {NAMES[divided.algorithm]}."
+        gain = f"{100 * (1 - best.time / whole.time):.1f} % less than {show_ms(whole.time)} with it {NAMES[0]}"
+        held = f"ranks hold up to {best.peak_microbatches:.4g} microbatches instead of {whole.peak_microbatches:.4g}"
+        return f"The head {NAMES[best.algorithm]} takes {show_ms(best.time)}, {gain}; {held}."
+
+    def _summary(self) -> str:
+        return self.bought.removesuffix(".")
+
+    def __str__(self) -> str:
+        titles = ("head", str(self.objective), "over its bound", "makespan", "peak", "placement", "stages by")
+        rows = [_row(way) for way in (self.best, *(way for way in self.ways if way is not self.best))]
+        over = f"{show_ms(self.best.time)} is {percent(self.best.time / max(1, self.bound.time) - 1)} more"
+        remarks = [self.bought, f"No schedule has a shorter {self.objective} than {show_ms(self.bound.time)}: {self.bound.reason}. {over}."]
+        remarks += ["Ctrl-C cut the search short: this is the best until then."] if self.interrupted else []
+        return "\n".join(
+            [*aligned([titles, *rows], left=(0, 5, 6)), *(f"\n{fill(each, NOTE_WIDTH, break_on_hyphens=False)}" for each in remarks)]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures of all ways in JSON, the bound and what dividing the head buys."""
+        return {
+            "objective": self.objective.value,
+            "best": self.best.algorithm,
+            "bought": self.bought,
+            "bound_ms": ms(self.bound.time),
+            "bound_reason": self.bound.reason,
+            "ways": [way.to_dict() for way in self.ways],
+            "interrupted": self.interrupted,
+        }
+
+
+def _row(way: PlannedHead) -> tuple[str, ...]:
+    figures = show_ms(way.time), percent(way.gap), show_ms(way.makespan), f"{way.peak_microbatches:.4g}"
+    return NAMES[way.algorithm], *figures, way.placement, way.how
+
+
+@takes(
+    work=Workload,
+    num_microbatches=WHOLE,
+    head=HEAD_TIMES,
+    memory=optional(either(MICROBATCHES, Limits)),
+    held=NUMBER,
+    collective=NUMBER,
+    slowdown=NUMBER,
+    objective=str,
+    seconds=NUMBER,
+    seed=WHOLE,
+    evaluations=optional(WHOLE),
+)
+def plan_head(
+    work: Workload,
+    num_microbatches: int,
+    head: Sequence[float],
+    memory: float | Limits | None = None,
+    *,
+    held: float = 0.0,
+    collective: float = 0.0,
+    slowdown: float = 1.0,
+    placements: str | Placement | Iterable[str | Placement] = ANY,
+    objective: str = Objective.SPAN,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    evaluations: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> HeadPlan:
+    """The quickest schedule for `work` and a head, over `placements`: the head whole on the last stage, or divided over all ranks.
+
+    With the head whole, schedules are planned for stages of which the last one is heavier. Divided, they are planned for the stages alone,
+    with room left for none, one and two of the microbatches that division holds more, and divided by both algorithms, as `with_vocabulary`
+    does. The budget is shared equally by these plans; to divide and judge what they find takes time besides. The answer is never slower
+    than the best that is found with the head whole. Raises `InputError` for parts that cannot be used, and where nothing fits.
+
+    Arguments:
+        work: what each rank does, without the head.
+        num_microbatches: slices of each batch.
+        head: what the whole head takes for a microbatch, in ms: its forward with the loss, the gradients for its input and its weights.
+        memory: room on each rank, in microbatches of all its stages, or in bytes as `Limits`; None for as much as it takes.
+        held: what the whole head keeps from its forward to its backward, as a share of what the last rank's stages save in F.
+        collective: ms until what one rank gives of a divided head has reached the others.
+        slowdown: by how much a part takes longer than its even share; published are 1.07 to 1.32.
+        placements: where to look, as in `zb.plan`.
+        objective: "span" or "makespan", as in `zb.plan`.
+        seconds: how long to search, for all plans together; 0 takes the best published schedules.
+        seed: another one makes other random choices.
+        evaluations: how many schedules to play instead, so that the answer is the same on every machine.
+        progress: called now and then with how far the search is.
+
+    >>> import zerobubble as zb
+    >>> work = zb.Workload.uniform(4, times=(10, 10, 8))
+    >>> zb.planning.plan_head(work, 8, (10, 10, 10), memory=6, placements="vee", seconds=0).best
+    <PlannedHead divided by algorithm 2 on vee: 292.5 ms, 2.99 % over its bound>
+    """
+    budget, searches = as_budget(seconds, evaluations), _Searches(seed, progress)
+    stages = problems_of(work, num_microbatches, memory, placements_to_try(placements, work.num_ranks), objective)
+    size = held * work.held_after_f[-1]
+    whole = {name: replace(problem, costs=with_whole_head(problem.costs, head, size), workload=None) for name, problem in stages.items()}
+    parts = {name: with_parts(problem.costs, work.num_ranks, head, size, collective, slowdown) for name, problem in stages.items()}
+    rooms = [(stages if more == 0 else _leaner(stages, parts, more)) for more in (ROOMS if memory is not None else ROOMS[:1])]
+    plans = [problems for problems in (whole, *rooms) if problems]
+    found = [searches.best_of(problems, budget.share(len(plans))) for problems in plans]
+    when_whole = min(choice.solved.bound for choice in found[0])
+    when_divided = min(_bound(problem, parts[name]) for name, problem in stages.items())
+    limits = None if memory is None else next(iter(stages.values())).limits
+    played = [way for choice in found[0] for way in _whole(choice, stages[choice.name], when_whole)]
+    for choice in (choice for choices in found[1:] for choice in choices):
+        played += _divided(choice, stages[choice.name], parts[choice.name], limits, when_divided)
+    if not played:
+        raise InputError(f"no schedule fits with the head whole or divided: {found[0][0].solved.reason or 'raise the memory'}")
+    ways = [[way for way in played if way.algorithm == algorithm] for algorithm in NAMES]
+    return HeadPlan(
+        tuple(min(same, key=lambda way: (way.time, way.makespan)) for same in ways if same),
+        min(when_whole, when_divided),
+        Objective.named(objective),
+        searches.interrupted,
+    )
+
+
+class _Searches:
+    """Searches one after another, none of them any longer once Ctrl-C came."""
+
+    def __init__(self, seed: int, progress: ProgressCallback | None) -> None:
+        self.seed, self.progress, self.interrupted = seed, progress, False
+
+    def best_of(self, problems: Mapping[str, Problem], budget: Budget) -> tuple[Choice, ...]:
+        """The best on each placement."""
+        left = Budget(0.0, budget.evaluations and 0) if self.interrupted else budget
+        found = plan_problems(problems, left, self.seed, self.progress)
+        self.interrupted |= found.interrupted
+        return found.choices
+
+
+def _leaner(stages: Mapping[str, Problem], parts: Mapping[str, Costs], more: int) -> dict[str, Problem]:
+    """The problems with room left for `more` microbatches and what the head keeps of them, of those in which one microbatch then fits."""
+    leaner = {}
+    for name, problem in stages.items():
+        sizes = microbatch_bytes(problem.placement, problem.costs)
+        memory = [
+            room - more * (size + parts[name].column("held_head")[0]) for room, size in zip(problem.limits.memory, sizes, strict=True)
+        ]
+        if min(memory) > 0 and not (less := replace(problem, limits=Limits(tuple(memory)))).shortage_reason:
+            leaner[name] = less
+    return leaner
+
+
+def _bound(problem: Problem, divided: Costs) -> Bound:
+    """The proven lower bound on the objective with a divided head."""
+    limits = None if problem.shortage_reason else problem.limits
+    bounds = bounds_divided(problem.placement, problem.num_microbatches, divided, limits)
+    return bounds.span if problem.objective is Objective.SPAN else bounds.makespan
+
+
+def _whole(choice: Choice, stages: Problem, bound: Bound) -> Iterator[PlannedHead]:
+    """The answer with a whole head, if there is one."""
+    solved = choice.solved
+    if solved.schedule is not None:
+        yield _played(0, choice, solved.schedule, solved.problem.costs, stages, bound)
+
+
+def _divided(choice: Choice, stages: Problem, parts: Costs, limits: Limits | None, bound: Bound) -> Iterator[PlannedHead]:
+    """The answer for stages alone with the head divided by either algorithm, as far as that fits."""
+    if choice.solved.schedule is None:
+        return
+    for algorithm in (1, 2):
+        way = _played(algorithm, choice, with_vocabulary(choice.solved.schedule, algorithm, stages.costs), parts, stages, bound)
+        if limits is None or all(peak <= room for peak, room in zip(way.peaks, limits.memory, strict=True)):
+            yield way
+
+
+def _played(algorithm: int, choice: Choice, schedule: Schedule, costs: Costs, stages: Problem, bound: Bound) -> PlannedHead:
+    played, peaks = metrics(schedule, costs), peak_memory(schedule, costs)
+    sizes = microbatch_bytes(stages.placement, stages.costs)
+    most = max(peak / size for peak, size in zip(peaks, sizes, strict=True))
+    time = stages.objective.of(played)
+    return PlannedHead(algorithm, choice.name, schedule, costs, time, played.makespan, peaks, most, choice.solved.how, bound)

@@ -1,0 +1,193 @@
+"""Plans with a head: whole on the last stage or divided, the quickest that fits, in Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import zerobubble as zb
+from zerobubble import Costs, InputError, Limits, Placement, Schedule, make, schedule_faults, simulate
+from zerobubble.bounds import bounds_divided, lower_bounds
+from zerobubble.cli import main
+from zerobubble.ir import Op
+from zerobubble.planning import HeadPlan, Workload, plan_head
+from zerobubble.planning.problem import RANK_BYTES
+from zerobubble.schedules import with_vocabulary
+from zerobubble.simulation import peak_memory
+
+WORK = Workload.uniform(4, times=(10, 10, 8), comm=0.3)
+HEAD = (12.0, 12.0, 12.0)
+SHAPE = ["plan", "-p", "4", "-m", "8", "--times", "10,10,8", "--comm", "0.3", "--head", "12,12,12", "--evaluations", "0"]
+
+
+def planned(memory: float | Limits | None = 6, head: tuple[float, float, float] = HEAD, **others: Any) -> HeadPlan:
+    return plan_head(WORK, 8, head, memory, placements=["linear", "vee"], evaluations=0, **others)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize("memory", [None, 6, 4, 2])
+def test_every_way_is_legal_fits_and_takes_what_it_says(memory: float | None, objective: str) -> None:
+    found = planned(memory, objective=objective, held=0.4, collective=0.2, slowdown=1.2)
+    assert found.ways[0].algorithm == 0
+    for way in found.ways:
+        assert schedule_faults(way.schedule) == ()
+        assert way.schedule.has_divided_head == (way.algorithm > 0)
+        timeline = simulate(way.schedule, way.costs)
+        assert (way.time, way.makespan) == (getattr(timeline, objective), timeline.makespan)
+        assert way.peaks == peak_memory(way.schedule, way.costs)
+        assert max(way.peaks) <= (memory or 12) * RANK_BYTES
+        assert found.bound.time <= way.bound.time <= way.time
+    assert found.best.time == min(way.time for way in found.ways)
+
+
+def test_a_heavy_head_is_divided_and_a_light_one_on_slow_links_is_not() -> None:
+    heavy = planned()
+    assert heavy.best.algorithm > 0
+    assert heavy.best.time < 0.75 * heavy.ways[0].time
+    assert re.search(r"The head divided by algorithm . takes .* % less than .* with it whole on the last stage; ranks hold", heavy.bought)
+    light = planned(head=(0.1, 0.1, 0.1), slowdown=3, collective=20)
+    assert light.best is light.ways[0]
+    assert "The head stays whole on the last stage: " in light.bought
+    assert light.bound.time < light.best.bound.time
+
+
+def test_a_whole_head_is_planned_as_part_of_the_last_stage() -> None:
+    way = planned().ways[0]
+    costs = WORK.costs(way.schedule.placement)
+    assert way.costs.forward == (*costs.forward[:-1], costs.forward[-1] + 12_000_000)
+    assert way.time >= 8 * (28 + 36) * 1_000_000
+
+
+def test_room_that_is_left_for_what_division_holds_is_used() -> None:
+    """Five microbatches are too few to divide a schedule that fills them; one that is planned for four or three fits."""
+    found = planned(5)
+    assert {way.algorithm for way in found.ways} == {0, 1, 2}
+    filled = zb.plan(WORK, 8, 5, placements=["linear", "vee"], evaluations=0)
+    over = [with_vocabulary(choice.solved.schedule, 1) for choice in filled.choices if choice.solved.schedule is not None]
+    for schedule in over:
+        assert max(peak_memory(schedule, WORK.costs(schedule.placement).with_divided_head((3, 3, 3)))) > 5 * RANK_BYTES
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-half", "v-min", "interleaved-1f1b", "gpipe"])
+def test_no_divided_schedule_beats_the_bound(name: str) -> None:
+    plain = make(name, 4, 8)
+    stages = plain.num_stages
+    for times in ([1.0 + stage for stage in range(stages)], [2.0] * stages, [3.0] + [1.0] * (stages - 1)):
+        costs = Costs.from_ms(times, times[::-1], times, 0.3).with_divided_head((1, 2, 3), collective=0.1)
+        bounds = bounds_divided(plain.placement, 8, costs, None)
+        for algorithm in (1, 2):
+            timeline = simulate(with_vocabulary(plain, algorithm, costs), costs)
+            assert bounds.span.time <= timeline.span
+            assert bounds.makespan.time <= timeline.makespan
+
+
+def test_the_bound_is_met_and_counts_the_head() -> None:
+    costs = Costs.uniform(1, (1, 1, 1)).with_divided_head((1, 1, 1))
+    row = ["0F0", "0S0", "0T0", "0B0", "0W0"]
+    alone = Schedule("alone", Placement.linear(1), 1, (tuple(map(Op.parse, row)),))
+    assert bounds_divided(alone.placement, 1, costs, None).span.time == simulate(alone, costs).span == 6_000_000
+    assert lower_bounds(alone.placement, 1, costs, None).span.time == 3_000_000
+
+
+def test_no_order_of_two_ranks_beats_the_bound() -> None:
+    """All orders of one microbatch on two ranks that can run."""
+    costs = Costs.uniform(2, (1, 2, 3), 0.5).with_divided_head((2, 1, 4), collective=0.25)
+    bounds = bounds_divided(Placement.linear(2), 1, costs, None)
+    rows = [[[Op.parse(f"{rank}{kind}0") for kind in ("F", "S", *order)] for order in permutations("TBW")] for rank in (0, 1)]
+    schedules = [Schedule("any", Placement.linear(2), 1, (tuple(one), tuple(two))) for one in rows[0] for two in rows[1]]
+    able = [simulate(schedule, costs) for schedule in schedules if not schedule_faults(schedule)]
+    assert len(able) == 9
+    assert min(timeline.span for timeline in able) >= bounds.span.time
+    assert min(timeline.makespan for timeline in able) >= bounds.makespan.time
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 0.5}, "no schedule fits with the head whole or divided: rank 0 needs"),
+        ({"slowdown": 0.5}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
+        ({"held": -1.0}, "the bytes that the head keeps must be a finite number >= 0, got -"),
+        ({"head": (1.0, -1.0, 1.0)}, "the time of the head's gradient for the input must be a finite number >= 0, got -1"),
+        ({"head": (1.0,)}, "must be three numbers, the times in ms of a head or a part of it"),
+        ({"objective": "speed"}, "there is no objective 'speed'"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        planned(**options)
+    assert message in str(raised.value)
+
+
+def test_the_verb_prints_table_json_and_schedule() -> None:
+    shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6"]
+    found = planned()
+    assert run(*shape) == f"{found}\n"
+    data = json.loads(run(*shape, "--json"))
+    assert data == json.loads(json.dumps(found.to_dict()))
+    assert [way["algorithm"] for way in data["ways"]] == [0, 1, 2]
+    text = run(*shape, "--format", "text")
+    assert Schedule.from_text(text) == found.schedule
+    assert found.schedule.has_divided_head
+
+
+def test_the_verb_draws_the_best_of_each_way(tmp_path: Path) -> None:
+    svg, page = tmp_path / "head.svg", tmp_path / "head.html"
+    run(*SHAPE, "--placement", "vee", "--svg", str(svg), "--html", str(page))
+    for drawn in (svg.read_text(encoding="utf-8"), page.read_text(encoding="utf-8")):
+        assert "vocabulary 1" in drawn
+        assert "vocabulary 2" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recompute", "auto"], "--head is not planned together with --recompute: leave one of them out"),
+        (["-o", "plan.json", "--noise", "5"], "--head is not planned together with --noise and --output: leave one of them out"),
+        (["--format", "torch-csv"], "PyTorch's CSV has no cell for"),
+        (["--head", "1,2"], "'1,2' has 2 times; give three in ms"),
+    ],
+)
+def test_what_is_not_planned_beside_a_head_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, [*SHAPE, "--placement", "vee", *arguments])
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+
+
+def test_options_of_a_head_need_one() -> None:
+    result = CliRunner().invoke(main, ["plan", "-p", "4", "-m", "8", "--head-slowdown", "1.2"])
+    assert result.exit_code == 2
+    assert "--head-slowdown is for a head: give its times with --head, too" in " ".join(result.output.split())
+
+
+def test_show_and_make_divide_the_head_of_a_schedule(tmp_path: Path) -> None:
+    data = json.loads(run("show", "1f1b", "-p", "4", "-m", "8", "--vocabulary", "2", "--json"))
+    schedule = with_vocabulary(make("1f1b", 4, 8))
+    assert data["makespan"] == simulate(schedule, Costs.uniform(4).completed_for(schedule)).makespan / 1e6
+    file = tmp_path / "divided.txt"
+    run("make", "v-half", "-p", "4", "-m", "8", "--vocabulary", "1", "-o", str(file))
+    assert Schedule.from_text(file.read_text(encoding="utf-8")) == with_vocabulary(make("v-half", 4, 8), 1)
+    assert "0SL0" in file.read_text(encoding="utf-8")
+    run("show", str(file))
+    refused = CliRunner().invoke(main, ["make", str(file), "--vocabulary", "2"])
+    assert "it has a divided head already" in " ".join(refused.output.split())
+
+
+def test_the_program_of_the_page_plans_a_divided_head(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/vocabulary.md").read_text(encoding="utf-8")
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1], {"zb": zb})
+    table, bought, bound = capsys.readouterr().out.split("\n\n")
+    assert table.split("\n")[1].startswith("divided by algorithm ")
+    assert bought.startswith("The head divided by algorithm ")
+    assert bound.startswith("No schedule has a shorter span than ")
