@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from zerobubble.cli.evaluation import evaluate
+from zerobubble.cli.forms import print_schedule
 from zerobubble.cli.inputs import Costed, Given
-from zerobubble.cli.options import PictureFiles, Times, given_flags, milliseconds, option_group, three_times
+from zerobubble.cli.options import PLANNED_APART, PictureFiles, Times, given_flags, milliseconds, option_group, three_times
 from zerobubble.cli.page import write_pictures
 from zerobubble.cli.workload import Question, SearchOptions
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
-from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.planning import HeadPlan, Objective, Workload
 from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.head_plan import plan_head
@@ -41,7 +41,7 @@ class HeadOptions:
             if flags := given_flags("head_held", "head_slowdown", "collective"):
                 raise click.UsageError(f"{flags[0]} is for a head: give its times with --head, too")
             return False
-        if others := given_flags(*_WITHOUT_HEAD):
+        if others := given_flags(*PLANNED_APART, "offload", "output"):
             raise click.UsageError(f"--head is not planned together with {' and '.join(others)}: leave one of them out")
         return True
 
@@ -70,16 +70,10 @@ class HeadOptions:
         if as_json:
             click.echo(json.dumps(found.to_dict(), indent=2))
         elif form is not None:
-            click.echo(found.schedule.to_text() if form == "text" else to_torch_csv(found.schedule), nl=False)
+            print_schedule(found.schedule, form)
         else:
             click.echo(str(found))
 
-
-_WITHOUT_HEAD = (
-    *("layers", "inside_blocks", "baseline", "error", "noise", "within", "shares", "recompute", "levels"),
-    *("weights", "gathered", "gather_rate", "offload", "output"),
-)
-"""The parameters of `plan` that have no meaning beside a head."""
 
 head_options = option_group(
     HeadOptions,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import click
@@ -16,6 +16,9 @@ from zerobubble.simulation import metrics
 from zerobubble.timeline import Copy, Copying, Timeline
 from zerobubble.units import NS_PER_S, counted, read_bytes, show_bytes, show_ms
 
+Rates = tuple[float | Bytes, ...]
+"""How quickly a rank copies, to the host and back or the same both ways: bytes a second, or the ms for what it keeps of a microbatch."""
+
 MARKS = {Copying.TO_HOST: ">", Copying.FROM_HOST: "<"}
 
 
@@ -23,7 +26,7 @@ MARKS = {Copying.TO_HOST: ">", Copying.FROM_HOST: "<"}
 class OffloadOptions:
     """How quickly a rank copies to the host and back, in bytes a second or ms for a microbatch, and what its device may hold."""
 
-    offload: tuple[float | Bytes, ...] | None
+    offload: Rates | None
     memory: float | Bytes | None
 
     def limits(self, costed: Costed) -> Limits:
@@ -39,21 +42,27 @@ class OffloadOptions:
     def link(self, costed: Costed) -> HostLink:
         """The link of each rank to its host."""
         assert self.offload is not None
-        to_host, from_host = (self._rate(costed, given) for given in (self.offload * 2)[:2])
-        return HostLink(to_host, from_host)
 
-    def _rate(self, costed: Costed, given: float | Bytes) -> float:
-        if isinstance(given, Bytes):
+        def bytes_a_second(given: Bytes) -> float:
             if not costed.in_bytes:
                 raise click.UsageError(
                     "--offload in bytes a second needs costs in bytes, and times tell none: give --costs, or the ms in which a rank copies "
                     "what it holds for a microbatch"
                 )
             return float(given.count)
-        return max(costed.microbatch_bytes) * NS_PER_S / (given * NS_PER_MS)
+
+        return host_link(self.offload, max(costed.microbatch_bytes), bytes_a_second)
 
 
-def _rates(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float | Bytes, ...] | None:
+def host_link(rates: Rates, size: int, bytes_a_second: Callable[[Bytes], float]) -> HostLink:
+    """The link of a rank that keeps `size` bytes for a microbatch; `bytes_a_second` reads the rates that are given so, and not in ms."""
+    to_host, from_host = (
+        bytes_a_second(given) if isinstance(given, Bytes) else size * NS_PER_S / (given * NS_PER_MS) for given in (rates * 2)[:2]
+    )
+    return HostLink(to_host, from_host)
+
+
+def _rates(ctx: click.Context, param: click.Parameter, value: str | None) -> Rates | None:
     if value is None:
         return None
     parts = value.split(",")

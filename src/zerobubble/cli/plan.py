@@ -14,10 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
 from zerobubble.cli.files import write_text
+from zerobubble.cli.forms import print_schedule
 from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
 from zerobubble.cli.head import HeadOptions, head_options
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
-from zerobubble.cli.offload import rates_option
+from zerobubble.cli.offload import Rates, rates_option
 from zerobubble.cli.options import (
     Bytes,
     PictureFiles,
@@ -28,7 +29,7 @@ from zerobubble.cli.options import (
     picture_options,
     refuse_beside,
 )
-from zerobubble.cli.plan_offload import Rates, plan_question, refuse_beside_offload, tell
+from zerobubble.cli.plan_offload import plan_question, refuse_beside_offload, tell
 from zerobubble.cli.plan_page import write_plan
 from zerobubble.cli.workload import (
     Question,
@@ -251,10 +252,8 @@ def plan_verb(
     write_plan(answer.plan, pictures, output)
     if as_json:
         click.echo(json.dumps(plan_to_dict(answer.plan) | answer.data, indent=2))
-    elif form == "text":
-        click.echo(schedule.to_text(), nl=False)
     elif form is not None:
-        click.echo(to_torch_csv(schedule), nl=False)
+        print_schedule(schedule, form)
     else:
         click.echo("\n\n".join([str(answer.plan), *answer.paragraphs]))
 

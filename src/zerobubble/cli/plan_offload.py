@@ -8,31 +8,24 @@ from textwrap import fill
 import click
 
 from zerobubble.cli.files import write_text
+from zerobubble.cli.forms import print_schedule
 from zerobubble.cli.inputs import Costed
-from zerobubble.cli.offload import Offloaded, as_dicts, told_of_rank
-from zerobubble.cli.options import Bytes, PictureFiles, given_flags
+from zerobubble.cli.offload import Offloaded, Rates, as_dicts, host_link, told_of_rank
+from zerobubble.cli.options import PLANNED_APART, Bytes, PictureFiles, given_flags
 from zerobubble.cli.workload import Question, SearchOptions, WorkOptions
-from zerobubble.costs import NS_PER_MS, Limits
+from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.export.svg import timeline_svg
-from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.offload import HostLink
 from zerobubble.planning import Objective, OffloadedPlan, Workload, plan_offloaded
 from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.problem import microbatch_bytes
 from zerobubble.planning.reasons import NOTE_WIDTH
-from zerobubble.units import NS_PER_S
-
-Rates = tuple[float | Bytes, ...]
-"""How quickly a rank copies, to the host and back or the same both ways: bytes a second, or the ms for what it keeps of a microbatch."""
-
-_LEFT_OUT = ("layers", "inside_blocks", "baseline", "error", "noise", "within", "shares", "recompute", "levels")
-_WEIGHTS = ("weights", "gathered", "gather_rate")
 
 
 def refuse_beside_offload(search: SearchOptions) -> None:
     """Raise for options with which offload is not planned."""
-    if flags := given_flags(*_LEFT_OUT, *_WEIGHTS):
+    if flags := given_flags(*PLANNED_APART):
         raise click.UsageError(f"--offload is not planned together with {', '.join(flags)}: leave out one or the other")
     if search.objective == Objective.SPAN:
         raise click.UsageError("--offload is planned for the makespan: leave out --objective span")
@@ -80,22 +73,18 @@ def _link(question: Question, rates: Rates, work: WorkOptions) -> HostLink:
         size = max(question.work.held_after_f)
     else:
         size = max(microbatch_bytes(next(iter(question.placements.values())), question.work))
-    to_host, from_host = (_rate(question, given, size, work) for given in (rates * 2)[:2])
-    return HostLink(to_host, from_host)
 
+    def bytes_a_second(given: Bytes) -> float:
+        if not isinstance(question.work, Workload):
+            return float(given.count)
+        if work.microbatch_bytes is None:
+            raise click.UsageError(
+                "--offload in bytes a second needs bytes, and times tell none: give --microbatch-bytes, or the ms in which a rank copies "
+                "what it keeps of a microbatch"
+            )
+        return given.count * size / work.microbatch_bytes
 
-def _rate(question: Question, given: float | Bytes, size: int, work: WorkOptions) -> float:
-    """Bytes a second, where a rank keeps `size` of them for a microbatch."""
-    if not isinstance(given, Bytes):
-        return size * NS_PER_S / (given * NS_PER_MS)
-    if not isinstance(question.work, Workload):
-        return float(given.count)
-    if work.microbatch_bytes is None:
-        raise click.UsageError(
-            "--offload in bytes a second needs bytes, and times tell none: give --microbatch-bytes, or the ms in which a rank copies what "
-            "it keeps of a microbatch"
-        )
-    return given.count * size / work.microbatch_bytes
+    return host_link(rates, size, bytes_a_second)
 
 
 def tell(found: OffloadedPlan, without: dict[str, object], pictures: PictureFiles, form: str | None, as_json: bool) -> None:
@@ -108,10 +97,8 @@ def tell(found: OffloadedPlan, without: dict[str, object], pictures: PictureFile
     if as_json:
         ranks = as_dicts(Offloaded(found.offloads, found.timeline, found.without or 0))
         click.echo(json.dumps(without | {"offload": found.to_dict() | {"ranks": ranks}}, indent=2))
-    elif form == "text":
-        click.echo(schedule.to_text(), nl=False)
     elif form is not None:
-        click.echo(to_torch_csv(schedule), nl=False)
+        print_schedule(schedule, form)
     else:
         ranks_told = [f"rank {rank}: {told_of_rank(costed, plan, rank)}" for rank, plan in enumerate(found.offloads)]
         paragraph = fill(found.bought, NOTE_WIDTH, break_on_hyphens=False)

@@ -24,8 +24,8 @@ from zerobubble.planning.attempt import Budget, ProgressCallback
 from zerobubble.planning.competition import MICROBATCHES, SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
 from zerobubble.planning.problem import Objective, Problem, Workload
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.planning.seeds import fitting, promising, serial_schedule
-from zerobubble.simulation import metrics, peak_memory
+from zerobubble.planning.seeds import fits_memory, fitting, promising, serial_schedule
+from zerobubble.simulation import metrics
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms
 
@@ -247,7 +247,7 @@ def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: floa
 
     What must move is tried on each of them, and more than that on the quickest. No order is quicker than where memory is no matter.
     """
-    best = next((_offloaded(order, link, 0, 0) for order in orders if _fits(order)), None)
+    best = next((_offloaded(order, link, 0, 0) for order in orders if fits_memory(order.schedule, order.problem)), None)
     if best is not None:
         yield best
     first: list[_Priced] = []
@@ -270,12 +270,6 @@ def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: floa
 
 def _is_over(until: float | None) -> bool:
     return until is not None and perf_counter() > until
-
-
-def _fits(order: _Order) -> bool:
-    """Whether it fits with all on the device."""
-    peaks = peak_memory(order.schedule, order.problem.costs)
-    return all(peak <= limit for peak, limit in zip(peaks, order.problem.limits.memory, strict=True))
 
 
 def _effort(problem: Problem, budget: Budget) -> tuple[int, int]:
