@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,10 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
 from zerobubble.partition import Layer
 from zerobubble.planning import LayersPlan, Plan, Solved
+from zerobubble.runtime.calls import called_by_all, plays_steps, survives
 from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule
-from zerobubble.runtime.failure.frame import Frame
-from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.gradient_scaling import Unscaling
@@ -49,39 +47,7 @@ from zerobubble.runtime.transport.transport import Carrier
 from zerobubble.timeline import Timeline
 
 CLOSED = "the pipeline is closed"
-P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def called_by_all(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
-    """A method that every rank must call: whatever stops one of them in it, wrong arguments included, is told to all."""
-    return _framed(method, FailureGuard.during)
-
-
-def plays_steps(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
-    """A method that every rank must call, and whose calls are numbered, so that a rank out of step with the others is found."""
-    return _framed(method, FailureGuard.during_call)
-
-
-def _framed(
-    method: Callable[Concatenate[Pipeline, P], R], frame: Callable[[FailureGuard, str], Frame]
-) -> Callable[Concatenate[Pipeline, P], R]:
-    @wraps(method)
-    def call(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with frame(self._session.guard, f"in {method.__name__}"):
-            return method(self, *args, **kwargs)
-
-    return call
-
-
-def survives(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
-    """A method that those that are left make again when a rank is gone, where the pipeline is to survive that."""
-
-    @wraps(method)
-    def call(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.surviving(partial(method, self, *args, **kwargs), adds_gradients=method.__name__ == "step")
-
-    return call
 
 
 class Pipeline:
