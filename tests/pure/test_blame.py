@@ -57,6 +57,19 @@ def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
         assert note.message.startswith(told)
 
 
+def test_a_rank_that_came_late_because_another_did_is_not_named() -> None:
+    """Rank 1 waits for rank 0, which came when rank 2 had given up rank 1."""
+    words = {
+        0: RankStatus(STARTING, 1, "Connection closed by peer", in_call=0.5),
+        1: RankStatus(STARTING, 0, "Connection closed by peer", in_call=9.5),
+        2: RankStatus("waiting for a message", 1, IN_TIME, in_call=10.0),
+    }
+    for caller in words:
+        note = diagnose(words, 3, caller)
+        assert note.rank == 0
+        assert note.message.startswith("rank 0 kept the others waiting: it came when rank 2 had given up waiting for a message (")
+
+
 def test_one_who_gives_up_first_breaks_the_circle_of_those_who_wait_for_each_other() -> None:
     words = {0: RankStatus("waiting for the loss", 1, "Connection closed by peer"), 1: RankStatus("gathering norms", EVERYBODY, IN_TIME)}
     assert diagnose(words, 2, 0).message.startswith("the ranks wait for each other (no answer within `timeout`): ")

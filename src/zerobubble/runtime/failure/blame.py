@@ -114,16 +114,25 @@ def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureRepor
     """All wait for each other, or one came when another had given it up, or what is between them broke."""
     gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == IN_TIME}
     for rank, status in gave_up.items():
-        late = statuses.get(status.peer)
-        if late is not None and late.doing == STARTING:
-            kept = f"rank {status.peer} kept the others waiting: it came when rank {rank} had given up {status.doing} ({IN_TIME})"
-            return FailureReport(status.peer, late.op, f"{kept}; raise `timeout` if it may take that long")
+        late = _came_last(statuses, status.peer)
+        if late is not None:
+            kept = f"rank {late} kept the others waiting: it came when rank {rank} had given up {status.doing} ({IN_TIME})"
+            return FailureReport(late, statuses[late].op, f"{kept}; raise `timeout` if it may take that long")
     said = ", ".join(f"rank {rank} was {status.doing}" for rank, status in sorted(statuses.items()))
     if gave_up:
         remedy = "make the same calls in the same order on every rank, or raise `timeout`"
         return FailureReport(-1, "", f"the ranks wait for each other ({IN_TIME}): {said}; {remedy}")
     remedy = "raise `timeout` if one of them was late, else see whether something between them closes connections"
     return FailureReport(-1, "", f"ranks that live lost contact ({statuses[caller].reason}): {said}; {remedy}")
+
+
+def _came_last(statuses: dict[int, RankStatus], rank: int) -> int | None:
+    """Of `rank` and those that it and they wait for to begin, who entered the call last; None where `rank` has begun already."""
+    beginning: list[int] = []
+    while rank in statuses and rank not in beginning and statuses[rank].doing == STARTING:
+        beginning.append(rank)
+        rank = statuses[rank].peer
+    return min(beginning, key=lambda beginner: statuses[beginner].in_call, default=None)
 
 
 def _report_pipelines(statuses: dict[int, RankStatus], caller: int) -> FailureReport:

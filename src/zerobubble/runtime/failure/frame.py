@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -22,10 +23,14 @@ class AgreedError(Exception):
 
 
 class Framed(Protocol):
-    """What frames are made for: a rank's part in a pipeline. `num_calls` counts the calls that play steps."""
+    """What frames are made for: a rank's part in a pipeline.
+
+    `num_calls` counts the calls that play steps, and `entered` is when the outermost frame was, in seconds of `time.monotonic`.
+    """
 
     activity: Activity | None
     closed: str | None
+    entered: float
     num_calls: int
     turn: Turn
 
@@ -64,6 +69,8 @@ class Frame:
         except BaseException:
             owner.turn.give()
             raise
+        if owner.activity is None:
+            owner.entered = time.monotonic()
         self._outer, owner.activity = owner.activity, activity
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -45,6 +45,7 @@ class FailureGuard:
         self.activity: Activity | None = None
         self.closed: str | None = None
         self.report: FailureReport | None = None
+        self.entered = time.monotonic()
         self.num_calls = 0
         self.turn = Turn()
         self.schedule = ""
@@ -143,7 +144,7 @@ class FailureGuard:
     def _tell(self, error: BaseException, when: str, action: str) -> FailureReport:
         """What all ranks tell of `error`, which may be their error, too."""
         if isinstance(error, LostContactError):
-            status = RankStatus(error.what, error.peer, error.reason, action, self._name, among=error.among)
+            status = RankStatus(error.what, error.peer, error.reason, action, self._name, among=error.among, in_call=self._in_call)
             self._gave_up = Inside(time.monotonic(), status)
             return self._watch.find_culprit(status)
         rank = self._transport.rank
@@ -211,6 +212,10 @@ class FailureGuard:
         """This pipeline among those of this process; other processes may count otherwise."""
         return f"its pipeline {self._number} ({self.schedule!r})"
 
+    @property
+    def _in_call(self) -> float:
+        return time.monotonic() - self.entered
+
     def inside(self) -> Inside | None:
         """What this rank does in a call of this pipeline, or has given up so lately that others may ask; None between two calls."""
         if self._gave_up is not None:
@@ -221,9 +226,9 @@ class FailureGuard:
             return None
         if waits_for is not None:
             peer, doing, among = waits_for
-            return Inside(inf, RankStatus(doing, peer, pipeline=self._name, among=among))
+            return Inside(inf, RankStatus(doing, peer, pipeline=self._name, among=among, in_call=self._in_call))
         when, action = words_of(activity)
-        return Inside(inf, RankStatus(when.removeprefix("while "), op=action, pipeline=self._name))
+        return Inside(inf, RankStatus(when.removeprefix("while "), op=action, pipeline=self._name, in_call=self._in_call))
 
     def _status(self) -> RankStatus:
         """What this rank answers when another waits for it in vain."""

@@ -18,6 +18,7 @@ class RankStatus(NamedTuple):
 
     `pipeline` names the one in whose call it is, as its own process counts them. `stood_still` are the seconds for which its process has
     just stood still. Where it waits for everybody, these are the ranks `among` which it does something, all of them if there are none.
+    `in_call` are the seconds since it entered the call of the pipeline that it is in.
     """
 
     doing: str
@@ -27,6 +28,7 @@ class RankStatus(NamedTuple):
     pipeline: str = ""
     stood_still: float = 0.0
     among: tuple[int, ...] = ()
+    in_call: float = 0.0
 
 
 class FailureReport(NamedTuple):
