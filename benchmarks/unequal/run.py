@@ -23,6 +23,7 @@ from zerobubble.planning.search import compile_kernels
 from zerobubble.planning.unequal import alike, unequal
 
 WORK = zb.Workload.uniform(8, (29.802, 29.428, 19.530), 0.577)
+PARTS = ["speed", "cases"]
 MEMORIES = (("linear", 1.0), ("vee", 1.0), ("vee", 0.625))
 
 
@@ -92,11 +93,11 @@ def speed(placement: str, kind: str) -> dict[str, float]:
     return found
 
 
-def rows(seconds: float) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """The part, the name and the figures of each case."""
-    for placement in ("linear", "vee"):
+def rows(parts: list[str], seconds: float) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """The part, the name and the figures of each case of these parts."""
+    for placement in ("linear", "vee") if "speed" in parts else ():
         yield "speed", f"{placement}, two lengths", speed(placement, "two lengths")
-    for kind in ("two lengths", "packed", "heavy tail"):
+    for kind in ("two lengths", "packed", "heavy tail") if "cases" in parts else ():
         for placement, share in MEMORIES:
             yield "cases", f"{kind}, {placement} {share:g}p", case(placement, share, kind, seconds)
 
@@ -106,10 +107,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="the others keep their figures")
     options = parser.parse_args()
     compile_kernels()
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    for part, name, row in rows(options.seconds):
+    results: dict[str, dict[str, dict[str, float]]] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for part, name, row in rows(options.part, options.seconds):
         results.setdefault(part, {})[name] = row
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         print(part, name, json.dumps(row), flush=True)

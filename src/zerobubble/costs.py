@@ -182,6 +182,14 @@ class Costs(Displayed):
             raise InputError(f"these costs have shares of {len(self.shares)} microbatches: say which one is meant, or leave the shares out")
         return round(value * self.shares[microbatch])
 
+    def times(self, kind: Kind, stage: int) -> list[int]:
+        """What `time` gives for each microbatch of the shares, all at once."""
+        return _sums([self._sized_each(name, stage) for name in traits_of(kind).times], len(self.shares))
+
+    def _sized_each(self, name: str, stage: int) -> list[int]:
+        value = self.column(name)[stage]
+        return [round(value * share) for share in self.shares]
+
     def scaled(self, share: float) -> Costs:
         """Costs in which all microbatches are alike, each as one of this share in these costs."""
         return replace(self, shares=()).with_columns(
@@ -308,6 +316,14 @@ class Costs(Displayed):
         """
         used = sum(self.held(stuff, stage, microbatch) for stuff, hop in traits_of(kind).uses if hop == 0)
         return sum(self.held(stuff, stage, microbatch) for stuff in made_where(kind, again)) - used
+
+    def memory_changes(self, kind: Kind, stage: int, again: Kind | None = None) -> list[int]:
+        """What `memory_change` gives for each microbatch of the shares, all at once."""
+        made, used = made_where(kind, again), [stuff for stuff, hop in traits_of(kind).uses if hop == 0]
+        added, freed = (
+            _sums([self._sized_each(HELD[stuff], stage) for stuff in stuffs if stuff in HELD], len(self.shares)) for stuffs in (made, used)
+        )
+        return [more - less for more, less in zip(added, freed, strict=True)]
 
     @classmethod
     @takes(num_stages=WHOLE, times=TIMES, comm=NUMBER, stages_per_rank=WHOLE, buckets=WHOLE)
@@ -470,3 +486,8 @@ class Limits(Displayed):
 
     def _summary(self) -> str:
         return f"of {counted(len(self.memory), 'rank')}: {show_range(self.memory, show_bytes)}"
+
+
+def _sums(columns: Sequence[list[int]], length: int) -> list[int]:
+    """The sums over `columns` of so many numbers, place by place."""
+    return [sum(values) for values in zip(*columns, strict=True)] if columns else [0] * length

@@ -89,7 +89,11 @@ def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
     stages = range(costs.num_stages)
     times = ByKind(lambda kind: [costs.time(kind, stage) for stage in stages])
     messages = ByKind(lambda kind: [costs.message_time(kind, stage) for stage in stages])
-    takes = [costs.time(*op) for op in graph.ops] if costs.shares else [times[kind][stage] for kind, stage, _ in graph.ops]
+    if costs.shares:
+        by_microbatch = ByKind(lambda kind: [costs.times(kind, stage) for stage in stages])
+        takes = [by_microbatch[kind][stage][microbatch] for kind, stage, microbatch in graph.ops]
+    else:
+        takes = [times[kind][stage] for kind, stage, _ in graph.ops]
     delays = [messages[kind][stage] for kind, stage, _ in graph.ops]
     for first in graph.pairs:
         takes[first], takes[first + 1] = costs.step_time((graph.ops[first], graph.ops[first + 1])), 0
@@ -164,23 +168,24 @@ def held_bytes(row: Sequence[Op], costs: Costs) -> list[int]:
 
 
 class _Changes(NamedTuple):
-    """By how many bytes passes change what their rank holds, by kind and stage; `lean` are forwards that such a pass computes again.
+    """By how many bytes passes change what their rank holds; `lean` are forwards that a pass of such a kind computes again.
 
-    Where microbatches are of unequal cost, `costs` are asked for each pass.
+    By kind, stage and microbatch, of which there is only one where all are alike.
     """
 
-    costs: Costs
-    plain: ByKind[list[int]]
-    lean: ByKind[list[int]]
+    plain: ByKind[list[list[int]]]
+    lean: ByKind[list[list[int]]]
+    num_shares: int
 
 
 def _changes(costs: Costs) -> _Changes:
-    stages = range(costs.num_stages)
-    return _Changes(
-        costs,
-        ByKind(lambda kind: [costs.memory_change(kind, stage) for stage in stages]),
-        ByKind(lambda again: [costs.memory_change(Kind.F, stage, again) for stage in stages]),
-    )
+    def by_stage(kind: Kind, again: Kind | None = None) -> list[list[int]]:
+        stages = range(costs.num_stages)
+        if costs.shares:
+            return [costs.memory_changes(kind, stage, again) for stage in stages]
+        return [[costs.memory_change(kind, stage, again)] for stage in stages]
+
+    return _Changes(ByKind(by_stage), ByKind(lambda again: by_stage(Kind.F, again)), len(costs.shares) or 1)
 
 
 def _held(row: Sequence[Op], changes: _Changes) -> list[int]:
@@ -188,15 +193,12 @@ def _held(row: Sequence[Op], changes: _Changes) -> list[int]:
     forwards = kinds_making(Stuff.ACTIVATION)
     if all(op[0] in forwards for op in row):
         return [0] * len(row)
-    costs, plain, lean = changes
+    plain, lean, count = changes
     again = recomputed(row)
-    if costs.shares:
-        return list(accumulate(costs.memory_change(kind, stage, again.get((stage, j)), j) for kind, stage, j in row))
     if not again:
-        return list(accumulate([plain[kind][stage] for kind, stage, _ in row]))
+        return list(accumulate([plain[kind][stage][j % count] for kind, stage, j in row]))
     return list(
         accumulate(
-            lean[again[stage, microbatch]][stage] if kind in forwards and (stage, microbatch) in again else plain[kind][stage]
-            for kind, stage, microbatch in row
+            (lean[again[stage, j]] if kind in forwards and (stage, j) in again else plain[kind])[stage][j % count] for kind, stage, j in row
         )
     )

@@ -103,7 +103,7 @@ def _works(placement: Placement, costs: Costs, begins: Sequence[int]) -> list[Cl
     """For each rank, the time (ns) of all its passes, after the time at which it can begin."""
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
-        works[rank] += sum(costs.time(kind, stage, j) for kind in (Kind.F, Kind.B, Kind.W) for j in range(len(costs.shares)))
+        works[rank] += sum(sum(costs.times(kind, stage)) for kind in (Kind.F, Kind.B, Kind.W))
     times = enumerate(zip(works, begins, strict=True))
     return [Claim(begin + work, partial(work_reason, rank, work, begin)) for rank, (work, begin) in times]
 
