@@ -60,7 +60,8 @@ class Throughput(NamedTuple):
 
 _BRIDGE = "Megatron-Bridge, docs/performance-summary-archive.md, 25.11"
 _NEMO = "NeMo Framework user guide, performance summary, 25.02"
-_HIDDEN = {"overlap_tp": True}
+_HALF = {"gradients": "bf16"}
+_HIDDEN = {"overlap_tp": True} | _HALF
 _SHORT_END = [8] * 7 + [5]
 THROUGHPUTS = (
     Throughput("llama3-70b", "H100", "fp8", 64, 1602, 719, True, _BRIDGE, {"tp": 4, "pp": 8, "v": 5, "dp": 2} | _HIDDEN),
@@ -70,11 +71,11 @@ THROUGHPUTS = (
     Throughput("llama3-405b", "GB300", "fp8", 192, 999, 2522, False, _BRIDGE, {"tp": 2, "cp": 2, "pp": 8, "v": 4, "dp": 8} | _HIDDEN),
     Throughput(
         "deepseek-v3", "GB300", "bf16", 32, 3848, 961, True, _BRIDGE,
-        {"ep": 32, "pp": 2, "v": 4, "dp": 128, "layers": _SHORT_END, "recompute": "selective"},
+        {"ep": 32, "pp": 2, "v": 4, "dp": 128, "layers": _SHORT_END, "recompute": "selective"} | _HALF,
     ),
     Throughput(
         "deepseek-v3", "GB200", "bf16", 64, 3139, 782, False, _BRIDGE,
-        {"ep": 64, "pp": 4, "v": 4, "dp": 64, "layers": [4] * 15 + [1], "recompute": "selective"},
+        {"ep": 64, "pp": 4, "v": 4, "dp": 64, "layers": [4] * 15 + [1], "recompute": "selective"} | _HALF,
     ),
     Throughput(
         replace(MODELS["gpt3-175b"], fused_attention=True), "H100", "fp8", 64, 866, None, False, _NEMO,
@@ -84,9 +85,10 @@ THROUGHPUTS = (
 """Training of Llama 3 and GPT-3 in FP8 with one scale for each tensor, and of DeepSeek-V3 in BF16 without its second prediction.
 
 What the tables leave open is that of the recipes of the same release (scripts/performance/configs of Megatron-Bridge v0.2.0 to v0.3.0):
-exchanges of tensor parallelism hidden in F, too, no layer of Llama in BF16, nothing computed again but, for DeepSeek-V3, the activation of
-routed experts; its layers are 8 or 4 a stage, the last with 5 or 1. There is a recipe of DeepSeek-V3 for GB300 with other ranks alone: that
-its run computed the activation again, and had this layout, is taken from it.
+exchanges of tensor parallelism hidden in F, too, gradients kept and summed in BF16 (grad_reduce_in_fp32 is off), no layer of Llama in
+BF16, nothing computed again but, for DeepSeek-V3, the activation of routed experts; its layers are 8 or 4 a stage, the last with 5 or 1.
+There is a recipe of DeepSeek-V3 for GB300 with other ranks alone: that its run computed the activation again, and had this layout, is
+taken from it.
 """
 
 LLAMA3 = {"tp": 8, "pp": 16, "dp": 128}

@@ -83,6 +83,8 @@ def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it
         ("recompute", "selective", "llama3-70b has fused attention"),
         ("gpu", "A100", ""),
         ("precision", "fp8", "the A100 has no matrix products in 'fp8'"),
+        ("ep", "2", "llama3-70b has no experts to divide over ep=2 GPUs"),
+        ("gradients", "bf16", ""),
         ("layers", "70, 10", "layers must be 8 counts >= 0 that sum to 80, got 2"),
         ("layers", "ten", "'ten' are not the layers of each stage"),
     ):

@@ -154,8 +154,8 @@ def test_every_control_of_the_schedules(browser: Browser, server: Server, tmp_pa
     controls.ready()
     assert browser.run("document.getElementById('q-forward').value") == "18.522"
     controls.used.add("q-preset")
-    model = {"model": "llama3-70b", "gpu": "A100", "tp": "4", "cp": "2", "dp": "2", "microbatch": "2", "recompute": "full"}
-    checks = {"sequence_parallel": "0", "overlap_tp": "1", "precision": "bf16", "layers": ", ".join(["5"] * 16)}
+    model = {"model": "llama3-70b", "gpu": "A100", "tp": "4", "cp": "2", "ep": "1", "dp": "2", "microbatch": "2", "recompute": "full"}
+    checks = {"sequence_parallel": "0", "overlap_tp": "1", "precision": "bf16", "gradients": "bf16", "layers": ", ".join(["5"] * 16)}
     controls.fill({"schedule": "zb-v", "ranks": "8", "microbatches": "8", **model, **checks})
     controls.write({"model": "", "schedule": "1f1b", "ranks": "2", "microbatches": "4"})
     (tmp_path / "own.json").write_text(dumps(make("zb-h1", 3, 5)))

@@ -121,7 +121,7 @@ def test_the_last_wave_is_paid_in_full() -> None:
 
 def test_a_narrow_product_is_bound_by_memory() -> None:
     narrow = Product(8192, 8192, 64)
-    assert KERNELS.product(narrow, sums=True) == KERNELS.stream(2 * 64 * 2 * 8192 + 8 * 8192**2) > KERNELS.product(narrow)
+    assert KERNELS.product(narrow, gradient_bytes=4) == KERNELS.stream(2 * 64 * 2 * 8192 + 8 * 8192**2) > KERNELS.product(narrow)
 
 
 def test_what_is_kept_is_not_computed_again() -> None:
@@ -233,6 +233,17 @@ def test_costs_are_for_every_placement() -> None:
     assert [left + held - moving for left, held, moving in zip(room, vee.rank_bytes, vee.rank_activations, strict=True)] == [80 * 10**9] * 8
 
 
+def test_gradients_in_half_precision_take_half_the_bytes_and_half_as_long_to_sum() -> None:
+    shape = {"tp": 8, "pp": 8, "dp": 16}
+    whole, half = (transformer("llama3-70b", gpu="H100", gradients=precision, **shape) for precision in ("fp32", "bf16"))
+    assert [2 * size for size in half.gradients] == list(whole.gradients)
+    latency = Efficiency().latency
+    for short, long in zip(half.costs.reduce, whole.costs.reduce, strict=True):
+        assert 2 * (short - 1e9 * latency) == pytest.approx(long - 1e9 * latency, abs=2)
+    assert sum(half.costs.weight) <= sum(whole.costs.weight)
+    assert max(half.step("1f1b", 16).rank_bytes) < max(whole.step("1f1b", 16).rank_bytes)
+
+
 def test_everything_assumed_is_told() -> None:
     small = transformer(SMALL, gpu="A100")
     whole = transformer("llama3-70b", gpu="H100", tp=4, cp=2, pp=8, dp=2, precision="fp8")
@@ -273,6 +284,7 @@ WRONG = [
     (lambda: built(recompute="some"), "recompute must be 'none', 'selective', 'full', got 'some'"),
     (lambda: built(model="llama3-70b", recompute="selective"), "llama3-70b has fused attention"),
     (lambda: built(precision="fp8"), "the A100 has no matrix products in 'fp8': take 'bf16'"),
+    (lambda: built(gradients="fp16"), "gradients must be 'fp32' or 'bf16', got 'fp16'"),
     (lambda: built(ep=2), "megatron-175b has no experts to divide over ep=2 GPUs: take 1"),
     (lambda: transformer(EXPERTS, gpu="H100", ep=3), "ep=3 does not divide the 16 experts of small-experts: take a divisor; ep=3 does not"),
     (lambda: transformer(EXPERTS, gpu="H100", tp=2, sequence_parallel=False), "the tokens of small-experts go to experts from the GPU"),

@@ -29,6 +29,7 @@ class ClusterOptions:
     gpus: int | None
     batch: int | None
     precision: str
+    gradients: str
     overlap_tp: bool
     top: int
 
@@ -41,13 +42,16 @@ cluster_options = option_group(
     click.option("--gpus", type=int, metavar="N", help="With --model: how many there are."),
     click.option("--batch", type=int, metavar="N", help="With --model: sequences of a step (as it was trained, if not given)."),
     click.option("--precision", default="bf16", metavar="NAME", help="With --model: of linear layers, bf16 (if not given) or fp8."),
+    click.option(
+        "--gradients", default="fp32", metavar="NAME", help="With --model: of weights, kept and summed in fp32 (if not given) or bf16."
+    ),
     click.option("--overlap-tp", is_flag=True, help="With --model: hide exchanges of tensor parallelism beside matrix products in F, too."),
     click.option("--top", type=int, default=10, metavar="N", help="With --model: how many ways to tell (10 if not given)."),
 )
 """The options that describe a cluster; they make the argument `cluster`."""
 
 _SHARED = {"memory", "memory_bytes", "as_json", "svg", "html"}
-_TAKEN = {"model", "gpu", "gpus", "batch", "precision", "overlap_tp", "top"} | _SHARED
+_TAKEN = {"model", "gpu", "gpus", "batch", "precision", "gradients", "overlap_tp", "top"} | _SHARED
 
 
 def plan_cluster(options: ClusterOptions, room: int | None, pictures: PictureFiles, as_json: bool) -> None:
@@ -63,6 +67,7 @@ def plan_cluster(options: ClusterOptions, room: int | None, pictures: PictureFil
             gpus=options.gpus,
             batch=options.batch,
             precision=options.precision,
+            gradients=options.gradients,
             overlap_tp=options.overlap_tp,
             memory_bytes=room,
             top=options.top,

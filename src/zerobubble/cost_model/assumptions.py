@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerobubble.cost_model.held import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES
+from zerobubble.cost_model.held import STATE_BYTES, WEIGHT_BYTES
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.setting import Setting
 from zerobubble.units import show_bytes
@@ -70,8 +70,8 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         yield from _of_experts(setting)
     if setting.sharers > 1:
         yield (
-            f"{setting.sharers} GPUs with the same parameters sum gradients in float32 beside the passes, divide the optimizer's state and "
-            "gather parameters after its step."
+            f"{setting.sharers} GPUs with the same parameters sum gradients in {setting.gradients} beside the passes, divide the "
+            "optimizer's state and gather parameters after its step."
         )
     if setting.model.tied and setting.pp * setting.v > 1:
         yield "The sum of the tied embedding's gradients between the first and the last stage is left out."
@@ -94,7 +94,7 @@ def _of_experts(setting: Setting) -> Iterator[str]:
 
 def _of_memory(setting: Setting) -> Iterator[str]:
     yield (
-        f"A parameter takes {WEIGHT_BYTES} bytes, its gradient {GRADIENT_BYTES} and Adam {STATE_BYTES}"
+        f"A parameter takes {WEIGHT_BYTES} bytes, its gradient {setting.gradient_bytes} and Adam {STATE_BYTES}"
         f"{' over all GPUs that share it' if setting.sharers > 1 else ''}; norms and biases are left out."
     )
     yield "Activations are kept in half precision."

@@ -10,7 +10,7 @@ from operator import le
 from typing import NamedTuple
 
 from zerobubble.cost_model.estimate import message_seconds, shared_layers
-from zerobubble.cost_model.held import GRADIENT_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
+from zerobubble.cost_model.held import WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
 from zerobubble.cost_model.kernels import Efficiency, Kernels
 from zerobubble.cost_model.parts import Parts
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
@@ -160,7 +160,7 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
 def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> float:
     """Bytes that the fullest rank holds at least: before the first B it has a microbatch in all its stages."""
     return max(
-        (WEIGHT_BYTES + GRADIENT_BYTES) * parameters.total
+        (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total
         + optimizer_bytes(setting, parameters)
         + share.embeddings * parts.embedding.saved
         + share.dense * parts.layers[0].saved

@@ -117,6 +117,7 @@ class Divisions(Displayed):
             "gpus": here.gpus,
             "batch": self.batch,
             "precision": here.precision,
+            "gradients": here.gradients,
             "memory_bytes": self.memory_bytes,
             "ways": self.ways,
             "without_room": self.without_room,
@@ -157,6 +158,7 @@ def _row(choice: Division) -> str:
     gpus=WHOLE,
     batch=optional(WHOLE),
     precision=str,
+    gradients=str,
     overlap_tp=bool,
     memory_bytes=optional(WHOLE),
     top=WHOLE,
@@ -170,6 +172,7 @@ def divide(
     gpus: int,
     batch: int | None = None,
     precision: str = "bf16",
+    gradients: str = "fp32",
     overlap_tp: bool = False,
     memory_bytes: int | None = None,
     top: int = 10,
@@ -187,6 +190,7 @@ def divide(
         gpus: how many there are.
         batch: sequences of a step, over all replicas; those of the model's published training by default.
         precision: "bf16", or "fp8" for the products of linear layers.
+        gradients: "fp32", or "bf16", in which weights' gradients are kept and summed.
         overlap_tp: whether gathers and sums of tensor-parallel groups are hidden beside matrix products wherever they can be.
         memory_bytes: what a GPU has room for; all that it has by default.
         top: how many to give.
@@ -198,7 +202,7 @@ def divide(
     <Divisions of megatron-22b over 64 A100: 7.159 s a step, 51.2 % of the peak FLOP/s, 5,934 ways tried>
     """
     batch = _batch_of(model) if batch is None else batch
-    base = _whole_model(model, gpu, gpus, batch, precision, overlap_tp, memory_bytes, top)
+    base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, memory_bytes, top)
     room = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
     known = sorted(contenders(base, efficiency, gpus, batch), key=attrgetter("seconds"))
     _require_any(known, base, gpus, batch, room)
@@ -253,7 +257,15 @@ def _batch_of(model: str | Model) -> int:
 
 
 def _whole_model(
-    model: str | Model, gpu: str | GPU, gpus: int, batch: int, precision: str, overlap_tp: bool, memory_bytes: int | None, top: int
+    model: str | Model,
+    gpu: str | GPU,
+    gpus: int,
+    batch: int,
+    precision: str,
+    gradients: str,
+    overlap_tp: bool,
+    memory_bytes: int | None,
+    top: int,
 ) -> Setting:
     """The model undivided; raises `InputError` with everything that is wrong with what was asked."""
     counts = {"gpus": gpus, "batch": batch, "top": top} | ({} if memory_bytes is None else {"memory_bytes": memory_bytes})
@@ -264,7 +276,7 @@ def _whole_model(
         except InputError as error:
             faults.append(str(error))
     if not faults:
-        return Setting(known_model(model), known_gpu(gpu), 1, 1, 1, 1, 1, 1, 1, RECOMPUTE[0], True, overlap_tp, precision)
+        return Setting(known_model(model), known_gpu(gpu), 1, 1, 1, 1, 1, 1, 1, RECOMPUTE[0], True, overlap_tp, precision, gradients)
     raise InputError("; ".join(faults))
 
 

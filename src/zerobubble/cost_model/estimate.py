@@ -10,7 +10,7 @@ from zerobubble.arguments import WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
 from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU, known_gpu
-from zerobubble.cost_model.held import GRADIENT_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
+from zerobubble.cost_model.held import WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model, known_model
 from zerobubble.cost_model.parts import Part, Parts
@@ -128,6 +128,7 @@ COUNTS = dict.fromkeys(("tp", "cp", "ep", "pp", "v", "dp", "microbatch"), WHOLE)
     sequence_parallel=bool,
     overlap_tp=bool,
     precision=str,
+    gradients=str,
     layers=optional(each(WHOLE)),
     efficiency=instance(Efficiency),
 )
@@ -146,6 +147,7 @@ def transformer(
     sequence_parallel: bool = True,
     overlap_tp: bool = False,
     precision: str = "bf16",
+    gradients: str = "fp32",
     layers: Sequence[int] | None = None,
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
 ) -> Estimate:
@@ -168,6 +170,7 @@ def transformer(
         sequence_parallel: whether norms, residuals and dropout are divided over the tensor-parallel group along the sequence.
         overlap_tp: whether gathers and sums of the tensor-parallel group are hidden beside matrix products wherever they can be.
         precision: "bf16", or "fp8" for the products of linear layers.
+        gradients: "fp32", or "bf16", in which weights' gradients are kept, and summed over microbatches and replicas.
         layers: transformer layers of each stage; equal shares by default, or one less on the first and the last stage.
         efficiency: what operations reach of the figures in data sheets.
 
@@ -176,7 +179,20 @@ def transformer(
     <Estimate of megatron-175b on A100: tp 8, 24 stages, 1 replica; activations 428 MB to 493 MB a microbatch>
     """
     setting = Setting(
-        known_model(model), known_gpu(gpu), tp, cp, ep, pp, v, dp, microbatch, recompute, sequence_parallel, overlap_tp, precision
+        known_model(model),
+        known_gpu(gpu),
+        tp,
+        cp,
+        ep,
+        pp,
+        v,
+        dp,
+        microbatch,
+        recompute,
+        sequence_parallel,
+        overlap_tp,
+        precision,
+        gradients,
     )
     counts = _layers_of_stages(setting, layers)
     return estimate_of(setting, efficiency, Parts.of(setting, Kernels(setting.gpu, efficiency)), counts)
@@ -188,7 +204,7 @@ def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: 
     parameters = tuple(parameters_of_stages(setting, counts))
     totals, experts = tuple(each.total for each in parameters), tuple(each.experts for each in parameters)
     weights = tuple(WEIGHT_BYTES * count for count in totals)
-    gradients = tuple(GRADIENT_BYTES * count for count in totals)
+    gradients = tuple(setting.gradient_bytes * count for count in totals)
     optimizer = tuple(optimizer_bytes(setting, each) for each in parameters)
     kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
     costs = _costs(setting, kernels, parts.of_stages(counts), parameters).with_columns(**{KEPT: kept})
@@ -249,7 +265,7 @@ def message_seconds(setting: Setting, kernels: Kernels) -> float:
 
 
 def _sum_over_replicas(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
-    return sum(kernels.share(GRADIENT_BYTES * count, sharers, near) for count, sharers, near in shared(setting, parameters))
+    return sum(kernels.share(setting.gradient_bytes * count, sharers, near) for count, sharers, near in shared(setting, parameters))
 
 
 def _whole(values: Sequence[float], scale: float = 1.0) -> tuple[int, ...]:

@@ -20,10 +20,10 @@ def expert_times(setting: Setting, kernels: Kernels) -> Times:
     local = experts.routed // setting.ep
     rows, products = ceil(chosen / local), 2 if model.gated else 1
     into, out = Linear(rows, hidden, products * experts.inner), Linear(rows, experts.inner, hidden)
-    total = times_of_products(Linear(own, hidden, experts.routed), kernels, "bf16").plus(_ordered(setting, kernels))
+    total = times_of_products(Linear(own, hidden, experts.routed), setting, kernels, precision="bf16").plus(_ordered(setting, kernels))
     for linear in (into, out):
         every = linear._replace(rows=ceil(chosen))
-        total = total.plus(times_of_products(linear, kernels, setting.precision, local)).plus(cast_times(every, setting, kernels))
+        total = total.plus(times_of_products(linear, setting, kernels, local)).plus(cast_times(every, setting, kernels))
     exchange = 2 * kernels.to_experts(HALF * setting.own_tokens * hidden, experts, setting.ep, setting.neighbours)
     backward = kernels.stream(chosen * experts.inner * (10 if model.gated else 6))
     return total.plus(Times(exchange + activation_seconds(setting, kernels), exchange + backward, 0.0))

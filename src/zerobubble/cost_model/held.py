@@ -7,8 +7,8 @@ from typing import NamedTuple
 from zerobubble.cost_model.kernels import HALF
 from zerobubble.cost_model.setting import Setting
 
-WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
-"""Bytes per parameter: in half precision, its gradient in float32, and Adam's two moments and the parameter in float32."""
+WEIGHT_BYTES, STATE_BYTES = 2, 12
+"""Bytes per parameter: in half precision, and Adam's two moments and the parameter in float32."""
 
 
 def layer_saved(setting: Setting, routed: bool) -> float:

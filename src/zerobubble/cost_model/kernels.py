@@ -13,7 +13,7 @@ from zerobubble.cost_model.models import Experts
 TILES = ((256, 128), (128, 256))
 """Rows and columns of a product that one processor computes at a time, the largest tile of CUTLASS and cuBLAS for half precision."""
 HALF = 2
-"""Bytes of a number in half precision, in which all but weights' gradients and the optimizer is kept."""
+"""Bytes of a number in half precision, in which all but the optimizer, and by default weights' gradients, is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,16 @@ class Kernels:
     gpu: GPU
     efficiency: Efficiency
 
-    def product(self, product: Product, precision: str = "bf16", sums: bool = False) -> float:
+    def product(self, product: Product, precision: str = "bf16", gradient_bytes: int = 0) -> float:
         """Seconds of a matrix product, by waves of tiles or by the bytes moved, whichever takes longer.
 
-        With `sums` the result is added to gradients in float32.
+        With `gradient_bytes` the result is added to gradients of so many bytes each.
         """
         waves = min(self._wave_terms(product, *tile) for tile in TILES)
         computing = waves / (self.gpu.sustained_of(precision) / self.gpu.processors * self.efficiency.products)
         operand = 1 if precision == "fp8" else HALF
         given = operand * product.terms * (product.rows + product.columns)
-        moved = product.batch * (given + (8 if sums else HALF) * product.rows * product.columns)
+        moved = product.batch * (given + (2 * gradient_bytes or HALF) * product.rows * product.columns)
         return max(computing, self.stream(moved))
 
     def _wave_terms(self, product: Product, height: int, width: int) -> float:

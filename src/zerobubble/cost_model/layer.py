@@ -47,7 +47,7 @@ def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
     """The linear layers of a transformer layer that all tokens go through, with their exchanges."""
     total = NOTHING
     for linear in setting.linears(routed):
-        products = times_of_products(linear, kernels, setting.precision)
+        products = times_of_products(linear, setting, kernels)
         if setting.overlap_tp and setting.tp > 1:
             products = _in_parts(linear, setting, kernels, products)
         total = total.plus(products).plus(cast_times(linear, setting, kernels)).plus(exchange_times(linear, setting, kernels, products))
@@ -56,18 +56,19 @@ def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
 
 def _in_parts(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
     """The products of a linear layer where those beside whose exchange F and B do not wait come in a part from each GPU of the group."""
-    parts = times_of_products(linear._replace(rows=linear.rows // setting.tp), kernels, setting.precision)
+    parts = times_of_products(linear._replace(rows=linear.rows // setting.tp), setting, kernels)
     forward = setting.tp * parts.forward if linear.gathers or linear.sums else products.forward
     return products._replace(forward=forward, backward=setting.tp * parts.backward if linear.sums else products.backward)
 
 
-def times_of_products(linear: Linear, kernels: Kernels, precision: str, batch: int = 1) -> Times:
-    """The products of a linear layer, or of a `batch` of them in one kernel."""
+def times_of_products(linear: Linear, setting: Setting, kernels: Kernels, batch: int = 1, precision: str | None = None) -> Times:
+    """The products of a linear layer, or of a `batch` of them in one kernel, in another `precision` than the setting's if one is given."""
+    precision = precision or setting.precision
     rows, inputs, outputs = linear.rows, linear.inputs, linear.outputs
     return Times(
         kernels.product(Product(rows, outputs, inputs, batch), precision),
         kernels.product(Product(rows, inputs, outputs, batch), precision),
-        kernels.product(Product(outputs, inputs, rows, batch), precision, sums=True),
+        kernels.product(Product(outputs, inputs, rows, batch), precision, setting.gradient_bytes),
     )
 
 
@@ -156,5 +157,5 @@ def head_times(setting: Setting, kernels: Kernels) -> Times:
     return Times(
         kernels.product(Product(tokens, words, hidden)) + rest[0] + exchanged,
         kernels.product(Product(tokens, hidden, words)) + rest[1] + one * kernels.efficiency.contention,
-        kernels.product(Product(words, hidden, tokens), sums=True),
+        kernels.product(Product(words, hidden, tokens), gradient_bytes=setting.gradient_bytes),
     )

@@ -16,6 +16,8 @@ RECOMPUTE = ("none", "selective", "full")
 
 The second is the attention between its projections where it is not fused, and the activation between the products of routed experts.
 """
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of a gradient of a weight, by the precision in which microbatches and replicas are summed."""
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of so many words per GPU of a tensor-parallel group, as Megatron-LM does."""
 
@@ -50,6 +52,7 @@ class Setting:
     sequence_parallel: bool
     overlap_tp: bool
     precision: str
+    gradients: str
 
     def __post_init__(self) -> None:
         faults = list(self._faults())
@@ -70,6 +73,8 @@ class Setting:
             yield "recompute", f"{nothing}: take 'none' or 'full'"
         if self.precision not in dict(self.gpu.flops):
             yield "precision", self.gpu.lacks(self.precision)
+        if self.gradients not in GRADIENT_BYTES:
+            yield "gradients", f"gradients must be {' or '.join(map(repr, GRADIENT_BYTES))}, got {self.gradients!r}"
 
     def _indivisible(self) -> Iterator[tuple[str, str]]:
         model = self.model
@@ -96,6 +101,11 @@ class Setting:
             yield "ep", f"ep={self.ep} does not divide the tp*cp*dp={sharing} GPUs that have the same stages: take a divisor"
         if self.tp > 1 and not self.sequence_parallel:
             yield "sequence_parallel", f"the tokens of {name} go to experts from the GPU that has them: take sequence_parallel=True"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient of a weight."""
+        return GRADIENT_BYTES[self.gradients]
 
     @property
     def tokens(self) -> int:

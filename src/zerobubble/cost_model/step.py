@@ -14,14 +14,12 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.schedules import make
 from zerobubble.units import show_bytes, show_percent
 
-UPDATE_BYTES = 54
+UPDATE_BYTES = {"fp32": 54, "bf16": 60}
 """Bytes per parameter that the optimizer's step reads and writes of what GPUs with the same parameters divide among them.
 
-Gradients in float32 are checked and scaled (8), their norm is taken (4), they are clipped (8), Adam reads a gradient, a parameter and two
-moments and writes the latter three (28), and parameters are cast to half precision (6).
+Gradients are cast to float32 if they are not (6), checked and scaled (8), their norm is taken (4), they are clipped (8), Adam reads a
+gradient, a parameter and two moments and writes the latter three (28), and parameters are cast to half precision (6).
 """
-ZEROED_BYTES = 4
-"""Bytes per parameter that setting gradients to zero writes."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -86,9 +84,13 @@ def step_estimate(
 
 
 def update_seconds(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
-    """Seconds of the optimizer's step on a rank with so many parameters, after which those with the same parameters gather them."""
+    """Seconds of the optimizer's step on a rank with so many parameters, after which those with the same parameters gather them.
+
+    Gradients are set to zero, too.
+    """
     return sum(
-        kernels.stream(count * (UPDATE_BYTES / sharers + ZEROED_BYTES)) + kernels.share(WEIGHT_BYTES * count, sharers, neighbours)
+        kernels.stream(count * (UPDATE_BYTES[setting.gradients] / sharers + setting.gradient_bytes))
+        + kernels.share(WEIGHT_BYTES * count, sharers, neighbours)
         for count, sharers, neighbours in shared(setting, parameters)
     )
 

@@ -23,7 +23,7 @@ def estimate_of(question: Question, schedule: Schedule) -> Estimate:
     per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
     if rest:
         raise FieldError("model", f"{schedule.num_stages} stages are not equally many on each of {schedule.num_ranks} ranks")
-    shape = {name: getattr(question, name) for name in ("tp", "cp", "dp", "microbatch", "recompute", "precision")}
+    shape = {name: getattr(question, name) for name in ("tp", "cp", "ep", "dp", "microbatch", "recompute", "precision", "gradients")}
     shape |= {name: bool(getattr(question, name)) for name in ("sequence_parallel", "overlap_tp")}
     try:
         return transformer(model, gpu=gpu, pp=schedule.num_ranks, v=per_rank, **shape, layers=read_layers(question.layers))
@@ -34,7 +34,7 @@ def estimate_of(question: Question, schedule: Schedule) -> Estimate:
 def estimate_lines(question: Question, schedule: Schedule) -> list[str]:
     """The lines of Python that estimate the same costs."""
     given = {"gpu": question.gpu, "pp": schedule.num_ranks, "v": schedule.num_stages // schedule.num_ranks}
-    usual = {"tp": 1, "cp": 1, "dp": 1, "microbatch": 1, "recompute": "none", "precision": "bf16"}
+    usual = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "microbatch": 1, "recompute": "none", "precision": "bf16", "gradients": "fp32"}
     given |= {name: getattr(question, name) for name, value in usual.items() if getattr(question, name) != value}
     given |= {} if question.sequence_parallel else {"sequence_parallel": False}
     given |= {"overlap_tp": True} if question.overlap_tp else {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerobubble.blocks import KNOWN
 from zerobubble.cost_model import GPUS, MODELS
-from zerobubble.cost_model.setting import RECOMPUTE
+from zerobubble.cost_model.setting import GRADIENT_BYTES, RECOMPUTE
 from zerobubble.explorer.forms import FORMS
 from zerobubble.explorer.question import MOST_TEXT, RANGES, Question
 from zerobubble.explorer.workshop import BLOCK_FORMS, BlockQuestion
@@ -72,6 +72,7 @@ def _settings() -> dict[str, Any]:
             "model": list(MODELS),
             "gpu": list(GPUS),
             "recompute": list(RECOMPUTE),
+            "gradients": list(GRADIENT_BYTES),
             "precision": sorted({precision for gpu in GPUS.values() for precision, _ in gpu.flops}),
         },
         "blocks": list(KNOWN),

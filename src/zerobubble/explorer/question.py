@@ -64,12 +64,14 @@ class Question:
     gpu: str = "H100"
     tp: int = 8
     cp: int = 1
+    ep: int = 1
     dp: int = 1
     microbatch: int = 1
     recompute: str = "none"
     sequence_parallel: int = 1
     overlap_tp: int = 0
     precision: str = "bf16"
+    gradients: str = "fp32"
     layers: str = ""
     costs: str = ""
     file: str = ""
@@ -95,6 +97,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "memory": (0, 1_000_000),
     "tp": (1, 1024),
     "cp": (1, 1024),
+    "ep": (1, 1024),
     "dp": (1, 65_536),
     "microbatch": (1, 1024),
     "sequence_parallel": (0, 1),

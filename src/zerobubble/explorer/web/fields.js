@@ -5,7 +5,7 @@ import { element } from "./words.js";
 const GROUPS = [
   ["Schedule", ["schedule", "ranks", "microbatches", "stages", "options", "file"]],
   ["Times of a rank and microbatch, in ms", ["preset", "forward", "backward", "weight", "comm", "slow_link", "slow_comm", "costs"]],
-  ["Or a model on GPUs, estimated", ["model", "gpu", "tp", "cp", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "layers"]],
+  ["Or a model on GPUs, estimated", ["model", "gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"]],
   ["Memory", ["memory", "held"]],
 ];
 const LABELS = {
@@ -13,14 +13,14 @@ const LABELS = {
   file: "or a file: schedule, plan or PyTorch CSV", preset: "preset", forward: "F, forward", backward: "B, gradient of the input",
   weight: "W, gradient of the weights", comm: "message between ranks", slow_link: "slow link after rank", slow_comm: "message over the slow link",
   costs: "or a costs file", memory: "limit, in microbatches of a rank", held: "kept from B to W, as a share",
-  model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", dp: "replicas (dp)", microbatch: "sequences of a microbatch",
+  model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", ep: "expert parallel (ep)", dp: "replicas (dp)", microbatch: "sequences of a microbatch",
   recompute: "computed again in B",
-  sequence_parallel: "norms and residuals divided over tp", overlap_tp: "exchanges of tp beside products in F", precision: "products in", layers: "layers of each stage",
+  sequence_parallel: "norms and residuals divided over tp", overlap_tp: "exchanges of tp beside products in F", precision: "products in", gradients: "gradients of weights in", layers: "layers of each stage",
 };
 const SLIDERS = { ranks: [1, 64, 1], microbatches: [1, 256, 1], stages: [1, 8, 1], forward: [0, 40, 0.1], backward: [0, 40, 0.1], weight: [0, 40, 0.1], comm: [0, 10, 0.05], memory: [0.25, 64, 0.25] };
 const HINTS = { memory: "no limit", slow_link: "none", slow_comm: "none", options: "such as group=4", layers: "equally many" };
 const NOTHING = { preset: "own times", model: "none" };
-const OF_MODEL = ["gpu", "tp", "cp", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "layers"];
+const OF_MODEL = ["gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"];
 const CHECKS = ["sequence_parallel", "overlap_tp"]; // "1" where it is checked, else "0"
 const TIMES = ["forward", "backward", "weight", "comm", "held", "slow_link", "slow_comm"];
 const FILES = { file: "file_name", costs: "" };
