@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -26,7 +26,8 @@ from zerobubble.planning.problem import Solved
 from zerobubble.planning.recomputation import Recomputation, choices_by_leg, levels_for, parse_levels
 from zerobubble.planning.search import load_kernels, search
 from zerobubble.rules import recomputed
-from zerobubble.runtime.options import planned_schedule
+from zerobubble.runtime.options import PipelineOptions, planned_schedule, recompute_levels
+from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.simulation import memory_faults, metrics, peak_memory
 from zerobubble.verify import schedule_faults
 
@@ -303,22 +304,30 @@ def test_problems_have_the_costs_of_their_levels() -> None:
         Recomputation((NONE,), (FULL,))
 
 
-def test_plan_files_keep_levels_and_a_pipeline_plays_full_ones_alone(tmp_path: Path) -> None:
+def test_plan_files_keep_levels_and_a_pipeline_plays_what_it_is_told_of(tmp_path: Path) -> None:
     for levels in ([FULL], None):
         found = plan(WORK, 6, 1, placements="vee", recompute="auto", levels=levels, evaluations=300)
         save_plan(found, tmp_path / "plan.json")
         loaded = load_plan(tmp_path / "plan.json")
         assert loaded.problem == found.best.problem
         assert (loaded.schedule, loaded.time) == (found.schedule, found.best.time)
-        if levels is not None:
-            assert planned_schedule(loaded) == found.schedule
+        assert planned_schedule(loaded) == found.schedule
     problem = problem_at(Placement.linear(2), (SELECTIVE, FULL), 2, 2.0, Workload.uniform(2, (10, 10, 8)))
     schedule = zb.schedules.with_recompute(zb.make("zb-h1", 2, 2))
     partly = Solved.of(problem, problem.bound(), schedule, 0.0, "made")
-    with pytest.raises(InputError, match=r"other levels: 0 \(selective\)\. Plan with .*--levels full:1:0\.06"):
-        planned_schedule(partly)
     left = Solved.of(problem, problem.bound(), zb.schedules.with_recompute(zb.make("zb-h1", 2, 2), stages=[1]), 0.0, "made")
-    assert planned_schedule(left) == left.schedule
+    with pytest.raises(InputError, match=r"does not know: 0 \(selective\)\. Tell which .*--levels full:1:0\.06"):
+        recompute_levels(options_for(partly, None), schedule)
+    told = recompute_levels(options_for(partly, {"selective": "*.attn"}), schedule)
+    assert [told.name_of(stage) for stage in range(2)] == ["selective", "full"]
+    assert left.schedule is not None
+    assert recompute_levels(options_for(left, None), left.schedule).name_of(1) == "full"
+
+
+def options_for(solved: Solved, recompute: GivenLevels | None) -> PipelineOptions:
+    """Those of a pipeline that plays a plan, as far as levels go by them."""
+    names = [field.name for field in fields(PipelineOptions)]
+    return PipelineOptions(**{**dict.fromkeys(names), "schedule": solved, "recompute": recompute})  # type: ignore[arg-type]
 
 
 # The command line.
@@ -352,7 +361,7 @@ def test_the_command_line_refuses_what_cannot_be() -> None:
 
 
 def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    _, program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(program, {"zb": zb})
     levels, bought = capsys.readouterr().out.splitlines()
     assert "'full'" in levels

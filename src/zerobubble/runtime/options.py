@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, require
-from zerobubble.costs import FULL, Costs, Limits
+from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning import LayersPlan, Plan, Solved
@@ -21,6 +21,7 @@ from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
+from zerobubble.runtime.stage.levels import LEVELS, GivenLevels, RecomputeLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
@@ -61,6 +62,7 @@ class PipelineOptions:
     transport: str | Endpoint
     survive: bool = False
     order_by: str | CostOf | None = None
+    recompute: GivenLevels | None = None
 
 
 def function(call: str) -> Wanted:
@@ -101,6 +103,7 @@ WANTED: dict[str, Wanted | type] = {
     "order_by": optional(
         either(Wanted(f"{TOKENS!r}", lambda given: given == TOKENS), function("(microbatch) that gives what it costs beside the others"))
     ),
+    "recompute": optional(LEVELS),
 }
 """What each argument must be. Whether names are known and values fit each other is judged where they are used."""
 
@@ -211,19 +214,20 @@ def usable_timeout(options: PipelineOptions) -> float:
 
 
 def planned_schedule(given: Solved | Plan | LayersPlan) -> Schedule:
-    """The schedule of a plan; raises `InputError` for one that found none, and for one with forwards that are computed again in part."""
+    """The schedule of a plan; raises `InputError` for one that found none."""
     solved = _solved(given)
     if solved.schedule is None:
         raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
-    again, stages = solved.problem.recomputation, {stage for row in solved.schedule.rows for stage, _ in recomputed(row)}
-    partly = [] if again is None else [(s, again.chosen[s].name) for s in sorted(stages) if again.chosen[s].name != FULL.name]
-    if partly:
-        told = ", ".join(f"{stage} ({name})" for stage, name in partly)
-        raise InputError(
-            f"a pipeline computes the forward of a whole stage again, the level {FULL.name!r}, but this plan has stages of other levels: "
-            f"{told}. Plan with the one level that runs, levels=[zb.costs.FULL], on the command line --levels full:1:0.06"
-        )
     return solved.schedule
+
+
+def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeLevels:
+    """What the R passes of `schedule` compute again; raises `InputError` where that is not known of one of them."""
+    given = options.schedule
+    planned = _solved(given).problem.recomputation if isinstance(given, (Solved, Plan, LayersPlan)) else None
+    levels = RecomputeLevels(options.recompute, None if planned is None else [level.name for level in planned.chosen])
+    levels.refuse_unknown(sorted({stage for row in schedule.rows for stage, _ in recomputed(row)}), schedule.num_stages)
+    return levels
 
 
 def planned_cut(given: object) -> tuple[str, ...]:

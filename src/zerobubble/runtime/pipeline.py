@@ -31,6 +31,7 @@ from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.options import TIMEOUT, PipelineOptions
 from zerobubble.runtime.session import Session, attach_first, connect, runner_of
 from zerobubble.runtime.split.report import SplitReports
+from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import trials
 from zerobubble.runtime.step.batch import join_outputs
@@ -87,6 +88,10 @@ class Pipeline:
         overlap: `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`; without it they run
             one after the other.
 
+        recompute: which modules the R passes of a schedule compute again, by the name of the level: `{"selective": ["*.attn"]}`, patterns
+            of names, classes of modules or a function `(name, module) -> bool`, for all stages or in a dict by stage. All else is kept.
+            A plan tells the level of each stage; another schedule's R passes have the one that is given. "full", without a word, is all.
+
     Ranks and messages:
         group: the process group whose ranks form the pipeline; all ranks by default.
         mesh: instead of a group, a `DeviceMesh` of all ranks that train together, with named dimensions in any order: "pp" is the pipeline.
@@ -140,6 +145,7 @@ class Pipeline:
         transport: str | Endpoint = AUTO,
         survive: bool = False,
         order_by: str | CostOf | None = None,
+        recompute: GivenLevels | None = None,
     ) -> None:
         options = PipelineOptions(
             build_or_modules=build_or_modules,
@@ -163,6 +169,7 @@ class Pipeline:
             transport=transport,
             survive=survive,
             order_by=order_by,
+            recompute=recompute,
         )
         session = connect(options)
         self.rank = session.peers.rank

@@ -33,6 +33,7 @@ from zerobubble.runtime.options import (
     planned_cut,
     planned_schedule,
     priced_by,
+    recompute_levels,
     refuse_wrong,
     room_for_weights,
     survival_fault,
@@ -132,6 +133,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     agree(transport, guard, patience, fault, _terms(options, setup))
     assert setup is not None
     _compare_models(transport, guard, patience, layout, setup)
+    _refuse_empty_levels(transport, guard, patience, setup)
     device, placement = setup.stages.device, setup.schedule.placement
     channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in every_channel(placement)]
     with guard.opening("while connecting the ranks"):
@@ -245,7 +247,8 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     if isinstance(build, CutsForSchedules):
         build = build.for_schedule(schedule, planned_cut(options.schedule))
     modules = modules_of(build, schedule, peers.rank)
-    stages = Stages(modules, options.split, gradients, cuda_graphs=options.cuda_graphs)
+    levels = recompute_levels(options, schedule)
+    stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs)
     if options.pace is not None and stages.device.type != "cpu":
         raise InputError(f"pace is for rehearsals on CPUs; passes on {stages.device} take the time they take")
     # Both raise where this schedule cannot be run, which all ranks should hear of now and not when they are connected.
@@ -292,6 +295,7 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
     if setup is not None:
         schedule = setup.schedule
         terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"
+        terms["recompute"] = str(setup.stages.levels)
         terms["kind of device"] = setup.stages.device.type
         terms["planning"] = "none" if setup.planner is None else f"auto with {setup.planner.limits_in_words}"
         rewinding = [type(hook).__name__ for hook in options.hooks if getattr(hook, "needs_rollback_point", False)]
@@ -326,6 +330,21 @@ def _compare_models(transport: Transport, guard: FailureGuard, patience: Patienc
                 raise InputError("; ".join(filter(None, dict.fromkeys(found))))
     if setup.whole is not None:
         setup.whole.was_connected()
+
+
+def _refuse_empty_levels(transport: Transport, guard: FailureGuard, patience: Patience, setup: Setup) -> None:
+    """Where a level of recomputation chooses no module on any rank, close, and raise the same `InputError` on all of them."""
+    stages = setup.stages
+    if not stages.levels.given:
+        return
+    doing = "comparing levels of recomputation"
+    with guard.opening(f"while {doing}"):
+        told = patience.bear(lambda: transport.gather_objects((stages.levels_that_choose(), stages.names_of_modules())), doing)
+        empty = [name for name in stages.levels.given if not any(name in those for those, _ in told)]
+        if empty:
+            names = list(dict.fromkeys(name for _, names in told for name in names))
+            known = f"Modules in stages are called {', '.join(names)}: give patterns such as '*.{names[0]}'" if names else "They have none"
+            raise InputError(f"recompute={{{empty[0]!r}: ...}} chooses no module of any stage; the levels are {stages.levels}. {known}")
 
 
 def _fingerprint(value: object) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerobubble.errors import InputError
 from zerobubble.runtime.measure.storages import addresses_of, storages_of
 
 
@@ -45,7 +46,7 @@ def _read(node: Any, name: str) -> list[Tensor]:
     """The tensors of one attribute; none where they are freed, changed in place or to be computed again."""
     try:
         value = getattr(node, name)
-    except RuntimeError:
+    except (RuntimeError, InputError):
         return []
     parts = value if isinstance(value, (tuple, list)) else (value,)
     return [part for part in parts if isinstance(part, Tensor)]

@@ -93,5 +93,9 @@ def flops_of(call: Callable[[], object]) -> int:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a part of `module` is compiled, which counting would disturb."""
-    wrapper = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()  # importing it takes seconds
-    return any(isinstance(part, wrapper) or part._compiled_call_impl is not None for part in module.modules())
+    return any(is_wrapped(part) or part._compiled_call_impl is not None for part in module.modules())
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether `module` is what torch.compile has made of another one."""
+    return "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.eval_frame.OptimizedModule)  # importing it takes seconds

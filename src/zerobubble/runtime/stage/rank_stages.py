@@ -14,11 +14,14 @@ from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.ways import TRACED, ways_of
+from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import tensors_in
 
 Build = Callable[[int, int], nn.Module]
+MOST_NAMES = 8
+"""Names of modules that a rank tells as a hint."""
 
 
 @runtime_checkable
@@ -33,14 +36,21 @@ class CutsForSchedules(Protocol):
 class Stages:
     """The modules of this rank, which are on one `device`, and how their backward passes come apart.
 
-    With `cuda_graphs`, those that are traced replay their passes as CUDA graphs. Raises `InputError` for modules on several devices, for a
-    way that there is not, and for CUDA graphs of what has none.
+    With `cuda_graphs`, those that are traced replay their passes as CUDA graphs. `levels` tell what R computes again. Raises `InputError`
+    for modules on several devices, for a way that there is not, and for CUDA graphs of what has none.
     """
 
     def __init__(
-        self, modules: dict[int, nn.Module], split: str | Mapping[int, str], gradients: Gradients, *, cuda_graphs: bool = False
+        self,
+        modules: dict[int, nn.Module],
+        split: str | Mapping[int, str],
+        gradients: Gradients,
+        levels: RecomputeLevels,
+        *,
+        cuda_graphs: bool = False,
     ) -> None:
         self.modules = modules
+        self.levels = levels
         self.device = _device(modules)
         self._ways = ways_of(split, modules)
         if cuda_graphs and self.device.type != "cuda":
@@ -52,8 +62,8 @@ class Stages:
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}
 
-    def of(self, schedule: Schedule) -> dict[int, Stage]:
-        """The stages for `schedule`; what was traced serves every schedule.
+    def of(self, schedule: Schedule, level: str | None = None) -> dict[int, Stage]:
+        """The stages for `schedule`; what was traced serves every schedule. R computes again what `level` says, or the level of each stage.
 
         Raises `InputError` for stages whose forwards the schedule computes again, and that cannot.
         """
@@ -65,10 +75,23 @@ class Stages:
             stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
             if index in again:
                 _refuse_to_recompute(stage, way)
+                stage.computed_again = self.levels.of(level or self.levels.name_of(index), index, module)
             if way in TRACED:
                 self._traced[index] = stage
             stages[index] = stage
         return stages
+
+    def levels_that_choose(self) -> list[str]:
+        """The levels of recomputation by which R has anything to do in one of these stages."""
+        return [
+            name for name in self.levels.given if any(self.levels.of(name, index, module).chooses for index, module in self.modules.items())
+        ]
+
+    def names_of_modules(self) -> list[str]:
+        """By which names the modules in these stages are called where they are, the first of them, as a hint."""
+        paths = (path for module in self.modules.values() for path, _ in module.named_modules())
+        names = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+        return [name for name in names if name and not name.isdecimal()][:MOST_NAMES]
 
     @contextmanager
     def training(self, stages: dict[int, Stage], meter: Meter | None) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,9 @@ from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocas
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
+from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
 from zerobubble.runtime.stage.first_run import FirstRun
+from zerobubble.runtime.stage.levels import ComputedAgain
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
@@ -42,7 +44,8 @@ class Stage:
 
     `forward` takes and gives the tensors at the stage's boundaries, detached. `backward` takes a gradient, or None, for each output that
     requires one and gives one, or None, for each input that requires one. `weight` does what the splitter left to it. `gradients` says
-    where weight gradients are summed. `lean_forward` and, later, `forward_again` are together what `forward` is.
+    where weight gradients are summed. `lean_forward` and, later, `forward_again` are together what `forward` is: `computed_again`
+    tells of what, where a schedule has R's of this stage.
 
     `forward` runs under the caller's autocast; `backward` and `weight` run outside of it, as torch asks, so that what was computed in full
     precision goes back in full precision.
@@ -64,13 +67,14 @@ class Stage:
         self.splitter = splitter
         self.shards = shards_of(module, index)
         self.parameters = tuple(module.parameters())
+        self.computed_again: ComputedAgain | None = None
         self._knows_gathered = False
         self._collected = self.parameters
         self._gradients = gradients
         self.meter: Meter | None = None
         self._after_forward: dict[int, tuple[Tensors, list[Any]]] = {}
         self._before_weight: set[int] = set()
-        self._first_runs: dict[int, FirstRun] = {}
+        self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
         self._goes_back = True
 
     def begin(self, meter: Meter | None = None) -> None:
@@ -113,8 +117,12 @@ class Stage:
     def stepping(self, meter: Meter | None = None) -> Iterator[None]:
         """Around a step: inside, the module is as its passes need it."""
         self.begin(meter)
-        with self.splitter.stepping():
+        with self.splitter.stepping(), shadowing(self._parts_again or {}):
             yield
+
+    @property
+    def _parts_again(self) -> Mapping[str, nn.Module] | None:
+        return None if self.computed_again is None else self.computed_again.parts
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
@@ -125,7 +133,11 @@ class Stage:
         return outputs
 
     def lean_forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
-        """F that keeps its inputs alone: `forward_again` makes what the backward pass needs."""
+        """F that keeps no more than its inputs, or those of what is computed again: `forward_again` makes what the backward pass needs."""
+        if self._parts_again is not None:
+            calls = self._first_runs[microbatch] = ChosenCalls(self.index, self.meter)
+            with calls.recording():
+                return self.forward(microbatch, inputs, finish)
         first = self._first_runs[microbatch] = FirstRun(self.module, self.index, inputs, finish, self.meter)
 
         def run(arguments: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
@@ -138,11 +150,15 @@ class Stage:
         return outputs.with_tensors(apart) if isinstance(outputs, Payload) else apart
 
     def forward_again(self, microbatch: int) -> None:
-        """R: run the module once more on the inputs that `lean_forward` kept; where nothing goes back, nothing is computed.
+        """R: run the module, or what of it is computed again, once more on the inputs that `lean_forward` kept.
 
-        Raises `InputError` where the second run gives something else to go back from than the first one.
+        Where nothing goes back, nothing is computed. Raises `InputError` where a second run gives something else to go back by than the
+        first one.
         """
         first = self._first_runs.pop(microbatch)
+        if isinstance(first, ChosenCalls):
+            first.run_again()
+            return
         if not first.num_to_go_back_from:
             self._after_forward[microbatch] = (tuple(x for x in first.inputs if x.requires_grad), [])
             return
@@ -229,12 +245,14 @@ class Stage:
         tensors += [tensor for first in self._first_runs.values() for tensor in first.inputs]
         nodes = [edge.node for _, edges in saved for edge in edges]
         owned = (*self.parameters, *self.module.buffers())
-        waiting = len(self._first_runs) + len(self._after_forward) + len(self._before_weight)
-        return waiting, held_bytes([*tensors, *self.splitter.held()], nodes, owned)
+        waiting = {*self._first_runs, *self._after_forward} | self._before_weight
+        return len(waiting), held_bytes([*tensors, *self.splitter.held()], nodes, owned)
 
     def report(self) -> SplitReport:
         """How the backward pass comes apart, as far as it is known by now, and which passes compute anything."""
         report = self.splitter.report()
+        if self.computed_again is not None:
+            report = replace(report, notes=(*report.notes, str(self.computed_again)))
         if any(parameter.requires_grad for parameter in self.parameters):
             return report
         return replace(report, share=None, at_once=(), passes="FB" if self._goes_back else "F")

@@ -173,15 +173,21 @@ class Survival:
         modules = [module for _, module in sorted(session.setup.stages.modules.items())]
         count = options.num_microbatches * len(self._layout.pipelines)
         tied = session.setup.tied
-        return replace(
+        changed = replace(
             options, build_or_modules=modules, schedule=self.schedule, num_microbatches=count, tied=tied, mesh=None, survive=False
         )
+        again, levels = self._stages_again(), session.setup.stages.levels
+        return replace(changed, recompute=levels.as_one(sorted(again))) if again and levels.given else changed
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """What is played by those that are left."""
         schedule = rerouted(self._placement, self._layout.pipelines, self.gone, num_microbatches)
-        again = {stage for row in self._schedule.rows for stage, _ in recomputed(row)}
+        again = self._stages_again()
         return with_recompute(schedule, again) if again else schedule
+
+    def _stages_again(self) -> set[int]:
+        """The stages of which forwards were computed again from the beginning."""
+        return {stage for row in self._schedule.rows for stage, _ in recomputed(row)}
 
     def makes_it_again(self, session: Session) -> bool:
         """Whether this rank's call is to be made again, as those that are left have met again."""

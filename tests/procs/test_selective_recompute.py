@@ -1,0 +1,341 @@
+"""Forwards of which R computes chosen modules again leave what they leave when they run once, to the bit, in the predicted bytes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerobubble as zb
+from tests.procs.models import loss_fn
+from tests.procs.programs import programs_of, run_forked
+from tests.procs.ranks import Ranks
+from zerobubble.costs import Level
+from zerobubble.planning import Solved
+from zerobubble.planning.recomputation import Recomputation
+from zerobubble.runtime.stage.levels import GivenLevels, RecomputeLevels
+from zerobubble.schedules import with_recompute
+
+WIDTH = 8
+ATTENTION = {"selective": ["*.attn"]}
+
+
+class Attention(nn.Module):
+    """Attention with dropout and running statistics, called with a named argument; gives a tuple and adds to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = self.drop((q @ k.mT * scale).softmax(-1))
+        y = self.out(weights @ v)
+        zb.nn.add_loss("weights", weights.square().mean() * 0.01)
+        return self.norm(y.flatten(0, 1)).view_as(y), weights.mean()
+
+
+class Block(nn.Module):
+    """Attention that is called twice, a checkpoint with dropout around another, and a perceptron that works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+        self.again = Attention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            y, mean = self.attn(x, scale=0.5)
+            x = x + y + mean
+        x = x + checkpoint(lambda x: self.again(x, scale=1.0)[0], x, use_reentrant=False)
+        with torch.autocast("cpu", enabled=False):
+            return x + self.mlp(x.to(self.mlp[0].weight.dtype))
+
+
+class Stage(nn.Module):
+    """A stage of one block, with a skip from the first stage to the last, and a tied weight at both ends."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.tok = nn.Embedding(11, WIDTH) if stage == 0 else None
+        self.head = nn.Linear(WIDTH, 11, bias=False) if stage == num_stages - 1 else None
+        self.blocks = nn.ModuleList([Block()])
+        self.skip = Skip(stage, num_stages)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.tok is None else self.tok(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.skip(x)
+        return x if self.head is None else self.head(x)
+
+
+class Skip(nn.Module):
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            zb.nn.stash("skip", x.tanh())
+        return x.sigmoid() * zb.nn.pop("skip") if self.is_last else x.sigmoid()
+
+
+def leave(group: Any, schedule: zb.Schedule, recompute: Any, split: str, dtype: torch.dtype | None) -> list[Tensor]:
+    """All tensors that two steps leave on this rank, of which the second takes other microbatches; under autocast with a `dtype`."""
+    tied = [[(0, "tok.weight"), (schedule.num_stages - 1, "head.weight")]]
+    count = schedule.num_microbatches
+
+    def build(stage: int, num_stages: int) -> nn.Module:
+        return Stage(stage, num_stages) if dtype else Stage(stage, num_stages).double()
+
+    with zb.Pipeline(build, schedule, count, loss_fn, group=group, tied=tied, recompute=recompute, split=split) as pipe:
+        torch.manual_seed(7 + pipe.rank)
+        losses = []
+        for step in range(2):
+            tokens = torch.randint(0, 11, (2 * count, 6), generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                losses.append(pipe.step(tokens[:, :-1], tokens[:, 1:]).detach())
+            pipe.metering = True
+        parts = [part for module in pipe.modules.values() for part in (*(p.grad for p in module.parameters()), *module.buffers())]
+        added = [value.clone() for value in pipe.added_losses.values()]
+    return [*losses, *added, *(part.detach().clone() for part in parts if part is not None), torch.get_rng_state()]
+
+
+WHAT: dict[str, Any] = {
+    "names": ATTENTION,
+    "classes": {"mine": [Attention, Skip, nn.Sequential]},
+    "a function": {"mine": lambda name, module: name.startswith("blocks.0.")},
+    "inner ones": {"mine": ["*.qkv", "*.norm", "*.attn.*", "*.again.out"]},
+    "by stage": {"mine": {1: Block}},
+}
+
+
+def are_equal(group: Any, name: str, microbatches: int, what: str, split: str, dtype: torch.dtype | None) -> bool:
+    plain = zb.make(name, group.size(), microbatches)
+    before = leave(group, plain, None, split, dtype)
+    after = leave(group, with_recompute(plain), WHAT[what], split, dtype)
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "case"),
+    [
+        ("zb-h1", 2, (3, "names", "deferred", None)),
+        ("1f1b", 2, (2, "a function", "whole", torch.bfloat16)),
+        ("zb-v", 2, (2, "by stage", "deferred", torch.bfloat16)),
+        ("gpipe", 2, (2, "inner ones", "deferred", None)),
+        pytest.param("1f1b", 3, (4, "classes", "deferred", None), marks=pytest.mark.long),
+        pytest.param("zb-v", 2, (4, "names", "whole", None), marks=pytest.mark.long),
+    ],
+)
+def test_chosen_modules_that_run_twice_leave_what_they_leave_when_they_run_once(world: Ranks, name: str, ranks: int, case: Any) -> None:
+    assert all(world.run(are_equal, name, *case, ranks=ranks))
+
+
+# What is held.
+
+
+def blocks(stage: int, num_stages: int) -> nn.Module:
+    torch.manual_seed(stage)
+    return nn.Sequential(*[Plain() for _ in range(3)])
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def measure(group: Any, microbatches: int) -> list[tuple[int, int, int]]:
+    """By rank: the peak that a profile predicts, the one of a step, and the one without R."""
+    x = torch.randn(2 * microbatches, 8, 32)
+    peaks = []
+    plain = zb.make("gpipe", group.size(), microbatches)
+    for schedule in (with_recompute(plain), plain):
+        with zb.Pipeline(blocks, schedule, microbatches, nn.functional.mse_loss, group=group, recompute={"most": "*.mlp"}) as pipe:
+            costs = pipe.profile(x, x, steps=1)
+            pipe.metering = True
+            pipe.step(x, x)
+            peaks.append((zb.simulation.peak_memory(schedule, costs), [figures.peak_bytes or 0 for figures in pipe.timeline().ranks]))
+    (predicted, held), (_, without) = peaks
+    return list(zip(predicted, held, without, strict=True))
+
+
+def test_the_bytes_held_are_those_predicted(world: Ranks) -> None:
+    for rank, (predicted, held, without) in enumerate(world.run(measure, 6, ranks=2)[0]):
+        assert abs(predicted / held - 1) <= 0.05, (rank, predicted, held)
+        assert held < 0.6 * without
+
+
+def test_the_page_s_program_runs(tmp_path: Path) -> None:
+    *_, program = programs_of("docs/recompute.md")
+    plain, lean = run_forked(program, tmp_path, 2).splitlines()
+    before, after = (list(map(int, re.findall(r"\d+", line.partition("[")[2]))) for line in (plain, lean))
+    assert len(before) == 2
+    assert after[0] < 0.7 * before[0]
+
+
+# Plans.
+
+
+def partly(ranks: int) -> Solved:
+    """A plan of which rank 0 computes its stage again in part, and the others compute theirs whole."""
+    part, full = Level("selective", 0.1, 0.5), Level("full", 1.0, 0.1)
+    costs = zb.Costs.uniform(ranks).with_recompute([part, *[full] * (ranks - 1)])
+    again = Recomputation((part, full), (part, *[full] * (ranks - 1)))
+    problem = zb.planning.Problem(zb.Placement.linear(ranks), 4, costs, zb.Limits((10**9,) * ranks), recomputation=again)
+    return Solved.of(problem, problem.bound(), with_recompute(zb.make("gpipe", ranks, 4)), 0.0, "made")
+
+
+def play_plan(group: Any, recompute: Any) -> str:
+    """What a pipeline that plays a plan tells of its stages, or why it does not."""
+    x = torch.randn(8, 8, 32)
+    try:
+        with zb.Pipeline(blocks, partly(group.size()), 4, nn.functional.mse_loss, group=group, recompute=recompute) as pipe:
+            pipe.step(x, x)
+            return str(pipe.describe(x, x))
+    except zb.InputError as error:
+        return str(error)
+
+
+def test_a_plan_tells_the_level_of_each_stage(world: Ranks) -> None:
+    for told in world.run(play_plan, {"selective": ["*.mlp"], "other": ["*.norm"]}, ranks=2):
+        assert "level 'selective': R computes again 0.mlp, 1.mlp, 2.mlp\n" in told
+        assert told.endswith("level 'full': R computes all of it again")
+
+
+def test_those_that_go_on_without_a_rank_compute_again_what_they_did_before() -> None:
+    given: GivenLevels = {"selective": "*.mlp", "by stage": {1: "*.norm"}}
+    planned = RecomputeLevels(given, ["selective", "by stage", "by stage", "full"])
+    after = RecomputeLevels(planned.as_one(range(4)))
+    for stage in range(4):
+        before, now = (levels.of(levels.name_of(stage), stage, blocks(stage, 4)).parts for levels in (planned, after))
+        assert (before is None, before and list(before)) == (now is None, now and list(now)) == WHOLE_OR_PARTS[stage]
+
+
+WHOLE_OR_PARTS = [(False, ["0.mlp", "1.mlp", "2.mlp"]), (False, ["0.norm", "1.norm", "2.norm"]), (True, None), (True, None)]
+
+
+# What is refused.
+
+
+class ChangesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        y = self.part(x).tanh()
+        x.mul_(2)
+        return y
+
+
+class Counts(nn.Module):
+    """Saves less when it is computed again, which is its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(32, 32)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.part(x).tanh().sin() if self.calls <= 2 else self.part(x)
+
+
+class AsksForGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(x)
+        (slope,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+        (slope,) = torch.autograd.grad(slope.sum(), self.part.weight)
+        return y + slope.sum()
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+        self.part.compile(backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def refused(group: Any, stage_type: Any, recompute: Any, split: str) -> str:
+    schedule = with_recompute(zb.make("gpipe", 2, 2))
+    x = torch.randn(4, 8, 32)
+    with (
+        pytest.raises((zb.InputError, zb.PipelineError)) as caught,
+        zb.Pipeline(
+            lambda s, n: nn.Sequential(stage_type()), schedule, 2, nn.functional.mse_loss, group=group, recompute=recompute, split=split
+        ) as pipe,
+    ):
+        pipe.step(x, x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stage_type", "recompute", "split", "told"),
+    [
+        (
+            ChangesInput,
+            {"a": "*.part"},
+            "deferred",
+            "(2, 8, 32) torch.float32, was changed in place, so that it cannot be computed again",
+        ),
+        (Counts, {"a": Counts}, "whole", "tensors for its backward, and"),
+        (
+            AsksForGradients,
+            {"a": "*.part"},
+            "deferred",
+            "gradients are asked for within the forward that go back through '0.part'",
+        ),
+        (
+            Compiled,
+            {"a": "*.part.0"},
+            "deferred",
+            "of stage 0 cannot be computed again by itself, as '0.part' is compiled as one",
+        ),
+        (Plain, {"a": "*.mlp"}, "graph", "split='graph' traces stage 0, whose forwards run once"),
+        (
+            Plain,
+            {"a": "*.attn"},
+            "deferred",
+            "chooses no module of any stage; the levels are a (*.attn). Modules in stages are",
+        ),
+        (Plain, {"a": "*.mlp", "b": "*.norm"}, "deferred", "tells no levels, and several are given: a, b"),
+        (Plain, {"full": "*.mlp"}, "deferred", "the level 'full' is always known, and is the whole stage"),
+        (Plain, {"a": {2: "*.mlp"}}, "deferred", "of level 'a' in stage 2, but the schedule has stages 0 to 1"),
+        (Plain, ["*.mlp"], "deferred", "recompute must be what R computes again by the name of the level"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_refused_on_every_rank(
+    world: Ranks, stage_type: Any, recompute: Any, split: str, told: str
+) -> None:
+    for text in world.run(refused, stage_type, recompute, split, ranks=2):
+        assert told in text
+
+
+def test_a_level_that_is_not_told_is_refused_with_the_remedy(world: Ranks) -> None:
+    for told in world.run(play_plan, {"other": "*.mlp"}, ranks=2):
+        assert "levels that the pipeline does not know: 0 (selective). Tell which modules" in told
