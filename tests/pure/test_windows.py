@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
 import zerobubble as zb
+from zerobubble.cli import main
+from zerobubble.export.svg import timeline_svg
+
+PICTURE = Path(__file__).parents[2] / "docs/windows.svg"
 
 NAMES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "chimera", "interleaved-1f1b"]
 
@@ -40,3 +48,36 @@ def test_what_is_free_in_a_window_is_what_the_rank_does_not_hold(name: str) -> N
 def test_a_schedule_beyond_the_limits_has_no_windows() -> None:
     with pytest.raises(zb.InputError, match="rank 0 holds up to 2000000 bytes, 1500000 more than its limit of 500000"):
         zb.explain.windows(zb.make("1f1b", 2, 2), zb.Costs.uniform(2), zb.Limits((500_000, 2_000_000)))
+
+
+def test_the_picture_of_the_page_is_what_its_command_draws(tmp_path: Path) -> None:
+    drawn = tmp_path / "windows.svg"
+    asked = ["show", "1f1b", "--ranks", "4", "--microbatches", "8", "--windows"]
+    result = CliRunner().invoke(main, [*asked, "--svg", str(drawn)])
+    assert result.exit_code == 0, result.output
+    assert "rank 0: 4 windows of 9 ms in all, the longest of 6 ms before step 4, with room for 0 microbatches" in result.stdout
+    assert drawn.read_text(encoding="utf-8") == PICTURE.read_text(encoding="utf-8"), "docs/windows.svg is stale: draw it again"
+    found = json.loads(CliRunner().invoke(main, [*asked, "--json"]).stdout)["windows"]
+    assert found[3] == {"rank": 3, "windows": [{"step": 0, "start": 0.0, "end": 3.0, "free_bytes": 1_000_000}]}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--html", "page.html"), "pages do not draw windows: write --svg, or leave out --windows"),
+        (("--memory", "2", "--offload", "1"), "windows are found without copies: leave out --offload or --windows"),
+    ],
+)
+def test_what_windows_do_not_go_with(options: tuple[str, ...], why: str) -> None:
+    result = CliRunner().invoke(main, ["show", "1f1b", "--ranks", "4", "--microbatches", "8", "--windows", *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert why in result.stderr
+
+
+def test_windows_are_drawn_into_one_timeline_of_their_ranks() -> None:
+    schedule, costs = zb.make("1f1b", 2, 2), zb.Costs.uniform(2)
+    timeline, found = zb.simulate(schedule, costs), zb.explain.windows(schedule, costs)
+    assert timeline_svg(timeline, windows=found).count("window of ") == sum(map(len, found))
+    for timelines, windows in (((timeline, timeline), found), ((timeline,), found[:1])):
+        with pytest.raises(zb.InputError, match="windows are drawn into one timeline of their schedule"):
+            timeline_svg(*timelines, windows=windows)

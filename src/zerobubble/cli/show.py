@@ -22,6 +22,9 @@ from zerobubble.cli.offload import picture as offload_picture
 from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
 from zerobubble.cli.page import write_page
 from zerobubble.cli.terminal import is_coloured
+from zerobubble.cli.windows import as_dicts as windows_as_dicts
+from zerobubble.cli.windows import told as windows_told
+from zerobubble.cli.windows import windows_of, windows_option
 from zerobubble.export.svg import timeline_svg
 from zerobubble.gathers import RankGathers
 from zerobubble.simulation import simulate
@@ -45,6 +48,7 @@ REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last s
 @cost_options
 @gather_options
 @offload_options
+@windows_option
 @picture_options
 @width_option
 @json_option
@@ -55,6 +59,7 @@ def show(
     given: CostOptions,
     sharded: GatherOptions,
     offloading: OffloadOptions,
+    with_windows: bool,
     pictures: PictureFiles,
     width: int | None,
     as_json: bool,
@@ -75,6 +80,7 @@ def show(
       zerobubble show zb-v --ranks 4 --microbatches 8 --weights 12GB --gathered 6GB --gather-rate 50GB
       zerobubble show 1f1b --ranks 4 --microbatches 8 --memory 3 --offload 0.5
       zerobubble show 1f1b --ranks 4 --microbatches 8 --vocabulary 2
+      zerobubble show 1f1b --ranks 4 --microbatches 8 --windows --svg windows.svg
       zerobubble show plan.json
       zerobubble show mine.csv --costs costs.json --svg mine.svg --html mine.html
     """
@@ -88,19 +94,27 @@ def show(
         )
     if away is not None and pictures.html is not None:
         raise click.UsageError("pages do not draw copies to the host: write --svg, or leave out --offload")
+    if away is not None and with_windows:
+        raise click.UsageError("windows are found without copies: leave out --offload or --windows")
+    if with_windows and pictures.html is not None:
+        raise click.UsageError("pages do not draw windows: write --svg, or leave out --windows")
+    idle = windows_of(costed) if with_windows else ()
     timeline = simulate(costed.schedule, costed.costs) if away is None else away.timeline
     gathers = planned(costed.schedule, divided)
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
-        write_text(pictures.svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit))
+        write_text(pictures.svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit, windows=idle))
     if pictures.html is not None:
         write_page(pictures.html, [evaluate(costed)])
     if as_json:
         weights = {"weights": as_dicts(gathers)} if gathers else {}
         moved = {} if away is None else {"offload": {"makespan_without": ms(away.without), "ranks": offloads_as_dicts(away)}}
-        click.echo(json.dumps(_as_dict(costed, timeline) | weights | moved, indent=2))
+        unused = {"windows": windows_as_dicts(idle)} if idle else {}
+        click.echo(json.dumps(_as_dict(costed, timeline) | weights | moved | unused, indent=2))
     else:
         _print(costed, timeline, gathers, told_in_time(costed, gathers, divided), away, Console(width=width))
+        if idle:
+            click.echo(f"\n{windows_told(idle, costed)}")
 
 
 def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from zerobubble.arguments import each, takes
 from zerobubble.errors import InputError
+from zerobubble.explain import Window
 from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import COPY_COLOURS, REDUCTION_COLOUR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
@@ -29,6 +30,10 @@ svg{color-scheme:light dark;font-family:"Helvetica Neue",Helvetica,Arial,sans-se
 .held{fill:#8b95a1;fill-opacity:.38;stroke:#59636e;stroke-width:.8}.end{text-anchor:end}.middle{text-anchor:middle}
 @media (prefers-color-scheme:dark){.paper{fill:#14181d}.ink{fill:#e6eaef}.soft{fill:#9aa5b1}.idle{fill:#1f252c}
 .hatch{stroke:#343c46}.grid{stroke:#e6eaef}.held{fill:#9aa5b1;stroke:#9aa5b1}}
+"""
+
+WINDOW_STYLE = """.window{fill:#fff;fill-opacity:.75;stroke:#1b1f24;stroke-width:1;stroke-dasharray:3 2}
+@media (prefers-color-scheme:dark){.window{fill:#14181d;stroke:#e6eaef}}
 """
 
 HATCH = (
@@ -90,7 +95,12 @@ class _Frame:
 
 @takes(timelines=each(Timeline), title=str)
 def timeline_svg(
-    *timelines: Timeline, title: str = "", width: int = 1100, memory: bool = False, microbatch_bytes: Sequence[int] | None = None
+    *timelines: Timeline,
+    title: str = "",
+    width: int = 1100,
+    memory: bool = False,
+    microbatch_bytes: Sequence[int] | None = None,
+    windows: Sequence[Sequence[Window]] = (),
 ) -> str:
     """An SVG document of `timelines`, one below the other, `width` pixels wide.
 
@@ -98,7 +108,9 @@ def timeline_svg(
     overlapped; idle time is hatched; a rank's later stages are lighter; its sums over replicas and its copies to the host and back
     are thin bars below it.
     `memory` adds a strip below each rank with what it holds; its peak is written in bytes, or in microbatches where `microbatch_bytes`
-    gives those of one for each rank. Raises `InputError` for no timeline, a width below 640, or memory asked of timelines that carry none.
+    gives those of one for each rank. `windows`, as `zb.explain.windows` finds them for the schedule of a single timeline, are framed, with
+    their length and free memory as a tooltip. Raises `InputError` for no timeline, a width below 640, memory asked of timelines that carry
+    none, and windows of other ranks or for several timelines.
     """
     if not timelines:
         raise InputError("a picture needs at least one timeline, got none")
@@ -106,12 +118,15 @@ def timeline_svg(
         raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
     if memory and not any(timeline.peak_bytes for timeline in timelines):
         raise InputError("no timeline carries memory: simulate them, or leave memory out")
+    if windows and (len(timelines) > 1 or len(windows) != timelines[0].num_ranks):
+        ranks = f"{len(windows)} ranks to {counted(len(timelines), 'timeline')} of {timelines[0].num_ranks} ranks"
+        raise InputError(f"windows are drawn into one timeline of their schedule, got those of {ranks}: draw each timeline by itself")
     peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
     frame = _Frame(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
-    return "\n".join(_document(frame, timelines, title)) + "\n"
+    return "\n".join(_document(frame, timelines, title, windows)) + "\n"
 
 
-def _document(frame: _Frame, timelines: Sequence[Timeline], title: str) -> Iterator[str]:
+def _document(frame: _Frame, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]]) -> Iterator[str]:
     top = 44
     bottom = top + sum(frame.panel_height(timeline) for timeline in timelines)
     height = bottom + AXIS
@@ -119,13 +134,16 @@ def _document(frame: _Frame, timelines: Sequence[Timeline], title: str) -> Itera
     size = f'viewBox="0 0 {frame.width} {height}" width="{frame.width}" height="{height}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{label}</title>"
-    yield f"<style>{STYLE}{''.join(_shade_rules(frame, timelines))}</style><defs>{HATCH}</defs>"
+    yield f"<style>{STYLE}{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(frame, timelines))}</style><defs>{HATCH}</defs>"
     yield f'<rect class="paper" width="{frame.width}" height="{height}"/>'
     yield f'<text class="ink title" x="{LEFT - 46}" y="28">{escape(title)}</text>'
-    yield from _legend(frame, timelines)
+    yield from _legend(frame, timelines, has_windows=bool(windows))
     for timeline in timelines:
         yield from _grid(frame, top + CAPTION - 4, top + frame.panel_height(timeline) - 8)
         yield from _panel(frame, timeline, top)
+        for rank, own in enumerate(windows):
+            for window in own:
+                yield _window(frame, window, top + CAPTION + rank * frame.pitch(timeline))
         top += frame.panel_height(timeline)
     yield from _axis(frame, bottom)
     yield "</svg>"
@@ -147,13 +165,14 @@ def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
         yield "".join(f".{_COPIES[way]}{{fill:{colour}}}" for way, colour in COPY_COLOURS.items())
 
 
-def _legend(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
+def _legend(frame: _Frame, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[str]:
     """Swatches at the top right, one per stage of a rank, written from right to left."""
     entries = [(f"{kind} {traits_of(kind).phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
     right = float(frame.width - RIGHT)
     sums = [("sum over replicas", ["sum"])] if any(timeline.reductions for timeline in timelines) else []
     copies = [(f"copy {way}", [name]) for way, name in _COPIES.items()] if any(timeline.copies for timeline in timelines) else []
-    for text, classes in reversed([*entries, *sums, *copies, ("idle", [""])]):
+    windows = [("window", ["window"])] if has_windows else []
+    for text, classes in reversed([*entries, *sums, *copies, ("idle", [""]), *windows]):
         right -= len(text) * 5.9
         yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
         for name in reversed(classes):
@@ -223,6 +242,13 @@ def _bar(frame: _Frame, timeline: Timeline, one: Reduction | Copy, name: str, wh
     when = f"{show_ms(one.start - timeline.start)} to {show_ms(one.end - timeline.start)}"
     bar = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - 0.7):.2f}" height="{BAR}" rx="1.5"/>'
     return f"<g>{bar}<title>{escape(what)}; {when}</title></g>"
+
+
+def _window(frame: _Frame, window: Window, y: int) -> str:
+    x, end = frame.x(window.start), frame.x(window.end)
+    box = f'<rect class="window" x="{x + 1:.2f}" y="{y + 3}" width="{max(0.4, end - x - 2.7):.2f}" height="{ROW - 6}" rx="1.5"/>'
+    told = f"window of {show_ms(window.duration)} before step {window.step}, {show_bytes(window.free)} free"
+    return f"<g>{box}<title>{escape(told)}</title></g>"
 
 
 def describe(timeline: Timeline, span: Span) -> str:
