@@ -2,6 +2,8 @@
 
 It is a dispatching rule: every F and B has a due date, and a rank takes the most urgent of the passes that are ready, or waits a little for
 a more urgent one. W has no due date of its own; it goes where a gap is worth it, memory asks for it, or too many W are pending.
+An F may not run too far ahead of what its rank does next for the same microbatch: else, while the first microbatches are still on their way
+to their B, memory fills with others that have come less far, and no room is left for what could run.
 
 No order it makes runs into a dead end of memory: each rank keeps room for the microbatch that has come furthest on it to reach its
 last stage there and to run its B, which gives memory back.
@@ -81,33 +83,35 @@ def list_scratch(tables: Tables) -> ListScratch:
 
 
 @compiled
-def list_schedule(tables: Tables, due: Floats, dispatch: Records, scratch: ListScratch) -> tuple[int, int]:
-    """Write into `scratch.order` the schedule that due dates (ns, of microbatch 0) and a `DISPATCH` per rank lead to.
+def list_schedule(tables: Tables, due: Floats, dispatch: Records, lead: Floats, scratch: ListScratch) -> tuple[int, int]:
+    """Write into `scratch.order` the schedule that due dates (ns, of microbatch 0), a `DISPATCH` per rank and leads bring about.
+
+    `lead` is, of each code of F, by how many microbatches its rank may be ahead on it of the rank's next leg, or of its B on the last.
 
     Gives the time of the longest rank and the sum over ranks, in ns; (-1, 0) where a pass is held up by memory that nothing can free.
     """
     reset(tables, due, scratch)
     for rank in range(len(tables.ranks)):
-        choose_next_pass(tables, dispatch, scratch, rank, True)
+        choose_next_pass(tables, dispatch, lead, scratch, rank, True)
     done = 0
     while done < len(scratch.order):
         rank = first_rank_to_start(scratch)
         if scratch.next_start[rank] == FAR:
             # `strict` may keep every rank waiting for a pass that waits itself: choose among all that is ready.
             for other in range(len(tables.ranks)):
-                choose_next_pass(tables, dispatch, scratch, other, False)
+                choose_next_pass(tables, dispatch, lead, scratch, other, False)
             rank = first_rank_to_start(scratch)
             if scratch.next_start[rank] == FAR:
                 return -1, 0
         done -= scratch.ranks[rank].filled
         user = run_chosen_pass(tables, dispatch[rank].period, scratch, rank)
         done += scratch.ranks[rank].filled
-        choose_next_pass(tables, dispatch, scratch, rank, True)
+        choose_next_pass(tables, dispatch, lead, scratch, rank, True)
         if user >= 0 and tables.codes[user].rank != rank:
             # A message changes what its reader runs next only if it comes before what the reader has chosen, within its patience.
             reader = tables.codes[user].rank
             if scratch.next[user].arrival <= scratch.ranks[reader].start + dispatch[reader].patience:
-                choose_next_pass(tables, dispatch, scratch, reader, True)
+                choose_next_pass(tables, dispatch, lead, scratch, reader, True)
     longest, total = 0, 0
     for rank in range(len(tables.ranks)):
         time = tables.ranks[rank].work + scratch.ranks[rank].idle
@@ -189,10 +193,10 @@ def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: i
 
 
 @inlined
-def choose_next_pass(tables: Tables, dispatch: Records, scratch: ListScratch, rank: int, strictly: bool) -> None:
+def choose_next_pass(tables: Tables, dispatch: Records, lead: Floats, scratch: ListScratch, rank: int, strictly: bool) -> None:
     """Write down what `rank` runs next and when, `FAR` if it has to wait: the most urgent F or B, or a W instead of it or before it."""
     state, rule = scratch.ranks[rank], dispatch[rank]
-    code, due, start = most_urgent(tables, dispatch, scratch, rank, strictly)
+    code, due, start = most_urgent(tables, dispatch, lead, scratch, rank, strictly)
     state.start = start
     if state.pending > 0:
         weight, weight_due = oldest_weight(tables, scratch, rank)
@@ -223,12 +227,12 @@ def oldest_weight(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int,
 
 
 @inlined
-def most_urgent(tables: Tables, dispatch: Records, scratch: ListScratch, rank: int, strictly: bool) -> tuple[int, float, int]:
+def most_urgent(tables: Tables, dispatch: Records, lead: Floats, scratch: ListScratch, rank: int, strictly: bool) -> tuple[int, float, int]:
     """The F or B to run next by due date, when it is due and when it can start; (-1, inf, FAR) if none is ready.
 
     With `strictly`, one that is due too long after the most urgent pass is left out, even if that one is not ready.
     """
-    ready, urgent = list_ready(tables, scratch, rank)
+    ready, urgent = list_ready(tables, lead, scratch, rank)
     latest = urgent + dispatch[rank].strict if strictly else np.inf
     first = FAR
     for k in range(ready):
@@ -243,17 +247,19 @@ def most_urgent(tables: Tables, dispatch: Records, scratch: ListScratch, rank: i
 
 
 @inlined
-def list_ready(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int, float]:
+def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) -> tuple[int, float]:
     """Write into `scratch.ready` the F and B that `rank` could run; their number, and the first due date of all, ready or not.
 
-    From the last stage to the first, since an F must leave room for the microbatches between it and the rank's last stage: `ahead` are
-    the bytes that the one which has come furthest will still take.
+    An F that is as far ahead as its lead allows is not one of them. From the last stage to the first, since an F must leave room for the
+    microbatches between it and the rank's last stage: `ahead` are the bytes that the one which has come furthest will still take.
     """
     state, stages = scratch.ranks[rank], len(tables.forwards)
-    ready, urgent, ahead = 0, np.inf, 0
+    ready, urgent, ahead, behind = 0, np.inf, 0, 0
     for at in range(tables.ranks[rank].forward_stop - 1, tables.ranks[rank].forward - 1, -1):
         code = tables.forwards[at]
         forward, backward = scratch.next[code], scratch.next[code + stages]
+        if at + 1 == tables.ranks[rank].forward_stop:
+            behind = backward.runs
         if backward.runs < forward.runs:
             urgent = min(urgent, backward.due)
             if backward.arrival < FAR:
@@ -261,7 +267,7 @@ def list_ready(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int, fl
                 begin = max(state.free + tables.codes[code + stages].ahead, backward.arrival)
                 one.code, one.start, one.due = code + stages, begin, backward.due
                 ready += 1
-        if forward.runs < tables.microbatches:
+        if forward.runs < tables.microbatches and forward.runs < behind + lead[code]:
             urgent = min(urgent, forward.due)
             if forward.arrival < FAR and state.alive + tables.codes[code].held + ahead <= state.room:
                 one = scratch.ready[ready]
@@ -269,4 +275,5 @@ def list_ready(tables: Tables, scratch: ListScratch, rank: int) -> tuple[int, fl
                 ready += 1
         if backward.runs == forward.runs:
             ahead += tables.codes[code].held
+        behind = forward.runs
     return ready, urgent

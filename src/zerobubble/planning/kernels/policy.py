@@ -4,10 +4,12 @@ A leg is one run of a microbatch over the ranks, through one stage of each: with
 A policy says how fast a microbatch should travel each leg and how ranks behave when they could idle. The due dates of all passes follow
 from the real times, so unequal stages need nothing special.
 
-A policy is a vector of three parts:
+A policy is a vector of four parts:
 
 - a pace for each leg forward and each leg back: the time from a due date to the next one, as a multiple of the pass's own time,
 - a rest after each leg forward and each leg back, in mean pass times,
+- the lead of each leg forward, in microbatches per mean pass time: by how many microbatches, beyond one, a rank may be ahead on this leg of
+  itself on the next one, for every mean pass time that a microbatch travels between the two; after the last leg that is until its B,
 - the parameters of the dispatching rule (see `DISPATCH` of the list scheduler) without their units: `PATIENCE`, `STRICT` and `DELAY` in
   mean pass times, `PERIOD` in the work of the busiest rank for one microbatch, `BACKLOG` in microbatches, `ALLOWANCE` in the idle time
   that the bound says is unavoidable, `PATCH` in the time of the W in question. `NEVER` switches a parameter off.
@@ -37,10 +39,10 @@ _STEP = np.array([0.3, 1.0, 10.0, 1.0, 0.3, 3.0, 10.0])
 
 def full_speed_policy(legs: int, allowance: float) -> Floats:
     """The policy with every microbatch at full speed, one each period; `allowance` as in `DISPATCH`, in units of a policy."""
-    policy = np.full(4 * legs + NUM_PARAMETERS, NEVER)
+    policy = np.full(5 * legs + NUM_PARAMETERS, NEVER)
     policy[: 2 * legs] = 1.0
     policy[2 * legs : 4 * legs] = 0.0
-    parameters = policy[4 * legs :]
+    parameters = policy[5 * legs :]
     parameters[PERIOD] = 1.0
     parameters[PATIENCE] = 0.0
     parameters[PATCH] = 1.0
@@ -48,12 +50,19 @@ def full_speed_policy(legs: int, allowance: float) -> Floats:
     return policy
 
 
+@inlined
+def legs_in(policy: Floats) -> int:
+    """The number of legs forward that a policy is for."""
+    return len(policy) // 5 - 1
+
+
 @compiled
 def draw_policy(policy: Floats) -> None:
     """Fill in a policy at random."""
-    legs = len(policy) // 4 - 1
+    legs = legs_in(policy)
     draw_paces_and_rests(policy, legs)
-    draw_parameters(policy[4 * legs :])
+    draw_leads(policy[4 * legs : 5 * legs])
+    draw_parameters(policy[5 * legs :])
 
 
 @inlined
@@ -67,6 +76,19 @@ def draw_paces_and_rests(policy: Floats, legs: int) -> None:
             policy[at] = 1.0 if at < 2 * legs else 0.0
         else:
             policy[at] = 1 + 2.2 * np.random.random() if at < 2 * legs else np.random.normal(0, 4)
+
+
+@inlined
+def draw_leads(lead: Floats) -> None:
+    """Draw the leads, half the time none, and more often than not the same for all legs but the first."""
+    limited, alike = np.random.random() < 0.5, np.random.random() < 0.6
+    for leg in range(len(lead)):
+        if not limited:
+            lead[leg] = NEVER
+        elif alike and leg > 1:
+            lead[leg] = lead[leg - 1]
+        else:
+            lead[leg] = 1.2 * np.random.random()
 
 
 @inlined
@@ -96,20 +118,29 @@ def draw_parameters(parameters: Floats) -> None:
 @compiled
 def perturb_policy(policy: Floats) -> None:
     """Change one to three numbers of `policy` a little: a neighbourhood move of the search over policies."""
-    legs = len(policy) // 4 - 1
-    pace, rest, parameters = policy[: 2 * legs], policy[2 * legs : 4 * legs], policy[4 * legs :]
+    legs = legs_in(policy)
+    pace, rest = policy[: 2 * legs], policy[2 * legs : 4 * legs]
+    lead, parameters = policy[4 * legs : 5 * legs], policy[5 * legs :]
     for _ in range(np.random.randint(1, 4)):
         step = (0.5, 0.15, 0.04)[np.random.randint(3)]
         part = np.random.random()
-        if part < 0.3:
+        if part < 0.25:
             at = np.random.randint(2 * legs)
             pace[at] = max(0.2, pace[at] + np.random.normal(0, step))
-        elif part < 0.6:
+        elif part < 0.5:
             rest[np.random.randint(2 * legs)] += np.random.normal(0, 6 * step)
-        elif part < 0.65:
+        elif part < 0.55:
             factor = 1 + np.random.normal(0, step)
             for at in range(2 * legs):
                 rest[at] *= factor
+        elif part < 0.75:
+            at = np.random.randint(legs)
+            if lead[at] == NEVER:
+                lead[at] = 1.2 * np.random.random()
+            elif np.random.random() < 0.1:
+                lead[at] = NEVER
+            else:
+                lead[at] = max(0.0, lead[at] + np.random.normal(0, step))
         else:
             one = np.random.randint(5)
             if parameters[one] == NEVER:
@@ -130,6 +161,6 @@ def cross_policies(policy: Floats, other: Floats) -> None:
 
 def for_twice_the_ranks(policies: Floats) -> Floats:
     """`policies`, a row each, with rests twice as long, which is what they may mean on twice as many ranks."""
-    legs, wider = policies.shape[1] // 4 - 1, policies.copy()
+    legs, wider = policies.shape[1] // 5 - 1, policies.copy()
     wider[:, 2 * legs : 4 * legs] *= 2
     return wider

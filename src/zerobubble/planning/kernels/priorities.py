@@ -1,4 +1,4 @@
-"""What the list scheduler goes by: due dates and parameters of the dispatching rule, from a policy or changed a stretch at a time."""
+"""What the list scheduler goes by: due dates, leads and parameters of its dispatching, from a policy or changed a stretch at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.list_scheduler import DISPATCH
-from zerobubble.planning.kernels.policy import ALLOWANCE, BACKLOG, DELAY, NEVER, PATCH, PATIENCE, PERIOD, STRICT
+from zerobubble.planning.kernels.policy import ALLOWANCE, BACKLOG, DELAY, NEVER, PATCH, PATIENCE, PERIOD, STRICT, legs_in
 from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 
 
@@ -19,17 +19,19 @@ class Priorities(NamedTuple):
     """When each code is due for microbatch 0, in ns."""
     dispatch: Records
     """The parameters of the dispatching rule, a `DISPATCH` for each rank."""
+    lead: Floats
+    """Of each code of F, by how many microbatches its rank may be ahead on it of the next leg there, or else of its B."""
 
 
 def empty_priorities(tables: Tables) -> Priorities:
     """Room for the priorities of a problem."""
-    return Priorities(np.zeros(len(tables.codes)), np.zeros(len(tables.ranks), DISPATCH))
+    return Priorities(np.zeros(len(tables.codes)), np.zeros(len(tables.ranks), DISPATCH), np.zeros(len(tables.codes)))
 
 
 @compiled
 def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, priorities: Priorities) -> None:
     """Fill in `priorities` with what `policy` means for a problem whose longest rank takes at least `bound` ns."""
-    legs = len(policy) // 4 - 1
+    legs = legs_in(policy)
     mean = mean_pass(tables)
     busiest = busiest_work(tables)
     clock, before = 0.0, -1
@@ -43,7 +45,8 @@ def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, prioriti
         clock += policy[here] * tables.codes[code].time
         before = here
     date_weights(priorities.due)
-    parameters = policy[4 * legs :]
+    apply_leads(tables, policy[4 * legs : 5 * legs], mean, priorities.lead)
+    parameters = policy[5 * legs :]
     for one in priorities.dispatch:
         one.period = parameters[PERIOD] * busiest / tables.microbatches
         one.patience = parameters[PATIENCE] * mean
@@ -52,6 +55,22 @@ def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, prioriti
         one.allowance = parameters[ALLOWANCE] * (bound - busiest) if parameters[ALLOWANCE] < NEVER else NEVER
         one.backlog = max(1.0, parameters[BACKLOG])
         one.delay = min(parameters[DELAY] * mean, NEVER)
+
+
+@inlined
+def apply_leads(tables: Tables, leads: Floats, mean: float, lead: Floats) -> None:
+    """Fill in `lead` with what the leads of a policy mean, where a pass takes `mean` ns on average."""
+    clock = 0.0
+    for code in tables.chain:
+        lead[code] = clock
+        clock += tables.codes[code].time
+    for rank in range(len(tables.ranks)):
+        first, stop = tables.ranks[rank].forward, tables.ranks[rank].forward_stop
+        for at in range(first, stop):
+            code = tables.forwards[at]
+            following = tables.forwards[at + 1] if at + 1 < stop else tables.codes[code].successor
+            way = (lead[following] - lead[code]) / mean
+            lead[code] = 1 + leads[at - first] * way if leads[at - first] < NEVER else NEVER
 
 
 @inlined
@@ -103,6 +122,7 @@ def copy_priorities(priorities: Priorities, old: Priorities) -> None:
     """Let `priorities` say what `old` says."""
     for code in range(len(old.due)):
         priorities.due[code] = old.due[code]
+        priorities.lead[code] = old.lead[code]
     for rank in range(len(old.dispatch)):
         priorities.dispatch[rank] = old.dispatch[rank]
 

@@ -21,7 +21,7 @@ def cost_of(tables: Tables, priorities: Priorities, scratch: ListScratch, weight
 
     The cost is that time plus `weight` times the mean time of a rank; infinite, with the time -1, where no schedule comes out.
     """
-    longest, total = list_schedule(tables, priorities.due, priorities.dispatch, scratch)
+    longest, total = list_schedule(tables, priorities.due, priorities.dispatch, priorities.lead, scratch)
     return (longest + weight * total / len(tables.ranks) if longest >= 0 else np.inf), longest
 
 
