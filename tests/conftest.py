@@ -53,6 +53,7 @@ ALONE = (
         "model_cuts",
         "model_habits",
         "own_layers",
+        "saved_tensors",
         "special_tensors",
         "split_matrix",
     ),

@@ -279,7 +279,8 @@ PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8
 
 def test_the_program_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for program in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
-        exec(program, {})
+        if "torchrun" not in program:  # tests/procs/test_offload_runs.py has ranks for it
+            exec(program, {})
     assert "makespan 35 ms" in capsys.readouterr().out
 
 

@@ -158,7 +158,7 @@ def plan_offloaded(
     It is never slower than the best that is found without offload, for which 40 % of the budget is: it is one of those compared. What moves
     is chosen as by `zb.offload.plan_offloads`, with fewer tries where there are many passes, so that it takes no more than some seconds.
     A rank of a `Workload` keeps 12 MB for a microbatch unless it says something else. Ctrl-C gives the best so far. `zb.Pipeline`
-    does not run offloads yet. The rest is as in `zb.plan`.
+    runs it, given as its schedule. The rest is as in `zb.plan`.
 
     Raises `InputError` for a part that cannot be used, where no order fits even with all that waits on the host, for microbatches of
     unequal cost, and for more than `MOST_PASSES` passes.

@@ -15,9 +15,11 @@ from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, 
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.planning import LayersPlan, Plan, Solved
+from zerobubble.offload import HostLink, RankOffloads, require_offloads
+from zerobubble.planning import LayersPlan, OffloadedPlan, Plan, Solved
 from zerobubble.rules import recomputed
 from zerobubble.runtime.executor.executor import Overlap
+from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
@@ -31,6 +33,8 @@ from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
+Plays = str | Schedule | Solved | Plan | LayersPlan | OffloadedPlan | MakeSchedule | Auto
+"""What a pipeline can be given to play."""
 _ALIKE = frozenset({"dp", "dp_replicate"})
 """Dimensions of a mesh along which ranks hold the same."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
@@ -42,7 +46,7 @@ class PipelineOptions:
     """The arguments of `Pipeline`, by their names."""
 
     build_or_modules: Build | nn.Module | Sequence[nn.Module]
-    schedule: str | Schedule | Solved | Plan | LayersPlan | MakeSchedule | Auto
+    schedule: Plays
     num_microbatches: int
     loss_fn: LossFunction
     loss_weight: LossWeight | None
@@ -63,6 +67,8 @@ class PipelineOptions:
     survive: bool = False
     order_by: str | CostOf | None = None
     recompute: GivenLevels | None = None
+    offload: Sequence[RankOffloads] | None = None
+    link: HostLink | None = None
 
 
 def function(call: str) -> Wanted:
@@ -78,7 +84,7 @@ WANTED: dict[str, Wanted | type] = {
     "build_or_modules": either(function("(stage_index, num_stages) -> nn.Module"), Wanted("the modules of this rank", _are_modules)),
     "schedule": either(
         Wanted("a name", lambda given: isinstance(given, str)),
-        instance(Schedule, Solved, Plan, LayersPlan, Auto),
+        instance(Schedule, Solved, Plan, LayersPlan, OffloadedPlan, Auto),
         function("(num_ranks, num_microbatches) -> Schedule"),
     ),
     "num_microbatches": MICROBATCHES,
@@ -104,6 +110,8 @@ WANTED: dict[str, Wanted | type] = {
         either(Wanted(f"{TOKENS!r}", lambda given: given == TOKENS), function("(microbatch) that gives what it costs beside the others"))
     ),
     "recompute": optional(LEVELS),
+    "offload": optional(each(RankOffloads)),
+    "link": optional(HostLink),
 }
 """What each argument must be. Whether names are known and values fit each other is judged where they are used."""
 
@@ -188,12 +196,37 @@ def ordering_fault(options: PipelineOptions) -> str:
     return ""
 
 
+def offload_fault(options: PipelineOptions) -> str:
+    """Why a pipeline with these options cannot move to the host what waits, empty where it can or is not to."""
+    is_planned = isinstance(options.schedule, OffloadedPlan)
+    if options.offload is None and not is_planned:
+        return "" if options.link is None else "link is for the copies of offloads: give offload, or leave link out"
+    if options.offload is not None and is_planned:
+        return "the plan says already what goes to the host: leave offload out, or give the plan's schedule in the place of the plan"
+    if options.schedule == "auto" or isinstance(options.schedule, Auto):
+        return "offload is for one order of passes, and 'auto' finds another: plan before with zb.planning.plan_offloaded, and give that"
+    if options.survive:
+        return "survive takes no offload, which is for one order of passes: when a rank goes the others play another; leave one of both out"
+    if options.cuda_graphs:
+        return "passes that are replayed as CUDA graphs save in memory that stays theirs: leave out cuda_graphs or offload"
+    return ""
+
+
+def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None:
+    """What ranks move to the host in `schedule`, None for nothing; raises `InputError` with all that is wrong with it."""
+    ranks = options.schedule.offloads if isinstance(options.schedule, OffloadedPlan) else options.offload
+    if ranks is None:
+        return None
+    require_offloads(schedule, Costs.uniform(schedule.num_stages), ranks)
+    return Offloads(schedule, tuple(ranks), options.link)
+
+
 def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     """What is known of the costs of the stages, and what bounds their memory: the plan's, or else the pace of a rehearsal."""
     given = options.schedule
-    if not isinstance(given, (Solved, Plan, LayersPlan)):
+    if not isinstance(given, (Solved, Plan, LayersPlan, OffloadedPlan)):
         return options.pace, None
-    problem = _solved(given).problem
+    problem = given.problem if isinstance(given, OffloadedPlan) else _solved(given).problem
     return problem.costs, problem.limits
 
 
@@ -213,8 +246,10 @@ def usable_timeout(options: PipelineOptions) -> float:
     return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
 
 
-def planned_schedule(given: Solved | Plan | LayersPlan) -> Schedule:
+def planned_schedule(given: Solved | Plan | LayersPlan | OffloadedPlan) -> Schedule:
     """The schedule of a plan; raises `InputError` for one that found none."""
+    if isinstance(given, OffloadedPlan):
+        return given.schedule
     solved = _solved(given)
     if solved.schedule is None:
         raise InputError("this plan has no schedule, because none fits into its limits; give one that has")

@@ -15,20 +15,19 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
+from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.partition import Layer
-from zerobubble.planning import LayersPlan, Plan, Solved
+from zerobubble.planning import Solved
 from zerobubble.runtime.calls import called_by_all, plays_steps, survives
 from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.pace import Pace
-from zerobubble.runtime.executor.program_cache import MakeSchedule
 from zerobubble.runtime.hooks import clip
-from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.replicas import BUCKET_BYTES
 from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.measure.profile import Progress
-from zerobubble.runtime.options import TIMEOUT, PipelineOptions
+from zerobubble.runtime.options import TIMEOUT, PipelineOptions, Plays
 from zerobubble.runtime.session import Session, attach_first, connect, runner_of
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.levels import GivenLevels
@@ -87,10 +86,11 @@ class Pipeline:
         main_grad: a type such as torch.float32 in which gradients are summed, in `parameter.main_grad`; `.grad` then stays None.
         overlap: `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`; without it they run
             one after the other.
-
         recompute: which modules the R passes of a schedule compute again, by the name of the level: `{"selective": ["*.attn"]}`, patterns
             of names, classes of modules or a function `(name, module) -> bool`, for all stages or in a dict by stage. All else is kept.
             A plan tells the level of each stage; another schedule's R passes have the one that is given. "full", without a word, is all.
+        offload: what each rank moves to host memory and back while it waits for its backward pass, as `zb.offload.plan_offloads` gives it
+            for this schedule. A plan of `zb.planning.plan_offloaded`, given as the schedule, says it itself.
 
     Ranks and messages:
         group: the process group whose ranks form the pipeline; all ranks by default.
@@ -111,6 +111,7 @@ class Pipeline:
         hooks: `StepHook`s, called in every training step in this order: `zb.hooks.Telemetry`, your own.
         on_loss: `on_loss(microbatch, loss)` hears of each loss where it is computed, without waiting for other ranks.
         pace: `Costs` to whose times every training pass is stretched, which shows a schedule's effect where ranks share cores.
+        link: the `zb.offload.HostLink` to whose times copies of offloads are stretched, on CPUs, where host and device share the memory.
 
     A bidirectional schedule has a copy of a stage on each route: copies start with the values of the first route's, and `step` leaves the
     sum of their gradients in each.
@@ -124,7 +125,7 @@ class Pipeline:
     def __init__(
         self,
         build_or_modules: Build | nn.Module | Sequence[nn.Module],
-        schedule: str | Schedule | Solved | Plan | LayersPlan | MakeSchedule | Auto,
+        schedule: Plays,
         num_microbatches: int,
         loss_fn: LossFunction,
         *,
@@ -146,6 +147,8 @@ class Pipeline:
         survive: bool = False,
         order_by: str | CostOf | None = None,
         recompute: GivenLevels | None = None,
+        offload: Sequence[RankOffloads] | None = None,
+        link: HostLink | None = None,
     ) -> None:
         options = PipelineOptions(
             build_or_modules=build_or_modules,
@@ -170,6 +173,8 @@ class Pipeline:
             survive=survive,
             order_by=order_by,
             recompute=recompute,
+            offload=offload,
+            link=link,
         )
         session = connect(options)
         self.rank = session.peers.rank

@@ -13,8 +13,9 @@ from functools import partial
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
-from zerobubble.planning import LayersPlan, Plan, Solved
+from zerobubble.planning import LayersPlan, OffloadedPlan, Plan, Solved
 from zerobubble.reductions import stage_sums
+from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, proved, schedule_for
 from zerobubble.runtime.failure.error_text import describe, text_of
@@ -29,6 +30,8 @@ from zerobubble.runtime.options import (
     faults_in,
     layout_for,
     lockstep_fault,
+    offload_fault,
+    offloads_in,
     ordering_fault,
     planned_cut,
     planned_schedule,
@@ -63,7 +66,8 @@ class Setup:
     `given` makes the schedules for any number of microbatches, and `schedule` is the one to begin with; `planner` is there where it will be
     planned anew. `tied` are the groups of parameters that the user wants to be one. Of a cut model, which knows
     what it ties, stages keep the names. `whole` knows the model that this rank has as a whole, and `facts` are what others must
-    have like it. `ordering` is there where this rank is to order microbatches by what they cost.
+    have like it. `ordering` is there where this rank is to order microbatches by what they cost, `offloads` where
+    ranks move what waits to the host.
     """
 
     given: str | Schedule | MakeSchedule
@@ -76,6 +80,7 @@ class Setup:
     whole: KnowsModel | None
     facts: ModelFacts | None
     ordering: MicrobatchOrdering | None
+    offloads: Offloads | None
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,8 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     replicas = None if session.replicas is None else session.replicas.peers
     losses = StepLosses(peers, options.loss_fn, options.loss_weight, options.on_loss, replicas)
     hooks = StepHooks(setup.stages.modules, guard.during)
-    programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room_for_weights(options))
+    room = room_for_weights(options)
+    programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room, setup.offloads)
     programs.play(setup.schedule)
     elsewhere = session.shared.counted_elsewhere
     return StepRunner(peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, setup.ordering)
@@ -235,7 +241,7 @@ def _build(options: PipelineOptions, layout: Layout, peers: Peers) -> tuple[Setu
 def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     refuse_wrong(options)
     fault = survival_fault(options) if options.survive else lockstep_fault(options, layout)
-    fault = fault or (ordering_fault(options) if options.order_by is not None else "")
+    fault = fault or (ordering_fault(options) if options.order_by is not None else "") or offload_fault(options)
     if fault:
         raise InputError(fault)
     if isinstance(options.transport, str):
@@ -251,6 +257,9 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs)
     if options.pace is not None and stages.device.type != "cpu":
         raise InputError(f"pace is for rehearsals on CPUs; passes on {stages.device} take the time they take")
+    if options.link is not None and stages.device.type != "cpu":
+        raise InputError(f"link is for rehearsals on CPUs; copies between {stages.device} and the host take the time they take")
+    offloads = offloads_in(options, schedule)
     # Both raise where this schedule cannot be run, which all ranks should hear of now and not when they are connected.
     stages.of(schedule)
     proved(schedule)
@@ -263,7 +272,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     ordering = None
     if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
         ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options))
-    return Setup(given, schedule, planner, stages, gradients, tied, isinstance(build, KnowsTied), whole, facts, ordering)
+    return Setup(given, schedule, planner, stages, gradients, tied, isinstance(build, KnowsTied), whole, facts, ordering, offloads)
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
@@ -274,7 +283,7 @@ def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Sched
     if isinstance(given, Auto):
         planner = AutoPlanner(given, num_ranks, options.num_microbatches)
         return planner.schedule, planner
-    return planned_schedule(given) if isinstance(given, (Solved, Plan, LayersPlan)) else given, None
+    return planned_schedule(given) if isinstance(given, (Solved, Plan, LayersPlan, OffloadedPlan)) else given, None
 
 
 def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
@@ -297,6 +306,8 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"
         terms["recompute"] = str(setup.stages.levels)
         terms["kind of device"] = setup.stages.device.type
+        terms["offload"] = _fingerprint(None if setup.offloads is None else tuple(rank.offloads for rank in setup.offloads.ranks))
+        terms["link"] = _fingerprint(options.link)
         terms["planning"] = "none" if setup.planner is None else f"auto with {setup.planner.limits_in_words}"
         rewinding = [type(hook).__name__ for hook in options.hooks if getattr(hook, "needs_rollback_point", False)]
         terms["hooks that let steps start over"] = ", ".join(rewinding) or "none"

@@ -21,6 +21,7 @@ from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value, makes, uses
 from zerobubble.runtime.executor.endings import Endings, RowListener
 from zerobubble.runtime.executor.gathering import Gathering
+from zerobubble.runtime.executor.offloading import Offloading, Offloads
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.runs import Task, run_of
 from zerobubble.runtime.mailbox.handshake import StepHandshake
@@ -91,6 +92,7 @@ class Executor:
     While it runs, `at` is the action in hand, for whoever has to explain a failure. A row with a `rollback` point can be asked to start
     over there. `listener` is told which step is next and when gradients are complete.
     `handshake` opens its steps. Of weights that lie in shards not more than `gathered_bytes` are gathered at a time, as `gathering` says.
+    What forwards save goes to the host and back as `offloads` say.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Executor:
         rollback: RollbackPoint | None = None,
         listener: RowListener | None = None,
         gathered_bytes: int | None = None,
+        offloads: Offloads | None = None,
     ) -> None:
         self.program = program
         self.handshake = handshake
@@ -118,6 +121,8 @@ class Executor:
         self._stages = stages
         steps = [action.step for action in self.row if isinstance(action, Compute)]
         self.gathering = Gathering(steps, stages, gathered_bytes, f"rank {peers.members[peers.rank]}")
+        mine, link = ((), None) if offloads is None else (offloads.ranks[peers.rank].offloads, offloads.link)
+        self._offloading = Offloading(mine, link, stages, peers.device, self._note_memory)
         self._listener = listener
         self._endings = Endings(self.row, stages, self.gathering, listener, self.record_reduction)
         self._num_stages = program.num_stages
@@ -152,7 +157,8 @@ class Executor:
             self._calls = [self._compile(action) for action in self.row]
             computes = [position for position, action in enumerate(self.row) if isinstance(action, Compute)]
             for number, position in enumerate(computes):
-                self._calls[position] = self.gathering.around(number, self._told(number, self._calls[position]))
+                call = self._offloading.around(number, self._calls[position])
+                self._calls[position] = self.gathering.around(number, self._told(number, call))
             self._calls = [self._endings.around(position, call) for position, call in enumerate(self._calls)]
 
     def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
@@ -189,6 +195,7 @@ class Executor:
         self._marks = []
         self._held = []
         self._messages = []
+        self._offloading.begin()
         self._mailbox.begin(batch.known, batch.announced)
 
     def _play(self, start: int, end: int) -> None:
@@ -213,6 +220,10 @@ class Executor:
             [(doing, self._taken(value), read(begin), read(end)) for doing, value, begin, end in self._messages],
             [(read(begin), read(end)) for begin, end in self._optimizer],
             tuple(self._reductions),
+            [
+                (copying, stage, self.order[microbatch], read(copied.begin), read(copied.end))
+                for copying, stage, microbatch, copied in self._offloading.records
+            ],
         )
 
     def settle(self) -> None:
@@ -263,6 +274,7 @@ class Executor:
 
     def _forget(self) -> None:
         """Forget what passes have left."""
+        self._offloading.abandon()
         self._values.clear()
         for kept in self._kept.values():
             kept.clear()
@@ -444,6 +456,11 @@ class Executor:
             self._marks.append((op, begin, end))
             if self.meter is not None:
                 self._held.append((end, self.meter.bytes))
+
+    def _note_memory(self) -> None:
+        """Note what is held between two steps, where it is counted."""
+        if self.meter is not None:
+            self._held.append((self._clock.mark(), self.meter.bytes))
 
     def _post_out(self, value: Value, peer: int) -> None:
         self._mailbox.send(value, peer, self._values.pop(value))

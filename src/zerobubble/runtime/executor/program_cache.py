@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,9 +12,11 @@ from zerobubble.errors import InputError, ProgramError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.lowering import PREFETCH, lower, prefetch_depth
 from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
+from zerobubble.offload import RankOffloads
 from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor.endings import RowListener
 from zerobubble.runtime.executor.executor import Executor, Overlap
+from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.measure.profile import one_by_one
@@ -56,6 +58,7 @@ class ProgramCache:
 
     `given` is what the user asked to play, and makes the schedules for further numbers of microbatches. `listener` is told in training
     which step is next and when gradients are complete. Not more than `gathered_bytes` of weights that lie in shards are gathered at a time.
+    `offloads` are for one schedule, and no other trains with them.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ProgramCache:
         overlap: Overlap | None,
         listener: RowListener,
         gathered_bytes: int | None = None,
+        offloads: Offloads | None = None,
     ) -> None:
         self._given = given
         self._stages = stages
@@ -75,6 +79,7 @@ class ProgramCache:
         self._overlap = overlap
         self._listener = listener
         self._gathered_bytes = gathered_bytes
+        self._offloads = offloads
         self._has_rollback_points = False
         self._prefetch = PREFETCH
         self._compiled: dict[int, CompiledProgram] = {}
@@ -82,7 +87,13 @@ class ProgramCache:
         self.now: CompiledProgram
 
     def play(self, schedule: Schedule, costs: Costs | None = None) -> None:
-        """Play `schedule` and nothing else from here on, with receives posted one message earlier than its `costs` ask for."""
+        """Play `schedule` and nothing else from here on, with receives posted one message earlier than its `costs` ask for.
+
+        Raises `InputError` for another one than the offloads are for.
+        """
+        if self._offloads is not None and schedule != self._offloads.schedule:
+            name = self._offloads.schedule.name
+            raise InputError(f"this pipeline moves what waits to the host as fits {name!r}, and cannot change to {schedule.name!r}")
         self._prefetch = _prefetch_for(schedule, costs)
         self._played = schedule
         self._close_all()
@@ -114,6 +125,18 @@ class ProgramCache:
                 f"{played.num_microbatches}: {schedule.placement} instead of {played.placement}"
             )
         return schedule
+
+    def offloads_of(self, schedule: Schedule) -> Sequence[RankOffloads] | None:
+        """What each rank moves to the host in `schedule`; None where nothing goes."""
+        return self._offloads.ranks if self._offloads is not None and schedule == self._offloads.schedule else None
+
+    def refuse_to_train(self, num_microbatches: int) -> None:
+        """Raise `InputError` where the offloads are for another number of microbatches."""
+        if self._offloads is not None and num_microbatches != self._offloads.schedule.num_microbatches:
+            raise InputError(
+                f"what this pipeline moves to the host is planned for {self._offloads.schedule.num_microbatches} microbatches, and a step "
+                f"is to train with {num_microbatches}: leave num_microbatches out, or make a pipeline without offload"
+            )
 
     def use_rollback_points(self) -> None:
         """From here on, compile every program so that its steps can start over at a rollback point."""
@@ -157,7 +180,10 @@ class ProgramCache:
             return CompiledProgram(schedule, stages, None, infer)
         program, rollback = self._lowered(schedule, self._prefetch)
         handshake = StepHandshake(schedule, self._peers)
-        train = Executor(program, stages, self._peers, handshake, self._pace, self._overlap, rollback, self._listener, self._gathered_bytes)
+        offloads = self._offloads if self.offloads_of(schedule) is not None else None
+        train = Executor(
+            program, stages, self._peers, handshake, self._pace, self._overlap, rollback, self._listener, self._gathered_bytes, offloads
+        )
         return CompiledProgram(schedule, stages, train, infer)
 
     def _lowered(self, schedule: Schedule, prefetch: int) -> tuple[Program, RollbackPoint | None]:

@@ -14,7 +14,7 @@ from zerobubble.rules import Value
 from zerobubble.runtime.transport.contact import exchanging
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.peers import Peers
-from zerobubble.timeline import Doing, Mark, Reduction, Span, Timeline
+from zerobubble.timeline import Copy, Copying, Doing, Mark, Reduction, Span, Timeline
 
 PINGS = 8
 
@@ -38,7 +38,8 @@ class ClockReading:
 class Records(NamedTuple):
     """What one rank noted in a step, in `perf_counter_ns`.
 
-    That is passes, (time, bytes) held, messages, steps of the optimizer, and (stage, begin, end) of sums over replicas.
+    That is passes, (time, bytes) held, messages, steps of the optimizer, (stage, begin, end) of sums over replicas, and copies to the host
+    and back, with stage and microbatch.
     """
 
     spans: Sequence[tuple[Op, int, int]]
@@ -46,14 +47,16 @@ class Records(NamedTuple):
     messages: Sequence[tuple[Doing, Value, int, int]] = ()
     optimizer: Sequence[tuple[int, int]] = ()
     reductions: Sequence[tuple[int, int, int]] = ()
+    copies: Sequence[tuple[Copying, int, int, int, int]] = ()
 
-    def shifted(self, shift: int) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Spans, memory, marks and sums over replicas as plain lists, `shift` ns later."""
+    def shifted(self, shift: int) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]:
+        """Spans, memory, marks, sums over replicas and copies as plain lists, `shift` ns later."""
         spans = [(str(op), begin + shift, end + shift) for op, begin, end in self.spans]
         messages = [(doing.value, begin + shift, end + shift, str(value)) for doing, value, begin, end in self.messages]
         optimizer = [(Doing.OPTIMIZER.value, begin + shift, end + shift, "") for begin, end in self.optimizer]
         sums = [(stage, begin + shift, end + shift) for stage, begin, end in self.reductions]
-        return spans, [(time + shift, held) for time, held in self.memory], messages + optimizer, sums
+        copies = [(way.value, stage, microbatch, begin + shift, end + shift) for way, stage, microbatch, begin, end in self.copies]
+        return spans, [(time + shift, held) for time, held in self.memory], messages + optimizer, sums, copies
 
 
 def gather(name: str, records: Records, peers: Peers) -> Timeline:
@@ -64,10 +67,20 @@ def gather(name: str, records: Records, peers: Peers) -> Timeline:
     origin = min((spans[0][1] for spans, *_ in rows if spans), default=0)
     parsed = tuple(tuple(Span(Op.parse(op), begin - origin, end - origin) for op, begin, end in spans) for spans, *_ in rows)
     memory = tuple(tuple((time - origin, held) for time, held in steps) for _, steps, *_ in rows)
-    marks = tuple(tuple(Mark(Doing(d), begin - origin, end - origin, value) for d, begin, end, value in row) for _, _, row, _ in rows)
-    sums = tuple(tuple(Reduction(stage, begin - origin, end - origin) for stage, begin, end in row) for *_, row in rows)
+    marks = tuple(tuple(Mark(Doing(d), begin - origin, end - origin, value) for d, begin, end, value in row) for _, _, row, *_ in rows)
+    sums = tuple(tuple(Reduction(stage, begin - origin, end - origin) for stage, begin, end in row) for *_, row, _ in rows)
+    copies = tuple(
+        tuple(Copy(Copying(way), stage, microbatch, begin - origin, end - origin) for way, stage, microbatch, begin, end in row)
+        for *_, row in rows
+    )
     return Timeline(
-        name, parsed, memory if any(memory) else (), "measured", marks if any(marks) else (), reductions=sums if any(sums) else ()
+        name,
+        parsed,
+        memory if any(memory) else (),
+        "measured",
+        marks if any(marks) else (),
+        reductions=sums if any(sums) else (),
+        copies=copies if any(copies) else (),
     )
 
 

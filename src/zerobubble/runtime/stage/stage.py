@@ -25,6 +25,7 @@ from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
 from zerobubble.runtime.stage.first_run import FirstRun
 from zerobubble.runtime.stage.levels import ComputedAgain
+from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
@@ -51,6 +52,7 @@ class Stage:
     precision goes back in full precision.
 
     `shards` are what FSDP2 divides of the module, None where it divides nothing: whoever plays the passes gathers them before.
+    `offloaded` has what keeps, for autograd, what the next forwards save that may go to the host, by microbatch.
 
     Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
     """
@@ -72,6 +74,7 @@ class Stage:
         self._collected = self.parameters
         self._gradients = gradients
         self.meter: Meter | None = None
+        self.offloaded: dict[int, KeptForAutograd] = {}
         self._after_forward: dict[int, tuple[Tensors, list[Any]]] = {}
         self._before_weight: set[int] = set()
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
@@ -182,6 +185,10 @@ class Stage:
     def _run(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         """The outputs of a forward, or the loss that `finish` makes of them; what autograd saves is metered."""
         call = self.splitter.forward(microbatch, inputs)
+        saved = self.offloaded.pop(microbatch, None)
+        if saved is not None:
+            with saved.saving(self.meter):
+                return self._outputs_of(call, inputs, finish)
         if self.meter is None:
             return self._outputs_of(call, inputs, finish)
         with self.meter.counting():
@@ -262,6 +269,7 @@ class Stage:
         self._after_forward.clear()
         self._before_weight.clear()
         self._first_runs.clear()
+        self.offloaded.clear()
         self.splitter.clear()
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from zerobubble.costs import Costs
 from zerobubble.ir import Schedule
+from zerobubble.offload import RankOffloads
+from zerobubble.offload.offloads import rank_offloads
 from zerobubble.simulation import peak_memory
 from zerobubble.units import show_bytes
 
@@ -36,7 +38,12 @@ class MemoryForecasts(tuple[MemoryForecast, ...]):
         return "\n".join(map(str, self))
 
 
-def forecasts(schedule: Schedule, costs: Costs, messages: Sequence[int]) -> MemoryForecasts:
-    """Those of `schedule`, whose passes hold what `costs` say, beside these bytes for messages on each rank."""
-    sizes = zip(peak_memory(schedule, costs), messages, strict=True)
+def forecasts(schedule: Schedule, costs: Costs, messages: Sequence[int], offloads: Sequence[RankOffloads] | None) -> MemoryForecasts:
+    """Those of `schedule`, whose passes hold what `costs` say, less what `offloads` move, and these bytes for messages on each rank."""
+    costs.require_schedule(schedule)
+    held = peak_memory(schedule, costs)
+    if offloads is not None:
+        moved = zip(offloads, schedule.steps, strict=True)
+        held = tuple(rank_offloads(rank.offloads, steps, costs).peak_bytes for rank, steps in moved)
+    sizes = zip(held, messages, strict=True)
     return MemoryForecasts(MemoryForecast(rank, *of_rank) for rank, of_rank in enumerate(sizes))

@@ -147,7 +147,10 @@ class StepRunner:
             if trains:
                 self._refuse_to_train()
             require("num_microbatches", num_microbatches, optional(MICROBATCHES))
-            compiled = self.programs.choose(self.schedule.num_microbatches if num_microbatches is None else num_microbatches)
+            count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
+            if trains:
+                self.programs.refuse_to_train(count)
+            compiled = self.programs.choose(count)
         self.guard.stages = compiled.stages
         return compiled
 
@@ -353,7 +356,7 @@ class StepRunner:
 
     def _memory_forecast(self, schedule: Schedule, program: Program, costs: Costs) -> MemoryForecasts:
         messages = self.peers.bytes_for(traffic_of(program, self.rank))
-        return forecasts(schedule, costs, self.gather(messages, "forecasting its memory"))
+        return forecasts(schedule, costs, self.gather(messages, "forecasting its memory"), self.programs.offloads_of(schedule))
 
     def before_optimizer(self) -> None:
         """Tell every hook that gradients are about to be used."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, replace
 from itertools import starmap
+from statistics import median_low
 
 from zerobubble.arguments import WHOLE, shown
-from zerobubble.costs import Costs
+from zerobubble.costs import OFFLOADABLE, Costs
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.profile import Progress, costs_of, telling
 from zerobubble.runtime.split.report import SplitReport, SplitReports
+from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
 from zerobubble.timeline import Timeline
@@ -22,6 +25,7 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
     runner.settle()
     runner.choose(None)
     timelines: list[Timeline] = []
+    movable: dict[int, list[MovableBytes]] = {}
     with (
         runner.activity("while profiling"),
         runner.untouched(),
@@ -29,11 +33,23 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
         runner.programs.one_by_one() as compiled,
     ):
         assert compiled.train is not None
+        for index, stage in compiled.stages.items():
+            movable[index] = [MovableBytes(runner.device) for _ in range(compiled.schedule.num_microbatches)]
+            stage.offloaded.update(enumerate(movable[index]))
         while len(timelines) <= steps:
             runner.train_unheard(compiled, given, measures_memory=not timelines)
             timelines.append(runner.timeline_of(compiled.train))
             tell(len(timelines), steps + 1)
-    return costs_of(runner.schedule.placement, timelines[0], timelines[1:])
+    costs = costs_of(runner.schedule.placement, timelines[0], timelines[1:])
+    return costs.with_columns(**{OFFLOADABLE: _offloadable(runner, movable)})
+
+
+def _offloadable(runner: StepRunner, movable: Mapping[int, list[MovableBytes]]) -> list[int]:
+    """For each stage, how many bytes of what its forward saves can go to the host, the same on all ranks."""
+    found = {index: [one.bytes for one in several if one.bytes] for index, several in movable.items()}
+    told: list[dict[int, list[int]]] = runner.gather(found, "telling what can go to the host")
+    sizes = [[size for ranks in told for size in ranks.get(stage, [])] for stage in range(runner.schedule.num_stages)]
+    return [median_low(each) if each else 0 for each in sizes]
 
 
 def _agree_on_steps(runner: StepRunner, steps: int) -> None:

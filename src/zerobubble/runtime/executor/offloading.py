@@ -1,0 +1,101 @@
+"""What a rank moves to host memory and back beside the steps of its row."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from zerobubble.ir import Schedule
+from zerobubble.offload import HostLink, Offload, RankOffloads
+from zerobubble.offload.copies import copies_of
+from zerobubble.runtime.stage.copy_lane import Copied, lane_for
+from zerobubble.runtime.stage.saved_tensors import SavedTensors
+from zerobubble.runtime.stage.stage import Stage
+from zerobubble.timeline import Copying
+
+Call = Callable[[], object]
+
+
+class Offloads(NamedTuple):
+    """What each rank moves while it plays `schedule`; `link` paces the copies of a rehearsal."""
+
+    schedule: Schedule
+    ranks: Sequence[RankOffloads]
+    link: HostLink | None
+
+
+class Offloading:
+    """The calls beside each step of a row with these `offloads`, on `stages`, whose tensors are on `device`.
+
+    `records` are the copies of the last step of the pipeline. `note_memory` is called when what is held has changed between two steps.
+    """
+
+    def __init__(
+        self, offloads: Sequence[Offload], link: HostLink | None, stages: Mapping[int, Stage], device: torch.device, note_memory: Call
+    ) -> None:
+        self.records: list[tuple[Copying, int, int, Copied]] = []
+        self._offloads = offloads
+        self._stages = stages
+        self._device = device
+        self._note_memory = note_memory
+        self._saved: dict[tuple[int, int], SavedTensors] = {}
+        self._before: dict[int, list[Call]] = defaultdict(list)
+        self._after: dict[int, list[Call]] = defaultdict(list)
+        if not offloads:
+            return
+        self._lane = lane_for(device, link)
+        copies = copies_of(offloads)  # calls of a step come in the order of the lane, and memory is let go before it is taken
+        for copy in copies:
+            if copy.copying is Copying.TO_HOST:
+                self._after[copy.begins - 1].append(partial(self._begin_to_host, copy.stage, copy.microbatch))
+                self._before[copy.needed].append(partial(self._let_go, copy.stage, copy.microbatch))
+        for copy in copies:
+            if copy.copying is Copying.FROM_HOST:
+                self._before[copy.begins].append(partial(self._begin_back, copy.stage, copy.microbatch))
+        for copy in copies:
+            if copy.copying is Copying.FROM_HOST:
+                self._before[copy.needed].append(partial(self._come_back, copy.stage, copy.microbatch))
+
+    def begin(self) -> None:
+        """A step of the pipeline begins, or starts over."""
+        self.records = []
+        for one in self._offloads:
+            saved = self._saved[one.stage, one.microbatch] = SavedTensors(self._device, self._lane)
+            self._stages[one.stage].offloaded[one.microbatch] = saved
+
+    def around(self, number: int, call: Call) -> Call:
+        """The call of step `number`, with those before and after it."""
+        before, after = self._before.get(number, []), self._after.get(number, [])
+        if not before and not after:
+            return call
+        calls = (*before, *([self._note_memory] if before else []), call, *after)
+
+        def run() -> None:
+            for each in calls:
+                each()
+
+        return run
+
+    def abandon(self) -> None:
+        """Hold nothing any longer, whatever is being copied."""
+        if self._saved:
+            self._lane.abandon()
+            self._saved.clear()
+
+    def _begin_to_host(self, stage: int, microbatch: int) -> None:
+        copied = self._saved[stage, microbatch].begin_to_host()
+        self.records.append((Copying.TO_HOST, stage, microbatch, copied))
+
+    def _let_go(self, stage: int, microbatch: int) -> None:
+        self._saved[stage, microbatch].let_go()
+
+    def _begin_back(self, stage: int, microbatch: int) -> None:
+        copied = self._saved[stage, microbatch].begin_back()
+        self.records.append((Copying.FROM_HOST, stage, microbatch, copied))
+
+    def _come_back(self, stage: int, microbatch: int) -> None:
+        self._saved.pop((stage, microbatch)).come_back()

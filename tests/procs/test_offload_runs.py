@@ -1,0 +1,326 @@
+"""What forwards save goes to host memory and back while a pipeline trains, and every number stays what it was, to the bit."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import Block, batch, loss_fn
+from tests.procs.programs import programs_of, run_forked
+from tests.procs.ranks import Ranks
+from tests.procs.test_recompute_runs import Checkpointed, Everything
+from zerobubble.offload import HostLink, Offload, RankOffloads
+
+WIDTH = 32
+
+
+def everything(schedule: zb.Schedule, seed: int = 0) -> list[RankOffloads]:
+    """All that can go, some of it early and some late."""
+    draw = random.Random(seed)
+    plans = []
+    for steps in schedule.steps:
+        where = {op: number for number, step in enumerate(steps) for op in step}
+        chosen = []
+        for op, made in where.items():
+            users = [number for other, number in where.items() if other.kind in ("B", "BW") and other[1:] == op[1:]]
+            if op.kind == zb.Kind.F and users[0] - made > 1:
+                gone = draw.randint(made + 1, users[0] - 1)
+                chosen.append(Offload(op.stage, op.microbatch, made, gone, draw.randint(gone + 1, users[0]), users[0]))
+        plans.append(RankOffloads(tuple(chosen), 0, 0, 0, 0))
+    return plans
+
+
+def blocks(stage: int, num_stages: int) -> nn.Module:
+    torch.manual_seed(stage)
+    return nn.Sequential(*[Block(WIDTH) for _ in range(2)])
+
+
+def leave(group: Any, schedule: Any, m: int, **options: Any) -> tuple[list[Tensor], zb.Timeline]:
+    """What three steps leave on this rank, parameters and gradients, and the metered timeline of the last one."""
+    data = torch.Generator().manual_seed(0)
+    with zb.Pipeline(blocks, schedule, m, nn.functional.mse_loss, group=group, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.metering = True
+        left = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(2 * m, 8, WIDTH, generator=data)
+            left.append(pipe.step(x, x).detach())
+            optimizer.step()
+        for parameter in pipe.parameters():
+            left += [parameter.detach().clone(), parameter.grad.clone()]  # type: ignore[union-attr]
+        return left, pipe.timeline()
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def with_and_without(group: Any, schedule: zb.Schedule, split: str) -> tuple[bool, bool]:
+    """Whether all numbers are the same, and every copy was made, in the order of the lane and none before the one before it ended."""
+    plans = everything(schedule)
+    m = schedule.num_microbatches
+    plain, _ = leave(group, schedule, m, split=split)
+    moved, timeline = leave(group, schedule, m, split=split, offload=plans, link=HostLink(to_host=1e9, from_host=1e9))
+    made = []
+    for plan, copies in zip(plans, timeline.copies, strict=True):
+        named = sorted((copy.copying.value, copy.stage, copy.microbatch) for copy in copies)
+        wanted = sorted((way, one.stage, one.microbatch) for one in plan.offloads for way in ("to host", "from host"))
+        made.append(named == wanted and all(one.end <= after.start for one, after in pairwise(copies)))
+    return equal(plain, moved), all(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "split"),
+    [
+        ("1f1b", 3, 5, "deferred"),
+        ("zb-v", 2, 5, "deferred"),
+        ("zb-h1", 2, 4, "whole"),
+        ("zb-h1", 2, 4, "graph"),
+        pytest.param("zb-h1", 2, 4, "compiled", marks=pytest.mark.long),
+        pytest.param("zb-h1", 4, 6, "deferred", marks=pytest.mark.long),
+        pytest.param("gis", 4, 6, "deferred", marks=pytest.mark.long),
+        pytest.param("interleaved-1f1b", 2, 4, "deferred", marks=pytest.mark.long),
+        pytest.param("dualpipe", 2, 4, "deferred", marks=pytest.mark.long),
+    ],
+)
+def test_offloaded_schedules_leave_what_they_leave_without(world: Ranks, name: str, ranks: int, microbatches: int, split: str) -> None:
+    schedule = zb.make(name, ranks, microbatches)
+    assert world.run(with_and_without, schedule, split, ranks=ranks) == [(True, True)] * ranks
+
+
+def measured(group: Any, schedule: zb.Schedule) -> zb.Costs:
+    """The bytes of the stages as measured, with times that are everywhere the same."""
+    m = schedule.num_microbatches
+    x = torch.randn(2 * m, 8, WIDTH)
+    with zb.Pipeline(blocks, schedule, m, nn.functional.mse_loss, group=group) as pipe:
+        costs = pipe.profile(x, x, steps=1)
+    ms = (10_000_000,) * schedule.num_stages
+    return replace(costs, forward=ms, backward=ms, weight=ms, comm=(0,) * (schedule.num_stages - 1))
+
+
+def predict_and_hold(group: Any, name: str, microbatches: int) -> list[tuple[int, int, int, int]]:
+    """By rank: the peak without offloads, the one predicted with them, the one metered, and the bytes planned to move."""
+    schedule = zb.make(name, group.size(), microbatches)
+    costs = measured(group, schedule)
+    x = torch.randn(2 * microbatches, 8, WIDTH)
+    without = zb.simulation.peak_memory(schedule, costs)
+    limits = zb.Limits(tuple(round(0.75 * held) if rank == 0 else held for rank, held in enumerate(without)))
+    link = HostLink(to_host=1e9, from_host=1e9)
+    plans = zb.offload.plan_offloads(schedule, costs, limits, link, evaluations=20, rounds=0)
+    predicted = zb.offload.play_offloads(schedule, costs, plans, link)
+    peaks = [rank.peak_bytes or 0 for rank in predicted.ranks]
+    with zb.Pipeline(blocks, schedule, microbatches, nn.functional.mse_loss, group=group, offload=plans) as pipe:
+        pipe.metering = True
+        pipe.step(x, x)
+        metered = [rank.peak_bytes or 0 for rank in pipe.timeline().ranks]
+        assert [rank.activations for rank in pipe.memory_forecast(costs)] == peaks
+    return list(zip(without, peaks, metered, [plan.bytes for plan in plans], strict=True))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("zb-h1", 3), ("zb-v", 2), pytest.param("1f1b", 4, marks=pytest.mark.long)])
+def test_the_device_holds_what_is_predicted(world: Ranks, name: str, ranks: int) -> None:
+    found = world.run(predict_and_hold, name, 6, ranks=ranks)[0]
+    for without, predicted, metered, _ in found:
+        assert abs(predicted / metered - 1) <= 0.05, found
+        assert metered <= without
+    without, _, metered, moved = found[0]
+    assert moved
+    assert metered <= 0.76 * without
+
+
+def leave_everything(group: Any, schedule: zb.Schedule, **options: Any) -> list[Tensor]:
+    """All tensors that two steps of stages with dropout, running statistics, a skip and a tied weight leave on this rank."""
+    tied = [[(0, "tok.weight"), (schedule.num_stages - 1, "head.weight")]]
+    with zb.Pipeline(Everything, schedule, schedule.num_microbatches, loss_fn, group=group, tied=tied, **options) as pipe:
+        torch.manual_seed(7 + pipe.rank)
+        losses = [pipe.step(*batch(schedule.num_microbatches, seed=step)).detach() for step in range(2)]
+        parts = [part for module in pipe.modules.values() for part in (*(p.grad for p in module.parameters()), *module.buffers())]
+        evaluated = pipe.eval_step(*batch(schedule.num_microbatches))[0]
+    return [*losses, evaluated, *(part.detach().clone() for part in parts if part is not None), torch.get_rng_state()]
+
+
+def random_stages(group: Any, name: str) -> bool:
+    schedule = zb.make(name, group.size(), 4)
+    return equal(leave_everything(group, schedule), leave_everything(group, schedule, offload=everything(schedule)))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_dropout_statistics_skips_and_tied_weights_stay_what_they_are(world: Ranks, name: str) -> None:
+    assert all(world.run(random_stages, name, ranks=2))
+
+
+def leave_in_half_precision(group: Any, schedule: zb.Schedule, **options: Any) -> list[Tensor]:
+    """Losses and weights of steps under autocast, with checkpoints in the stages, whose optimizer takes some of them back."""
+    torch.manual_seed(group.rank())
+    data = torch.Generator().manual_seed(0)
+    with zb.Pipeline(lambda stage, _: Checkpointed(stage), schedule, 4, nn.functional.mse_loss, group=group, **options) as pipe:
+        optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.05, undo="copy")
+        losses = []
+        for _ in range(4):
+            x, y = torch.randn(2, 256, 16, generator=data)
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(pipe.step(x, y).detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.settle()
+        return [*losses, *(parameter.detach().clone() for parameter in pipe.parameters())]
+
+
+def half_precision(group: Any, name: str) -> bool:
+    schedule = zb.make(name, group.size(), 4)
+    return equal(leave_in_half_precision(group, schedule), leave_in_half_precision(group, schedule, offload=everything(schedule)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_autocast_checkpoints_and_steps_that_start_over_change_nothing(world: Ranks, name: str) -> None:
+    assert all(world.run(half_precision, name, ranks=2))
+
+
+class Fails(nn.Module):
+    """A stage whose third backward pass fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).tanh()
+        y.register_hook(self.fail)
+        return y * 2
+
+    def fail(self, _: Tensor) -> None:
+        self.count += 1
+        if self.count == 3:
+            raise ArithmeticError("the third backward pass fails")
+
+
+def fail(group: Any) -> str:
+    schedule = zb.make("1f1b", group.size(), 6)
+    x = torch.ones(12, 8, WIDTH)
+    stages = [nn.Linear(WIDTH, WIDTH), Fails()]
+    with (
+        pytest.raises(zb.PipelineError) as caught,
+        zb.Pipeline(lambda stage, _: stages[stage], schedule, 6, nn.functional.mse_loss, group=group, offload=everything(schedule)) as pipe,
+    ):
+        pipe.step(x, x)
+    return str(caught.value)
+
+
+def test_a_failure_between_copies_is_one_error(world: Ranks) -> None:
+    for told in world.run(fail, ranks=2):
+        assert "rank 1" in told
+        assert "the third backward pass fails" in told
+
+
+def refused(group: Any, wrong: str) -> str:
+    schedule = zb.make("1f1b", 2, 4)
+    plans = everything(schedule)
+    options: dict[str, Any] = {"offload": plans}
+    if wrong == "auto":
+        schedule = "auto"
+    elif wrong == "other steps":
+        schedule = zb.make("gpipe", 2, 4)
+    elif wrong == "recompute":
+        schedule = zb.schedules.with_recompute(schedule)
+    elif wrong == "too few":
+        options["offload"] = plans[:1]
+    elif wrong == "link alone":
+        options = {"link": HostLink(1e9, 1e9)}
+    elif wrong == "differ" and group.rank():
+        options = {}
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(blocks, schedule, 4, nn.functional.mse_loss, group=group, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("auto", "offload is for one order of passes, and 'auto' finds another"),
+        ("other steps", "cannot be played with these offloads: rank 0 offloads what 0F0 saves"),
+        ("recompute", "computed again: do one of both"),
+        ("too few", "has 2 ranks, offloads are given for 1"),
+        ("link alone", "link is for the copies of offloads: give offload, or leave link out"),
+        ("differ", "offload"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_on_every_rank(world: Ranks, wrong: str, told: str) -> None:
+    for text in world.run(refused, wrong, ranks=2):
+        assert told in text
+
+
+def other_numbers(group: Any) -> tuple[str, float, float]:
+    """What a step of other microbatches is told, and that of an evaluation and of the step after it nothing is wrong."""
+    schedule = zb.make("zb-h1", 2, 4)
+    x = torch.ones(8, 8, WIDTH)
+    with zb.Pipeline(blocks, schedule, 4, nn.functional.mse_loss, group=group, offload=everything(schedule)) as pipe:
+        with pytest.raises(zb.InputError) as caught:
+            pipe.step(x, x, num_microbatches=2)
+        evaluated = pipe.eval_step(x, x)[0]
+        assert evaluated is not None
+        return str(caught.value), evaluated.item(), pipe.step(x, x).item()
+
+
+def test_another_number_of_microbatches_trains_without_offload_alone(world: Ranks) -> None:
+    for told, evaluated, trained in world.run(other_numbers, ranks=2):
+        assert "is planned for 4 microbatches, and a step is to train with 2" in told
+        assert evaluated == pytest.approx(trained, rel=1e-6)
+
+
+def play_plan(group: Any, found: zb.planning.OffloadedPlan) -> tuple[bool, list[int]]:
+    """Whether a plan with offload leaves what its schedule does without, and the peaks that are metered."""
+    plain, _ = leave(group, found.schedule, 8)
+    moved, timeline = leave(group, found, 8)
+    return equal(plain, moved), [rank.peak_bytes or 0 for rank in timeline.ranks]
+
+
+def test_a_plan_with_offload_is_given_as_the_schedule(world: Ranks) -> None:
+    costs = world.run(measured, zb.make("zb-v", 2, 8), ranks=2)[0]
+    room = zb.Limits(tuple(round(1.9 * sum(costs.held_after_f[s] for s in (rank, 3 - rank))) for rank in range(2)))
+    found = zb.planning.plan_offloaded(costs, 8, room, HostLink(to_host=1e9, from_host=1e9), placements=zb.Placement.vee(2), seconds=0)
+    assert any(rank.offloads for rank in found.offloads)
+    for same, metered in world.run(play_plan, found, ranks=2):
+        assert same
+        for rank, held in zip(found.timeline.ranks, metered, strict=True):
+            assert abs((rank.peak_bytes or 0) / held - 1) <= 0.05
+            assert held <= room.memory[rank.rank]
+
+
+def order(group: Any) -> bool:
+    """Whether microbatches of unequal size, put in order, have the losses and gradients that they have without offload."""
+    schedule = zb.make("1f1b", 2, 4)
+    inputs = [torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length)) for length in (3, 9, 4, 8)]
+    left = []
+    for options in ({}, {"offload": everything(schedule)}):
+        with zb.Pipeline(blocks, schedule, 4, nn.functional.mse_loss, group=group, order_by=lambda x: x.shape[1], **options) as pipe:
+            loss = pipe.step(inputs, inputs)
+            left.append([loss.detach(), *(parameter.grad for parameter in pipe.parameters())])
+    return equal(*left)
+
+
+def test_microbatches_in_another_order_change_nothing(world: Ranks) -> None:
+    assert all(world.run(order, ranks=2))
+
+
+def test_the_program_of_the_page_holds_what_it_predicts(tmp_path: Path) -> None:
+    (program,) = [program for program in programs_of("docs/offload.md") if "torchrun" in program]
+    printed = run_forked(program, tmp_path, 2)
+    ranks = [tuple(map(int, found)) for found in re.findall(r"(\d+) bytes, with offload (\d+) predicted and (\d+) held", printed)]
+    assert len(ranks) == 2
+    for before, predicted, held in ranks:
+        assert abs(predicted / held - 1) <= 0.05
+        assert held <= before
+    assert ranks[0][2] < 0.8 * ranks[0][0]
+    assert int(re.findall(r"(\d+) copies", printed)[0]) > 0

@@ -1,0 +1,323 @@
+"""What one forward saves, moved to the host and back by hand: memory is let go, numbers stay, and nobody reads before a copy has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerobubble.runtime.measure.memory_meter import Meter
+from zerobubble.runtime.stage import copy_lane
+from zerobubble.runtime.stage.copy_lane import Copied, CudaLane, Pairs
+from zerobubble.runtime.stage.saved_tensors import SMALLEST_BYTES, MovableBytes, SavedTensors
+from zerobubble.timeline import Copying
+
+CPU = torch.device("cpu")
+
+
+class LateLane:
+    """Copies nothing before somebody waits for it, and fills with NaN what is to be copied into: who reads too early, reads those."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Copying, list[int]]] = []
+        self._waiting: list[Pairs] = []
+
+    def host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy(self, copying: Copying, pairs: Pairs) -> Copied:
+        for target, _ in pairs:
+            target.fill_(255)
+        self.copies.append((copying, sorted(source.nbytes for _, source in pairs)))
+        self._waiting.append(pairs)
+        return Copied(len(self._waiting) - 1, 0)
+
+    def wait(self, copied: Copied) -> None:
+        for target, source in self._waiting[copied.begin]:
+            target.copy_(source)
+        self._waiting[copied.begin] = ()
+
+    def abandon(self) -> None:
+        self._waiting.clear()
+
+
+def move(saved: SavedTensors, between: Callable[[], object] = lambda: None) -> None:
+    """To the host and back; `between` is called when it is there."""
+    saved.begin_to_host()
+    saved.let_go()
+    between()
+    saved.begin_back()
+    saved.come_back()
+
+
+def go_back(run: Callable[[], Tensor], *leaves: Tensor) -> tuple[bool, LateLane]:
+    """Whether what `run` gives has the same gradients of `leaves` with what it saves on the host meanwhile."""
+    plain = run()
+    expected = torch.autograd.grad(plain.sum(), leaves)
+    lane = LateLane()
+    saved = SavedTensors(CPU, lane)
+    with saved.saving(None):
+        moved = run().sum()
+    move(saved)
+    found = torch.autograd.grad(moved, leaves)
+    return all(torch.equal(one.to_dense(), other.to_dense()) for one, other in zip(expected, found, strict=True)), lane
+
+
+def test_memory_is_let_go_and_comes_back_with_the_same_numbers() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    meter, lane, references = Meter([x]), LateLane(), []
+    saved = SavedTensors(CPU, lane)
+    with saved.saving(meter):
+        hidden = x.tanh()
+        references.append(StorageWeakRef(hidden.untyped_storage()))
+        y = hidden.square().sum()
+    del hidden
+    held = meter.bytes
+    assert held == 64 * 64 * 4
+    saved.begin_to_host()
+    assert not references[0].expired()
+    saved.let_go()
+    assert references[0].expired()
+    assert meter.bytes == 0
+    with pytest.raises(RuntimeError, match="is in host memory"):
+        torch.autograd.grad(y, x, retain_graph=True)
+    saved.begin_back()
+    assert meter.bytes == held
+    saved.come_back()
+    assert meter.bytes == held
+    assert lane.copies == [(Copying.TO_HOST, [held]), (Copying.FROM_HOST, [held])]
+    first = torch.autograd.grad(y, x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y, x)[0])
+    assert torch.equal(first, torch.autograd.grad(x.tanh().square().sum(), x)[0])
+    del y
+    assert meter.bytes == 0
+
+
+def test_views_of_one_storage_are_one_copy() -> None:
+    x = torch.randn(48, 48, requires_grad=True)
+
+    def run() -> Tensor:
+        whole = x * 2  # 48 x 48
+        left, right = whole[:, ::2], whole.t()[24:]
+        return (left.t() * right).sigmoid() * whole.view(-1)[:48].exp()
+
+    same, lane = go_back(run, x)
+    assert same
+    assert lane.copies[0][1].count(48 * 48 * 4) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_numbers_of_any_type_go(dtype: torch.dtype) -> None:
+    x = torch.randn(32, 32, dtype=torch.float32).to(dtype).requires_grad_()
+
+    def run() -> Tensor:
+        y = (x * 3) * (x * 2)
+        return (y * y).real.float() if dtype.is_complex else y * y
+
+    same, lane = go_back(run, x)
+    assert same
+    assert lane.copies[0][1]
+
+
+def test_indices_and_masks_go_too() -> None:
+    x = torch.randn(2048, requires_grad=True)
+
+    def run() -> Tensor:
+        return x.sort().values.clamp(min=0).masked_fill(x > 1, 0.0).index_select(0, torch.arange(1024, 2048)) * 2
+
+    same, lane = go_back(run, x)
+    assert same
+    assert 2048 * 8 in lane.copies[0][1]  # where each number was
+
+
+def test_what_others_hold_stays() -> None:
+    layer = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    x = torch.randn(32, 64, requires_grad=True)
+    saved = SavedTensors(CPU, LateLane())
+    with saved.saving(None):
+        y = layer(x)
+    sizes = [whole.nbytes for whole, _ in saved.movable()]
+    assert sizes == [32 * 64 * 4]  # what is between the first tanh and the second layer: weights, the input and the output stay
+    del y
+
+
+def test_what_two_microbatches_save_stays_and_is_there_once() -> None:
+    x, lane = torch.randn(64, 64, requires_grad=True), LateLane()
+    mask = x.detach() * 2  # as a module keeps one in an attribute
+    held = StorageWeakRef(mask.untyped_storage())
+    both = [SavedTensors(CPU, lane) for _ in range(2)]
+    left = []
+    for saved in both:
+        with saved.saving(None):
+            left.append((x * mask).tanh().square().sum())
+    del mask  # from here on the two forwards alone hold it
+    for saved in both:
+        saved.begin_to_host()
+    own = 64 * 64 * 4
+    assert lane.copies == [(Copying.TO_HOST, [own]), (Copying.TO_HOST, [own])]  # what tanh gave, and not the mask
+    for saved in both:
+        saved.let_go()
+        saved.begin_back()
+        saved.come_back()
+    assert not held.expired()
+    assert torch.equal(*[torch.autograd.grad(y, x)[0] for y in left])
+    assert held.expired()
+
+
+def saved_by_exp(x: Tensor) -> tuple[SavedTensors, Tensor, Tensor]:
+    """What keeps the result of `exp`, that result, and what is made of it."""
+    saved = SavedTensors(CPU, LateLane())
+    with saved.saving(None):
+        y = x.exp()
+        return saved, y, y * 2
+
+
+def test_what_somebody_holds_by_the_end_of_its_copy_stays() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    saved, y, z = saved_by_exp(x)
+    storage = y.untyped_storage()
+    del y, storage
+    saved.begin_to_host()
+    taken = saved._moving[0].on_device
+    assert taken is not None
+    taken = taken.view(-1)
+    saved.let_go()
+    assert not saved._moving
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], 2 * x.exp())
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_is_changed_in_place_is_told_as_torch_tells_it(when: str, is_held: bool) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    saved, y, z = saved_by_exp(x)
+    alias = y.detach()  # shares how often it was changed, and its memory
+    kept = [alias] if is_held else []
+    if when == "before":
+        alias.add_(1)
+        del alias, y
+        saved.begin_to_host()
+    else:
+        del alias, y
+        saved.begin_to_host()
+        changed = kept or [one.tensor for reference in saved._moving[0]._saved if (one := reference()) is not None]
+        changed[0].add_(1)  # type: ignore[union-attr]
+        del changed
+    saved.let_go()
+    saved.begin_back()
+    saved.come_back()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
+        torch.autograd.grad(z.sum(), x)
+
+
+def test_what_is_no_plain_tensor_stays() -> None:
+    x = torch.randn(64, 64, dtype=torch.complex64, requires_grad=True)
+    weight = torch.randn(64, 64).to_sparse().requires_grad_()
+    dense = torch.randn(64, 64, requires_grad=True)
+
+    def run() -> Tensor:
+        return (x.conj() * (2 * x).conj()).real.sum() + torch.sparse.mm(weight, dense).sum()
+
+    same, lane = go_back(run, x, weight, dense)
+    assert same
+    assert lane.copies[0] == (Copying.TO_HOST, [])
+
+
+def test_small_tensors_stay() -> None:
+    x = torch.randn(SMALLEST_BYTES // 4 - 1, requires_grad=True)
+    saved = MovableBytes(CPU)
+    with saved.saving(None):
+        y = (x * 2).exp() * 3
+    assert saved.bytes == 0
+    large = torch.randn(SMALLEST_BYTES // 4, requires_grad=True)
+    with saved.saving(None):
+        y = (large * 2).exp() * 3
+    assert saved.bytes == SMALLEST_BYTES
+    del y
+
+
+def test_what_nobody_goes_back_by_any_more_does_not_come_back() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    lane = LateLane()
+    saved = SavedTensors(CPU, lane)
+    with saved.saving(None):
+        y = (x * 2).exp().sum()
+
+    def forget() -> None:
+        nonlocal y
+        del y
+
+    move(saved, forget)
+    assert lane.copies == [(Copying.TO_HOST, [64 * 64 * 4]), (Copying.FROM_HOST, [])]
+
+
+class _FakeStream:
+    """A stream that notes what it is told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: _FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+class _FakeTensor:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def copy_(self, source: _FakeTensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+        self.log.append(f"copy {source.name} to {self.name}")
+
+
+def test_the_streams_of_a_device_wait_for_each_other_and_the_host_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for CUDA: in which order the lane gives its stream work, and lets the passes wait."""
+    log: list[str] = []
+    passes, copies = _FakeStream("passes", log), _FakeStream("copies", log)
+    current = [passes]
+
+    class Within:
+        def __init__(self, stream: _FakeStream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            current.append(self.stream)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    class Clock:
+        def __init__(self, device: Any) -> None:
+            self.count = 0
+
+        def mark(self) -> str:
+            self.count += 1
+            log.append(f"event {self.count} on {current[-1].name}")
+            return f"event {self.count}"
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
+    monkeypatch.setattr(torch.cuda, "stream", Within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(copy_lane, "CudaClock", Clock)
+    lane = CudaLane(torch.device("cuda", 0))
+    pairs: Any = [(_FakeTensor("host", log), _FakeTensor("device", log))]
+    copied = lane.copy(Copying.TO_HOST, pairs)
+    log.append("a pass")
+    lane.wait(copied)
+    lane.abandon()
+    assert log == [
+        "copies waits for passes",
+        "event 1 on copies",
+        "copy device to host",
+        "event 2 on copies",
+        "a pass",
+        "passes waits for event 2",
+        "passes waits for copies",
+    ]
