@@ -1,5 +1,5 @@
 """What one GPU tells: the price of splitting the backward pass, in float32 and bfloat16, eager and compiled; the host's time per action;
-predicted against allocated memory.
+predicted against allocated memory; a step in half the memory, with offload.
 
 Writes `results.json` next to this file, takes some minutes and 16 GB of the GPU. Without a GPU it says so and writes nothing;
 `--device cpu` rehearses the same code with small sizes.
@@ -166,6 +166,38 @@ def memory(sizes: Sizes, device: torch.device, microbatches: int = 4) -> list[di
     return rows
 
 
+def offload(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """All microbatches forward and then back, in half the memory: the bytes planned and held, the time of a step over one without offload.
+
+    The first plan is for a link of 20 GB/s, the second for what the first run tells. On a CPU the copies lie in the device's memory, too,
+    so there is nothing to see in `allocated_over_without`.
+    """
+    schedule, x = zb.make("gpipe", 1, 2 * sizes.microbatches), torch.randn(2 * sizes.microbatches, sizes.length, sizes.width, device=device)
+    with pipeline(model(sizes, device, torch.float32), schedule, schedule.num_microbatches) as pipe:
+        costs = pipe.profile(x, x)
+        plain_s = seconds(lambda: pipe.step(x, x), sizes.steps, device)
+        pipe.modules[0].zero_grad()
+        pipe.step(x, x)
+        expected = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+        peak = peak_of(pipe, lambda: pipe.step(x, x))
+    held = zb.simulation.peak_memory(schedule, costs)[0]
+    guess = zb.offload.HostLink(to_host=20e9, from_host=20e9)
+    for _ in range(2):
+        ranks = zb.offload.plan_offloads(schedule, costs, zb.Limits((held // 2,)), guess)
+        with pipeline(model(sizes, device, torch.float32), schedule, schedule.num_microbatches, offload=ranks) as pipe:
+            offloaded_s = seconds(lambda pipe=pipe: pipe.step(x, x), sizes.steps, device)
+            pipe.modules[0].zero_grad()
+            pipe.step(x, x)
+            equal = all(torch.equal(one, parameter.grad) for one, parameter in zip(expected, pipe.parameters(), strict=True))
+            guess = zb.offload.fit_link(pipe.timeline(), costs)
+            with_offload = peak_of(pipe, lambda pipe=pipe: pipe.step(x, x))
+    row = {"offloads": len(ranks[0].offloads), "equal": equal, "to_host_gb_s": guess.to_host / 1e9, "from_host_gb_s": guess.from_host / 1e9}
+    row |= {"planned_over_held": ranks[0].peak_bytes / held, "allocated_over_without": with_offload.between / peak.between}
+    row |= {"step_over_without": offloaded_s / plain_s, "planned_mb": ranks[0].peak_bytes / 2**20}
+    row |= {"allocated_mb": with_offload.between / 2**20, "within_passes_mb": with_offload.within / 2**20}
+    return show({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
+
+
 def main() -> None:
     """Measure on the GPU, or rehearse."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,6 +220,7 @@ def main() -> None:
             "host": [host_overhead(s, device) for s in ("1f1b", "zb-h1")],
         }
         results["memory"] = memory(sizes, device)
+        results["offload"] = offload(sizes, device)
         dist.destroy_process_group()
     if device.type == "cuda":
         Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -42,3 +42,6 @@ def test_the_rehearsal_runs_whole(options: list[str]) -> None:
     memory = {row["schedule"]: float(row["predicted_over_allocated"]) for row in rows if "predicted_over_allocated" in row}
     assert memory.keys() == {"gpipe", "1f1b", "zb-h1"}
     assert all(0.95 <= ratio <= 1 for ratio in memory.values())
+    (offload,) = [row for row in rows if "offloads" in row]
+    assert offload["equal"] == "True"
+    assert int(offload["offloads"]) > 0

@@ -355,3 +355,14 @@ def test_the_figures_of_the_page_are_those_of_the_benchmark() -> None:
     assert exact["optimal"] == exact["of"] == exact["bounds_met"] == 40
     assert max(abs(cell["off"]) for cell in results["k"]["cells"] if cell["length"] == 4096) <= 1
     assert results["k"]["farthest_off"] <= 7
+
+
+def test_a_link_is_read_off_the_copies_of_a_timeline() -> None:
+    schedule = zb.make("zb-h1", 3, 6)
+    costs = costs_of(schedule, random.Random(5)).with_columns(offloadable=[MB, 2 * MB, MB])
+    plans = random_offloads(schedule, random.Random(6))
+    link = zb.offload.HostLink(to_host=2e9, from_host=5e8)
+    found = zb.offload.fit_link(play_offloads(schedule, costs, plans, link), costs)
+    assert (found.to_host, found.from_host) == pytest.approx((2e9, 5e8), rel=1e-4)
+    with pytest.raises(zb.InputError, match="has no copy to host of any length: give that of a step with offloads"):
+        zb.offload.fit_link(zb.simulate(schedule, costs), costs)

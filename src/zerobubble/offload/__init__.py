@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from zerobubble.offload.choice import plan_offloads
 from zerobubble.offload.copies import HostLink, play_offloads
+from zerobubble.offload.link_fit import fit_link
 from zerobubble.offload.offloads import Offload, RankOffloads, offload_faults, require_offloads
 
-__all__ = ["HostLink", "Offload", "RankOffloads", "offload_faults", "plan_offloads", "play_offloads", "require_offloads"]
+__all__ = [
+    "HostLink",
+    "Offload",
+    "RankOffloads",
+    "fit_link",
+    "offload_faults",
+    "plan_offloads",
+    "play_offloads",
+    "require_offloads",
+]
