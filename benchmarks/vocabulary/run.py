@@ -1,28 +1,41 @@
 """Heads divided by their vocabulary, simulated beside what was published: MFU by size of the vocabulary for 1F1B and V-Half.
 
-Writes `results.json` next to this file, from `published.json` (arXiv 2411.05288, tables 3, 5 and 6). Nothing is fitted. A layer takes
-72h + 12s and a head 6V floating point operations for each of bsh (the paper's table 4), all at one speed, in equal thirds for F, B, W; a
-divided head is slower by the factor of table 3, the mean of its neighbours for 24 GPUs, which that table lacks. Messages, collectives, the
-embedding and the optimizer take no time. So an efficiency here is the share of the ranks' time in which they compute at that speed, and MFU
-is it times a speed that is not known: only ratios can be compared.
+Writes `results.json` next to this file, from `published.json` (arXiv 2411.05288, tables 3, 5 and 6). What layers, embedding and head
+take is estimated by `zb.cost_model` from the data sheet of an A100, with the parameters of `benchmarks/cost_model`; a divided head is
+slower by the factor of table 3, the mean of its neighbours for 24 GPUs, which that table lacks. Collectives take what their bytes take in
+a ring over NVLink, beyond a node over the network of a DGX A100, since the paper does not tell of its own, and the passes beside them as
+much longer as `Efficiency.contention` says. The optimizer takes no time.
 
-- `over_32K`: MFU over that of the same method with a vocabulary of 32K, published and simulated.
-- `over_vocab-1`: MFU of the head on the last stage over that with the head divided by algorithm 1, published and simulated.
+Two numbers are fitted, each to one published row; all other rows are predicted, and `fitted` marks the rows that are not:
 
-`*_off_percent` is the simulated ratio against the published one.
+- `layers`, by schedule, GPUs and sequence: by how much layers take longer than estimated, from 32K words with the head on the last stage.
+- `beside`, by schedule, GPUs and whether ranks wait for collectives: by how much layers take longer still where the head is divided, from
+  32K words and the longest sequence, with algorithm 1 or interlaced. `unfitted_off_percent` tells what is predicted without it.
+
+The methods are those of the paper: `baseline` has the head on the last stage, `redis` gives that stage fewer layers, `vocab-1` and
+`vocab-2` divide the head by these algorithms, and `interlaced` divides it over ranks that wait for all collectives.
+
+For each row `mfu` is the share of the GPU's peak, `over_32K` MFU over that of the same method with a vocabulary of 32K, and `over_vocab-1`
+over that of `vocab-1` with the same vocabulary; `off_percent` is the simulated figure against the published one.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zerobubble as zb
 from zerobubble.schedules import with_vocabulary
 
 HERE = Path(__file__).parent
 MICROBATCHES = 128
+PEAK = {"1f1b": 320e12, "v-half": 312e12}
+"""FLOP/s that MFU is a share of. Those of table 5: all 40 step times that the authors published of their runs on 8 GPUs (the repository
+sail-sg/VocabularyParallelism, artifact) give 1.0256 times its MFU with the 312 TFLOP/s of the data sheet. Of table 6 nothing is known."""
+GPU, EFFICIENCY = zb.cost_model.GPUS["A100"], zb.cost_model.Efficiency()
 MODELS = {
     ("1f1b", 8): (32, 3072),
     ("1f1b", 16): (48, 4096),
@@ -33,28 +46,123 @@ MODELS = {
 }
 """Layers and hidden size by schedule and GPUs. Those of 1F1B are the paper's table 1; those of V-Half were not at hand and are taken to be
 those of the usual 7B, 15B and 30B models, whose hidden sizes the published growth of memory with the vocabulary confirms."""
-UNIT = 1e-5
-"""Milliseconds for an operation per bsh; any other gives the same ratios."""
+HEAD_WIDTH = 128
+LEAST = "32K"
+FIGURES = "mfu", "over_32K", "over_vocab-1"
 
-Row = tuple[int, int, str, str]
+Times = tuple[float, float, float]
+"""Milliseconds of F, B and W."""
 
 
-def efficiency(schedule: str, gpus: int, seq: int, method: str, vocabulary: int, scaling: dict[Any, float]) -> float:
-    """The share of the ranks' time in which they compute."""
-    layers, hidden = MODELS[schedule, gpus]
-    plain = zb.make(schedule, gpus, MICROBATCHES)
-    layer, head = (72 * hidden + 12 * seq) / 3 * UNIT, 2 * vocabulary * UNIT
-    column = [layers / plain.num_stages * layer] * plain.num_stages
-    if method == "baseline":
-        column[-1] += head
-        costs, played = zb.Costs.from_ms(column, column, column), plain
+class Row(NamedTuple):
+    """A published row."""
+
+    schedule: str
+    gpus: int
+    seq: int
+    method: str
+    vocabulary: str
+
+    @property
+    def words(self) -> int:
+        """The words of the vocabulary: the paper's code takes 32K for 32,000."""
+        return int(self.vocabulary[:-1]) * 1000
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether passes S and T divide the head."""
+        return self.method.startswith("vocab")
+
+    @property
+    def cluster(self) -> tuple[str, int, str]:
+        """What `beside` goes by."""
+        return self.schedule, self.gpus, "waiting" if self.method == "interlaced" else "dividing"
+
+
+class Parts(NamedTuple):
+    """What the parts of a model take for a microbatch."""
+
+    layer: Times
+    embedding: Times
+    head: Times
+
+
+class Fitted(NamedTuple):
+    """By how much layers take longer than estimated: all of them, and those of ranks that divide a head once more."""
+
+    layers: float
+    beside: float = 1.0
+
+
+@cache
+def parts(hidden: int, seq: int, words: int) -> Parts:
+    """What an A100 takes, from the difference between stages of one layer each."""
+    heads = hidden // HEAD_WIDTH
+    model = zb.cost_model.Model(
+        "three layers", 3, hidden, heads, heads, 4 * hidden, words, seq, dropout=False, tied=False, fused_attention=True
+    )
+    costs = zb.cost_model.transformer(model, gpu=GPU, pp=3, layers=(1, 1, 1)).costs
+    first, middle, last = zip(*(costs.column(name) for name in ("forward", "backward", "weight")), strict=True)
+    layer, embedding, head = middle, _less(first, middle), _less(last, middle)
+    return Parts(_ms(layer), _ms(embedding), _ms(head))
+
+
+def _less(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(first, second, strict=True))
+
+
+def _ms(times: tuple[int, ...]) -> Times:
+    forward, backward, weight = (time / 1e6 for time in times)
+    return forward, backward, weight
+
+
+def exchange(size: float, gpus: int) -> float:
+    """Milliseconds in which a ring of all ranks hands on `size` bytes once: a broadcast or a sum, half of an all-reduce."""
+    bandwidth = GPU.link if gpus <= GPU.domain else min(GPU.link, GPU.domain * GPU.network)
+    return 1e3 * (size / (bandwidth * EFFICIENCY.links) + EFFICIENCY.latency)
+
+
+def layers_of_stages(row: Row, num_stages: int) -> list[float]:
+    """Layers by stage: as many on each, but for `redis`.
+
+    That gives the last stage as many as bring it up to an even share together with the head, rounded up, and the others equal numbers, the
+    later ones those left over: what the layers were on 8 GPUs, by the floating point operations that the authors published of their runs.
+    """
+    layers, hidden = MODELS[row.schedule, row.gpus]
+    if row.method != "redis":
+        return [layers / num_stages] * num_stages
+    head = 6 * row.words / (72 * hidden + 12 * row.seq)  # operations of a head, in layers (the paper's table 4)
+    last = max(0, -int(-((layers + head) / num_stages - head) // 1))
+    each, more = divmod(layers - last, num_stages - 1)
+    return [each + (stage >= num_stages - 1 - more) for stage in range(num_stages - 1)] + [last]
+
+
+def mfu(row: Row, fitted: Fitted, slower: float) -> float:
+    """The simulated MFU; a part of a divided head takes `slower` times its share."""
+    layers, hidden = MODELS[row.schedule, row.gpus]
+    schedule = zb.make(row.schedule, row.gpus, MICROBATCHES)
+    layer, embedding, head = parts(hidden, row.seq, row.words)
+    part = [time * slower / row.gpus for time in head]
+    once = exchange(2 * row.seq * hidden, row.gpus)
+    columns = [[count * time * fitted.layers for count in layers_of_stages(row, schedule.num_stages)] for time in layer]
+    if row.is_divided or row.method == "interlaced":
+        columns = [[time * fitted.beside for time in column] for column in columns]
+    if row.is_divided:
+        slowed = EFFICIENCY.contention * once * row.gpus / schedule.num_stages  # a broadcast beside F, a sum beside B
+        columns = [[time + more for time in column] for column, more in zip(columns, (slowed, slowed, 0), strict=True)]
+        costs = zb.Costs.from_ms(*columns).with_divided_head((part[0], part[1], part[2]), collective=once)
+        schedule = with_vocabulary(schedule, int(row.method[-1]), costs)
+    elif row.method == "interlaced":
+        waited = once, 2 * once, 0.0  # the output goes to all ranks, its gradient is summed over them
+        shares = [(time + more) * row.gpus / schedule.num_stages for time, more in zip(part, waited, strict=True)]
+        costs = zb.Costs.from_ms(*([time + share for time in column] for column, share in zip(columns, shares, strict=True)))
     else:
-        algorithm = int(method[-1])
-        part = head / gpus / scaling[seq, algorithm, gpus]
-        costs = zb.Costs.from_ms(column, column, column).with_divided_head((part, part, part))
-        played = with_vocabulary(plain, algorithm, costs)
-    work = 3 * (layers * layer + head) * MICROBATCHES
-    return work / gpus / (zb.simulate(played, costs).makespan / 1e6)
+        for column, first, last in zip(columns, embedding, head, strict=True):
+            column[0] += first
+            column[-1] += last
+        costs = zb.Costs.from_ms(*columns)
+    operations = 6 * row.seq * hidden * row.words + layers * row.seq * hidden * (72 * hidden + 12 * row.seq)
+    return operations * MICROBATCHES / row.gpus / PEAK[row.schedule] / (zb.simulate(schedule, costs).makespan / 1e9)
 
 
 def scaling_factors(table: dict[str, Any]) -> dict[Any, float]:
@@ -63,47 +171,111 @@ def scaling_factors(table: dict[str, Any]) -> dict[Any, float]:
     return found | {(seq, way, 24): (found[seq, way, 16] + found[seq, way, 32]) / 2 for seq, way, _ in found}
 
 
+class Prediction:
+    """All published rows, what is fitted to some of them, and what is simulated for the others."""
+
+    def __init__(self, published: dict[str, Any]) -> None:
+        self.scaling = scaling_factors(published["scaling_percent"])
+        self.published = {
+            Row(schedule, gpus, seq, method, size): value / 100
+            for schedule in ("1f1b", "v-half")
+            for gpus, seq, method, size, value in published[schedule]
+        }
+        self.layers = {self._key(row): self._layers(row) for row in self.published if (row.method, row.vocabulary) == ("baseline", LEAST)}
+        longest = sorted((row for row in self.published if row.vocabulary == LEAST), key=lambda row: row.seq)
+        of_cluster = {row.cluster: row for row in longest if row.method in ("vocab-1", "interlaced")}
+        self.fitted_beside = tuple(of_cluster[cluster] for cluster in sorted(of_cluster))
+        self.beside = {row.cluster: self._beside(row) for row in self.fitted_beside}
+
+    @staticmethod
+    def _key(row: Row) -> tuple[str, int, int]:
+        return row.schedule, row.gpus, row.seq
+
+    def simulated(self, row: Row, fitted: Fitted) -> float:
+        algorithm = int(row.method[-1]) if row.is_divided else 1
+        return mfu(row, fitted, 1 / self.scaling[row.seq, algorithm, row.gpus])
+
+    def _layers(self, row: Row) -> float:
+        return self._factor(lambda factor: self.simulated(row, Fitted(factor)), self.published[row])
+
+    def _beside(self, row: Row) -> float:
+        layers = self.layers[self._key(row)]
+        return self._factor(lambda factor: self.simulated(row, Fitted(layers, factor)), self.published[row])
+
+    @staticmethod
+    def _factor(simulated: Callable[[float], float], wanted: float) -> float:
+        """The factor with which the simulation has the wanted MFU: its reciprocal is all but linear in it."""
+        low, high = 1.0, 1.1
+        for _ in range(3):
+            at_low, at_high = 1 / simulated(low), 1 / simulated(high)
+            low, high = high, low + (high - low) * (1 / wanted - at_low) / (at_high - at_low)
+            if abs(high - low) < 1e-5:
+                break
+        return round(high, 4)
+
+    def is_fitted(self, row: Row) -> bool:
+        """Whether a number is fitted to the row."""
+        return row in self.fitted_beside or (row.method, row.vocabulary) == ("baseline", LEAST)
+
+    def cases(self) -> list[dict[str, Any]]:
+        """Each published row beside the simulation."""
+        simulated, unfitted = {}, {}
+        for row in self.published:
+            layers = self.layers[self._key(row)]
+            simulated[row] = self.simulated(row, Fitted(layers, self.beside.get(row.cluster, 1.0)))
+            if row.is_divided or row.method == "interlaced":
+                unfitted[row] = self.simulated(row, Fitted(layers))
+        found = []
+        for row, value in self.published.items():
+            smallest, divided = row._replace(vocabulary=LEAST), row._replace(method="vocab-1")
+            case: dict[str, Any] = {**row._asdict(), "fitted": self.is_fitted(row), "mfu": compared(value, simulated[row])}
+            if row in unfitted:
+                case["unfitted_off_percent"] = compared(value, unfitted[row])["off_percent"]
+            if row != smallest:
+                case["over_32K"] = compared(value / self.published[smallest], simulated[row] / simulated[smallest])
+            if row != divided:
+                case["over_vocab-1"] = compared(value / self.published[divided], simulated[row] / simulated[divided])
+            found.append(case)
+        return found
+
+
 def compared(published: float, simulated: float) -> dict[str, float]:
     off = 100 * (simulated / published - 1)
     return {"published": round(published, 4), "simulated": round(simulated, 4), "off_percent": round(off, 2)}
 
 
-def cases(schedule: str, rows: list[Any], scaling: dict[Any, float]) -> list[dict[str, Any]]:
-    """Each published row beside the simulation."""
-    published: dict[Row, float] = {(gpus, seq, method, size): mfu for gpus, seq, method, size, mfu in rows}
-    simulated = {
-        (gpus, seq, method, size): efficiency(schedule, gpus, seq, method, int(size[:-1]) * 1024, scaling)
-        for gpus, seq, method, size in published
-    }
-    found = []
-    for row, mfu in published.items():
-        gpus, seq, method, size = row
-        smallest, divided = (gpus, seq, method, "32K"), (gpus, seq, "vocab-1", size)
-        case: dict[str, Any] = {"schedule": schedule, "gpus": gpus, "seq": seq, "method": method, "vocabulary": size, "published_mfu": mfu}
-        case["efficiency"] = round(simulated[row], 4)
-        if size != "32K":
-            case["over_32K"] = compared(mfu / published[smallest], simulated[row] / simulated[smallest])
-        if method == "baseline":
-            case["over_vocab-1"] = compared(mfu / published[divided], simulated[row] / simulated[divided])
-        found.append(case)
-    return found
-
-
-def within(found: list[dict[str, Any]], key: str, schedule: str, percent: float) -> str:
-    """How many of the rows of a schedule have that ratio within so many percent."""
-    offs = [abs(case[key]["off_percent"]) for case in found if key in case and case["schedule"] == schedule]
+def within(found: list[dict[str, Any]], key: str, schedule: str, methods: tuple[str, ...], percent: float) -> str:
+    """How many of the predicted rows have that figure within so many percent."""
+    rows = (case for case in found if key in case and case["schedule"] == schedule and case["method"] in methods and not case["fitted"])
+    offs = [abs(case[key] if key == "unfitted_off_percent" else case[key]["off_percent"]) for case in rows]
     return f"{sum(off <= percent for off in offs)} of {len(offs)} within {percent:g} %, worst {max(offs):.1f} %"
 
 
 def main() -> None:
-    published = json.loads((HERE / "published.json").read_text())
-    scaling = scaling_factors(published["scaling_percent"])
-    found = [case for schedule in ("1f1b", "v-half") for case in cases(schedule, published[schedule], scaling)]
+    prediction = Prediction(json.loads((HERE / "published.json").read_text()))
+    found = prediction.cases()
+    whole, divided = ("baseline",), ("vocab-1", "vocab-2")
+    asked = [
+        *(
+            ("1f1b", key, methods)
+            for methods in (whole, ("redis",), divided, ("interlaced",))
+            for key in ("mfu", "over_32K", "over_vocab-1")
+        ),
+        *(("v-half", key, methods) for methods in (whole, divided) for key in ("mfu", "over_32K", "over_vocab-1")),
+        *((schedule, "unfitted_off_percent", divided) for schedule in ("1f1b", "v-half")),
+        ("1f1b", "unfitted_off_percent", ("interlaced",)),
+    ]
     summary = {
-        f"{schedule}, {key}": within(found, key, schedule, 2) for schedule in ("1f1b", "v-half") for key in ("over_32K", "over_vocab-1")
+        f"{schedule}, {' and '.join(methods)}, {key}": within(found, key, schedule, methods, 2)
+        for schedule, key, methods in asked
+        if any(key in case for case in found if case["schedule"] == schedule and case["method"] in methods)
     }
-    (HERE / "results.json").write_text(json.dumps({"summary": summary, "cases": found}, indent=1) + "\n")
-    for key, text in summary.items():
+    fitted = {
+        "layers": {", ".join(map(str, key)): factor for key, factor in prediction.layers.items()},
+        "beside": {", ".join(map(str, key)): factor for key, factor in prediction.beside.items()},
+    }
+    (HERE / "results.json").write_text(json.dumps({"summary": summary, "fitted": fitted, "cases": found}, indent=1) + "\n")
+    for key, text in (summary | {name: str(factors) for name, factors in fitted.items()}).items():
         print(f"{key}: {text}")
 
 
