@@ -81,7 +81,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     values += [divided, divided.best]
     heads = zb.planning.place_head(make("1f1b", ranks, microbatches), Costs.uniform(ranks), (1, 1, 1))
     planned_head = zb.planning.plan_head(Workload.uniform(ranks, (10, 10, 8)), microbatches, (10, 10, 8), placements="vee", seconds=0)
-    values += [heads, heads.best, planned_head, planned_head.best]
+    values += [heads, heads.best, planned_head, planned_head.best, planned_head.best.solved.problem.head]
     return [*values, layers_of(ranks)[0], traced, traced.clocks[1], zb.simulation.metrics(schedule, costs)]
 
 

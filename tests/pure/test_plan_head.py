@@ -15,9 +15,10 @@ import zerobubble as zb
 from zerobubble import Costs, InputError, Limits, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import bounds_divided, lower_bounds
 from zerobubble.cli import main
+from zerobubble.io import dumps, load_plan, loads, save_plan
 from zerobubble.ir import Op
-from zerobubble.planning import HeadPlan, Workload, plan_head
-from zerobubble.planning.problem import RANK_BYTES
+from zerobubble.planning import Head, HeadPlan, Solved, Workload, plan_head, solve
+from zerobubble.planning.workload import RANK_BYTES
 from zerobubble.schedules import with_vocabulary
 from zerobubble.simulation import peak_memory
 
@@ -142,6 +143,73 @@ def test_the_verb_prints_table_json_and_schedule() -> None:
     assert found.schedule.has_divided_head
 
 
+@pytest.mark.parametrize("head", [HEAD, (0.1, 0.1, 0.1)])
+def test_a_plan_with_a_head_survives_its_file(head: tuple[float, float, float], tmp_path: Path) -> None:
+    """The best is divided for a heavy head, and whole for a light one."""
+    file = tmp_path / "head.json"
+    found = planned(head=head, held=0.4, collective=0.2, slowdown=1.2)
+    save_plan(found, file)
+    loaded = load_plan(file)
+    best = found.best.solved
+    assert (loaded.problem, loaded.schedule, loaded.time, loaded.bound) == (best.problem, best.schedule, best.time, best.bound)
+    assert loaded.problem.has_divided_head == (found.best.algorithm > 0) == (head == HEAD)
+    assert loads(dumps(loaded)) == loaded
+    assert loaded.problem.head is not None
+    assert loaded.bound.time == loaded.problem.bound().time <= best.bound.time
+    assert loaded.bubble is not None
+    assert 0 < loaded.bubble < 1
+
+
+def test_every_way_has_a_plan_of_its_own() -> None:
+    for way in planned().ways:
+        assert Solved.from_dict(json.loads(json.dumps(way.solved.to_dict()))).schedule == way.schedule
+
+
+def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: Path) -> None:
+    file, again = tmp_path / "head.json", tmp_path / "again.json"
+    shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6", "--head-slowdown", "1.2"]
+    told = run(*shape, "-o", str(file))
+    found = planned(slowdown=1.2)
+    assert told == f"{found}\n"
+    assert json.loads(run("show", str(file), "--json"))["makespan"] == found.best.makespan / 1e6
+    compared = {row["name"]: row["makespan"] for row in json.loads(run("compare", str(file), "1f1b", "--json"))}
+    stages = WORK.costs(Placement.linear(4))
+    assert compared["1f1b"] == simulate(make("1f1b", 4, 8), Head(HEAD).whole(stages)).makespan / 1e6
+    assert run("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again)) == told
+    first, second = load_plan(file), load_plan(again)
+    assert (first.problem, first.schedule, first.bound) == (second.problem, second.schedule, second.bound)
+    refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
+    assert "is a plan with a head, and pareto plans without" in " ".join(refused.output.split())
+    refused = CliRunner().invoke(main, ["plan", "--costs", str(file), "--noise", "5"])
+    assert "the plan has a head, which is not planned together with --noise" in " ".join(refused.output.split())
+
+
+def test_a_plan_file_in_which_head_and_schedule_differ_is_refused() -> None:
+    data = json.loads(dumps(planned().best.solved))
+    plain = with_name(make("zb-v", 4, 8), data["schedule"])
+    for changed, message in (
+        ({"head": None}, "the workload gives other costs on this placement"),
+        ({"head": data["head"] | {"slowdown": 0.5}}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
+        ({"head": data["head"] | {"times": [1, 2]}}, "not a head in JSON form"),
+        ({"workload": None}, "a head is planned beside the work of ranks"),
+        ({"schedule": plain}, "the schedule has no divided head, and the problem one"),
+    ):
+        with pytest.raises(InputError) as raised:
+            loads(json.dumps(data | changed))
+        assert message in str(raised.value)
+
+
+def with_name(schedule: Schedule, other: dict[str, Any]) -> dict[str, Any]:
+    """The JSON form of a schedule under the name of another."""
+    return schedule.to_dict() | {"name": other["name"]}
+
+
+def test_the_search_refuses_a_divided_head() -> None:
+    problem = planned().best.solved.problem
+    with pytest.raises(InputError, match="a head divided over the ranks: take plan_head"):
+        solve(problem, seconds=0)
+
+
 def test_the_verb_draws_the_best_of_each_way(tmp_path: Path) -> None:
     svg, page = tmp_path / "head.svg", tmp_path / "head.html"
     run(*SHAPE, "--placement", "vee", "--svg", str(svg), "--html", str(page))
@@ -154,7 +222,7 @@ def test_the_verb_draws_the_best_of_each_way(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--recompute", "auto"], "--head is not planned together with --recompute: leave one of them out"),
-        (["-o", "plan.json", "--noise", "5"], "--head is not planned together with --noise and --output: leave one of them out"),
+        (["--noise", "5", "--offload", "1"], "--head is not planned together with --noise and --offload: leave one of them out"),
         (["--format", "torch-csv"], "PyTorch's CSV has no cell for"),
         (["--head", "1,2"], "'1,2' has 2 times; give three in ms"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from zerobubble.cli.evaluation import evaluate
+from zerobubble.cli.files import write_text
 from zerobubble.cli.forms import print_schedule
 from zerobubble.cli.inputs import Costed, Given
 from zerobubble.cli.options import PLANNED_APART, PictureFiles, Times, given_flags, milliseconds, option_group, three_times
@@ -18,7 +19,9 @@ from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.planning import HeadPlan, Objective, Workload
 from zerobubble.planning.attempt import ProgressCallback
+from zerobubble.planning.head import Head
 from zerobubble.planning.head_plan import plan_head
+from zerobubble.planning.plan_file import plan_text
 from zerobubble.schedules import with_vocabulary
 
 
@@ -35,44 +38,57 @@ class HeadOptions:
     head_slowdown: float
     collective: float
 
-    def is_given(self) -> bool:
-        """Whether a head is to be planned for; raises where something is said of none, or beside it what is planned without a head only."""
-        if self.head is None:
-            if flags := given_flags("head_held", "head_slowdown", "collective"):
-                raise click.UsageError(f"{flags[0]} is for a head: give its times with --head, too")
-            return False
-        if others := given_flags(*PLANNED_APART, "offload", "output"):
+    def require_alone(self) -> None:
+        """Raise where something is said of a head that is not there, or beside one what is planned without a head only."""
+        if self.head is None and (flags := given_flags("head_held", "head_slowdown", "collective")):
+            raise click.UsageError(f"{flags[0]} is for a head: give its times with --head, too")
+        if self.head is not None and (others := given_flags(*PLANNED_APART, "offload")):
             raise click.UsageError(f"--head is not planned together with {' and '.join(others)}: leave one of them out")
-        return True
 
-    def planned(
-        self, question: Question, memory: Limits | float | None, search: SearchOptions, progress: ProgressCallback | None
-    ) -> HeadPlan:
-        """The plan; raises `InputError` where the work is not that of ranks."""
-        assert self.head is not None
+    def asked(self, question: Question) -> Head | None:
+        """The head to plan for: that of the options, or else that of the plan which is made anew; raises where the work is not of ranks."""
         problem = question.problem
+        known = problem.head if problem is not None and isinstance(question.work, Workload) else None
+        if self.head is None and known is None:
+            return None
+        if self.head is None and (others := given_flags(*PLANNED_APART, "offload")):
+            raise click.UsageError(f"the plan has a head, which is not planned together with {' and '.join(others)}: leave them out")
         if not isinstance(question.work, Workload) or question.shares or (problem and (problem.recomputation or problem.sharded)):
             raise InputError(
                 "--head is planned for the work of ranks, alike for all microbatches, with neither recomputation nor weights in shards: "
                 "give --times or --per-rank instead of --costs"
             )
-        arguments: dict[str, Any] = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
-        about: dict[str, Any] = {"held": self.head_held, "collective": self.collective, "slowdown": self.head_slowdown}
-        placed: dict[str, Any] = {"placements": list(question.placements)}
-        return plan_head(question.work, question.microbatches, self.head, memory, **placed, **about, **arguments)
+        if self.head is None:
+            return known
+        return Head(self.head, self.head_held * question.work.held_after_f[-1], self.collective, self.head_slowdown)
 
-    def tell(self, found: HeadPlan, pictures: PictureFiles, form: str | None, as_json: bool) -> None:
-        """Print the plan as it is asked for, and draw the best schedule of each way to place the head."""
-        if pictures.svg is not None or pictures.html is not None:
-            source = f"head of {', '.join(f'{time:g}' for time in self.head or ())} ms"
-            named = [(replace(way.schedule, name=f"{way.placement}: {way.schedule.name}"), way.costs) for way in found.ways]
-            write_pictures(pictures, [evaluate(Costed(schedule, costs, source)) for schedule, costs in named])
-        if as_json:
-            click.echo(json.dumps(found.to_dict(), indent=2))
-        elif form is not None:
-            print_schedule(found.schedule, form)
-        else:
-            click.echo(str(found))
+
+def plan_with_head(
+    head: Head, question: Question, memory: Limits | float | None, search: SearchOptions, progress: ProgressCallback | None
+) -> HeadPlan:
+    """The plan for the work of ranks that the question asks for, with the head."""
+    assert isinstance(question.work, Workload)
+    arguments: dict[str, Any] = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
+    saved = question.work.held_after_f[-1]
+    about: dict[str, Any] = {"held": head.held / saved if saved else 0.0, "collective": head.collective, "slowdown": head.slowdown}
+    placed: dict[str, Any] = {"placements": list(question.placements)}
+    return plan_head(question.work, question.microbatches, head.times, memory, **placed, **about, **arguments)
+
+
+def tell_of_head(head: Head, found: HeadPlan, output: str | None, pictures: PictureFiles, form: str | None, as_json: bool) -> None:
+    """Print the plan as it is asked for, save its winner, and draw the best schedule of each way to place the head."""
+    if output is not None:
+        write_text(output, plan_text(found))
+    if pictures.svg is not None or pictures.html is not None:
+        source = f"head of {', '.join(f'{time:g}' for time in head.times)} ms"
+        named = [(replace(way.schedule, name=f"{way.placement}: {way.schedule.name}"), way.costs) for way in found.ways]
+        write_pictures(pictures, [evaluate(Costed(schedule, costs, source)) for schedule, costs in named])
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+    elif form is not None:
+        print_schedule(found.schedule, form)
+    else:
+        click.echo(str(found))
 
 
 head_options = option_group(

@@ -12,7 +12,9 @@ from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem import Problem, Solved, Workload, microbatch_bytes
+from zerobubble.planning.head import Head
+from zerobubble.planning.problem import Problem, Solved, microbatch_bytes
+from zerobubble.planning.workload import Workload
 from zerobubble.schedules import known_schedules, make
 from zerobubble.units import counted, show_range
 
@@ -216,8 +218,16 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
         costed = [_measured(each.schedule, (each.problem or first.problem).costs, first.name) for each in inputs]
     else:
         shares = first.problem.costs.shares
-        costed = [Costed(each.schedule, replace(_again(_shared(work, each, first.name), each), shares=shares), source) for each in inputs]
+        shared = [_with_head(_again(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
+        costed = [Costed(each.schedule, replace(costs, shares=shares), source) for each, costs in zip(inputs, shared, strict=True)]
     return [replace(one, limits=each.problem.limits.memory if each.problem else ()) for one, each in zip(costed, inputs, strict=True)]
+
+
+def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:
+    """The costs with the head of a plan: in parts for a schedule that divides it, and else whole in the last stage."""
+    if head is None:
+        return costs
+    return head.divided(costs, schedule.num_ranks) if schedule.has_divided_head else head.whole(costs)
 
 
 def _again(costs: Costs, given: Given) -> Costs:
@@ -229,7 +239,7 @@ def _again(costs: Costs, given: Given) -> Costs:
 def _same_work(one: Problem, other: Problem) -> bool:
     if one.workload is None:
         return _with_nothing_again(one) == _with_nothing_again(other)
-    return (one.workload, one.costs.shares) == (other.workload, other.costs.shares)
+    return (one.workload, one.costs.shares, one.head) == (other.workload, other.costs.shares, other.head)
 
 
 def _with_nothing_again(problem: Problem) -> Costs:

@@ -16,7 +16,7 @@ from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster
 from zerobubble.cli.files import write_text
 from zerobubble.cli.forms import print_schedule
 from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
-from zerobubble.cli.head import HeadOptions, head_options
+from zerobubble.cli.head import HeadOptions, head_options, plan_with_head, tell_of_head
 from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
 from zerobubble.cli.offload import Rates, rates_option
 from zerobubble.cli.options import (
@@ -230,22 +230,25 @@ def plan_verb(
     refuse_beside("shares", "layers", "noise", "baseline", "weights")
     refuse_beside("recompute", "shares", "layers", "noise", "baseline", "weights")
     _require_room_for_one(options.room_microbatches)
-    if head.is_given():
-        question = read_question("plan", work, search)
-        with progress_bar(search) as progress:
-            planned_with_head = head.planned(question, _room(question, work, options), search, progress)
-        head.tell(planned_with_head, pictures, form, as_json)
-        return
+    head.require_alone()
     if offload is not None:
         refuse_beside_offload(search)
-        question = read_question("plan", work, search)
+    if options.inside_blocks and options.layers is None:
+        raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
+    question = None if options.layers is not None else read_question("plan", work, search)
+    if question is not None and (asked := head.asked(question)):
+        with progress_bar(search) as progress:
+            planned_with_head = plan_with_head(asked, question, _room(question, work, options), search, progress)
+        tell_of_head(asked, planned_with_head, output, pictures, form, as_json)
+        return
+    if offload is not None and question is not None:
         with progress_bar(search) as progress:
             found = plan_question(question, _room(question, work, options), offload, work, search, progress)
         tell(found, {} if found.plan.best.schedule is None else plan_to_dict(found.plan), pictures, form, as_json)
         return
     if options.layers is not None:
         refuse_sizes_for_layers(sharded)
-    answer = _with_gathers(_with_remarks(_answer(work, search, options, sharded), search, options))
+    answer = _with_gathers(_with_remarks(_answer(question, work, search, options, sharded), search, options))
     schedule = answer.plan.schedule
     if output is not None:
         write_text(output, plan_text(answer.plan))
@@ -263,13 +266,11 @@ def _require_room_for_one(memory: float | None) -> None:
         raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
 
 
-def _answer(work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions) -> Answer:
-    """The plan for layers, stages or ranks, whichever the options describe."""
-    if options.layers is not None:
+def _answer(question: Question | None, work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions) -> Answer:
+    """The plan for layers, stages or ranks, whichever the options describe; layers are read here."""
+    if question is None:
+        assert options.layers is not None
         return _plan_layers(options.layers, work, search, options)
-    if options.inside_blocks:
-        raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
-    question = read_question("plan", work, search)
     divided = sharded.sharded(question.problem, options.within / 100)
     _refuse_beside_gathers(divided, options)
     memory = _room(question, work, options)

@@ -10,7 +10,8 @@ from zerobubble.arguments import instance, takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError, parsed_json
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem import Solved, Workload
+from zerobubble.planning.problem import Solved
+from zerobubble.planning.workload import Workload
 from zerobubble.program import Program
 from zerobubble.timeline import Timeline
 
@@ -26,6 +27,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
     "zerobubble plan 1": Solved.from_dict,
     "zerobubble plan 2": Solved.from_dict,
     "zerobubble plan 3": Solved.from_dict,
+    "zerobubble plan 4": Solved.from_dict,
     "zerobubble workload 1": Workload.from_dict,
 }
 

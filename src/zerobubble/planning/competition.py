@@ -29,7 +29,7 @@ from zerobubble.planning.attempt import (
 from zerobubble.planning.bought import Bought
 from zerobubble.planning.few_gathers import FewGathers, few_gathers
 from zerobubble.planning.placements import ANY, family, placements_to_try
-from zerobubble.planning.problem import Objective, Problem, Solved, Status, Workload
+from zerobubble.planning.problem import Objective, Problem, Solved, Status
 from zerobubble.planning.reasons import NOTE_WIDTH, Told, comparison_table, notes
 from zerobubble.planning.recomputation import levels_for
 from zerobubble.planning.recompute_plan import plan_recomputing
@@ -39,6 +39,7 @@ from zerobubble.planning.sharded import Sharded
 from zerobubble.planning.simple_choice import simple_choice, simple_choice_text
 from zerobubble.planning.unequal import alike, unequal
 from zerobubble.planning.weight_order import with_weights_ordered
+from zerobubble.planning.workload import Workload
 from zerobubble.units import counted
 
 CUT_SHORT = "Ctrl-C cut the search short: this is the best until then."
@@ -134,13 +135,16 @@ def solve(
 
     The seconds are for seeds, search and the last check together, compiling the search apart. With 0 of either it is the best of
     `seeds` and the published schedules. `baseline` names a planner of the papers to ask instead.
-    Ctrl-C gives the best so far. The answer is checked and played anew in plain Python. Raises `InputError` for a negative budget.
+    Ctrl-C gives the best so far. The answer is checked and played anew in plain Python. Raises `InputError` for a negative budget, and for
+    a head divided over ranks, which `plan_head` plans.
 
     >>> import zerobubble as zb
     >>> problem = zb.planning.Problem(zb.Placement.vee(2), 4, zb.Costs.uniform(4), zb.Limits((4_000_000,) * 2))
     >>> zb.planning.solve(problem, seconds=0).status.value
     'optimal'
     """
+    if problem.has_divided_head:
+        raise InputError("solve orders the passes of stages alone, and this problem has a head divided over the ranks: take plan_head")
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if baseline is not None:
         return attempt_by_baseline(name, baseline, problem).solved

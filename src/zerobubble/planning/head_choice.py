@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerobubble.arguments import NUMBER, optional, require_ms, takes
-from zerobubble.costs import HEAD_TIMES, NS_PER_MS, Costs, Limits
+from zerobubble.arguments import NUMBER, optional, takes
+from zerobubble.costs import HEAD_TIMES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
+from zerobubble.planning.head import Head
 from zerobubble.schedules import with_vocabulary
 from zerobubble.simulation import metrics, peak_memory
 from zerobubble.units import show_bytes, show_ms
@@ -91,8 +92,9 @@ def place_head(
     >>> choice.best
     <HeadWay divided by algorithm 2: 402 ms, up to 5 MB on a rank>
     """
-    divided = with_parts(costs, schedule.num_ranks, head, held, collective, slowdown)
-    ways = [(0, schedule, with_whole_head(costs, head, held))]
+    placed = Head((head[0], head[1], head[2]), held, collective, slowdown)
+    divided = placed.divided(costs, schedule.num_ranks)
+    ways = [(0, schedule, placed.whole(costs))]
     ways += [(algorithm, with_vocabulary(schedule, algorithm, costs), divided) for algorithm in (1, 2)]
     played = tuple(_played(*way, limits) for way in ways)
     fitting = [way for way in played if way.fits]
@@ -100,32 +102,6 @@ def place_head(
         least = min(played, key=lambda way: max(way.peaks))
         raise InputError(f"no way to place the head fits the limits; the least that ranks hold is {least._summary()}: raise the limits")
     return HeadChoice(played, min(fitting, key=lambda way: way.makespan))
-
-
-def with_parts(costs: Costs, num_ranks: int, head: Sequence[float], held: float, collective: float, slowdown: float) -> Costs:
-    """`costs` with an even part of the head on each rank, which takes `slowdown` times its share; raises as `place_head` does."""
-    require_ms("the slowdown of a divided head", slowdown, "a finite number from 1 on", 1)
-    forward, for_input, for_weights = (slowdown * time / num_ranks for time in _checked(head, held))
-    return costs.with_divided_head((forward, for_input, for_weights), held=held / num_ranks, collective=collective)
-
-
-def with_whole_head(costs: Costs, head: Sequence[float], held: float) -> Costs:
-    """`costs` with the head as a part of the last stage; raises as `place_head` does."""
-    names = ("forward", "backward", "weight")
-    columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, _checked(head, held), strict=True)}
-    return costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(held)))
-
-
-def _checked(head: Sequence[float], held: float) -> Sequence[float]:
-    """The times of the head; raises `InputError` for what is negative or not finite."""
-    require_ms("the bytes that the head keeps", held)
-    for name, value in zip(("forward", "gradient for the input", "gradient for the weights"), head, strict=True):
-        require_ms(f"the time of the head's {name}", value)
-    return head
-
-
-def _more(column: tuple[int, ...], last: int) -> tuple[int, ...]:
-    return (*column[:-1], column[-1] + last)
 
 
 def _played(algorithm: int, schedule: Schedule, costs: Costs, limits: Limits | None) -> HeadWay:

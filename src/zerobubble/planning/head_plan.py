@@ -8,19 +8,21 @@ from textwrap import fill
 from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, either, optional, takes
-from zerobubble.bounds import Bound, bounds_divided
+from zerobubble.bounds import Bound
 from zerobubble.costs import HEAD_TIMES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.attempt import Budget, ProgressCallback
 from zerobubble.planning.competition import MICROBATCHES, SECONDS, Choice, as_budget, plan_problems, problems_of
-from zerobubble.planning.head_choice import NAMES, with_parts, with_whole_head
+from zerobubble.planning.head import Head
+from zerobubble.planning.head_choice import NAMES
 from zerobubble.planning.placements import ANY, placements_to_try
-from zerobubble.planning.problem import Objective, Problem, Workload, microbatch_bytes
+from zerobubble.planning.problem import Objective, Problem, Solved, microbatch_bytes
 from zerobubble.planning.reasons import NOTE_WIDTH, aligned, percent
+from zerobubble.planning.seeds import fits_memory
+from zerobubble.planning.workload import Workload
 from zerobubble.schedules import with_vocabulary
-from zerobubble.simulation import metrics, peak_memory
 from zerobubble.units import ms, show_ms
 
 ROOMS = (0, 1, 2)
@@ -31,21 +33,53 @@ ROOMS = (0, 1, 2)
 class PlannedHead(Displayed):
     """The best schedule found with the head placed in one way: by `algorithm` 1 or 2, or 0 for whole on the last stage.
 
-    `time` is the objective and `bound` a proven lower bound on it for all schedules with the head placed so, in ns. `placement` and `how`
-    tell where the stages lie and what found their order. `peaks` are the bytes that each rank holds at most, `peak_microbatches` the most
-    of these in microbatches of a rank's stages without the head.
+    `solved` is the plan, which a file can keep. Its bound holds on its placement, and `bound` is a proven lower bound on the objective for
+    all schedules with the head placed so, on any of the placements tried. `peak_microbatches` are the most bytes that a rank holds, in
+    microbatches of its stages without the head.
     """
 
     algorithm: int
-    placement: str
-    schedule: Schedule
-    costs: Costs
-    time: int
-    makespan: int
-    peaks: tuple[int, ...]
+    solved: Solved
     peak_microbatches: float
-    how: str
     bound: Bound
+
+    @property
+    def placement(self) -> str:
+        """Where the stages lie."""
+        return self.solved.problem.placement.name
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, with the passes of its head."""
+        assert self.solved.schedule is not None
+        return self.solved.schedule
+
+    @property
+    def costs(self) -> Costs:
+        """What its passes take and hold."""
+        return self.solved.problem.costs
+
+    @property
+    def time(self) -> int:
+        """The objective in ns."""
+        assert self.solved.time is not None
+        return self.solved.time
+
+    @property
+    def makespan(self) -> int:
+        """The makespan in ns."""
+        assert self.solved.makespan is not None
+        return self.solved.makespan
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The bytes that each rank holds at most."""
+        return self.solved.peaks
+
+    @property
+    def how(self) -> str:
+        """What found the order of the stages."""
+        return self.solved.how
 
     @property
     def gap(self) -> float:
@@ -199,18 +233,17 @@ def plan_head(
     """
     budget, searches = as_budget(seconds, evaluations), _Searches(seed, progress)
     stages = problems_of(work, num_microbatches, memory, placements_to_try(placements, work.num_ranks), objective)
-    size = held * work.held_after_f[-1]
-    whole = {name: replace(problem, costs=with_whole_head(problem.costs, head, size), workload=None) for name, problem in stages.items()}
-    parts = {name: with_parts(problem.costs, work.num_ranks, head, size, collective, slowdown) for name, problem in stages.items()}
-    rooms = [(stages if more == 0 else _leaner(stages, parts, more)) for more in (ROOMS if memory is not None else ROOMS[:1])]
+    placed = Head((head[0], head[1], head[2]), held * work.held_after_f[-1], collective, slowdown)
+    whole = {name: replace(problem, costs=placed.whole(problem.costs), head=placed) for name, problem in stages.items()}
+    divided = {name: replace(problem, costs=placed.divided(problem.costs, work.num_ranks), head=placed) for name, problem in stages.items()}
+    rooms = [(stages if more == 0 else _leaner(stages, divided, more)) for more in (ROOMS if memory is not None else ROOMS[:1])]
     plans = [problems for problems in (whole, *rooms) if problems]
     found = [searches.best_of(problems, budget.share(len(plans))) for problems in plans]
     when_whole = min(choice.solved.bound for choice in found[0])
-    when_divided = min(_bound(problem, parts[name]) for name, problem in stages.items())
-    limits = None if memory is None else next(iter(stages.values())).limits
+    when_divided = min(problem.bound() for problem in divided.values())
     played = [way for choice in found[0] for way in _whole(choice, stages[choice.name], when_whole)]
     for choice in (choice for choices in found[1:] for choice in choices):
-        played += _divided(choice, stages[choice.name], parts[choice.name], limits, when_divided)
+        played += _divided(choice, stages[choice.name], divided[choice.name], when_divided)
     if not played:
         raise InputError(f"no schedule fits with the head whole or divided: {found[0][0].solved.reason or 'raise the memory'}")
     ways = [[way for way in played if way.algorithm == algorithm] for algorithm in NAMES]
@@ -236,46 +269,35 @@ class _Searches:
         return found.choices
 
 
-def _leaner(stages: Mapping[str, Problem], parts: Mapping[str, Costs], more: int) -> dict[str, Problem]:
+def _leaner(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more: int) -> dict[str, Problem]:
     """The problems with room left for `more` microbatches and what the head keeps of them, of those in which one microbatch then fits."""
     leaner = {}
     for name, problem in stages.items():
-        sizes = microbatch_bytes(problem.placement, problem.costs)
-        memory = [
-            room - more * (size + parts[name].column("held_head")[0]) for room, size in zip(problem.limits.memory, sizes, strict=True)
-        ]
+        sizes, kept = microbatch_bytes(problem.placement, problem.costs), divided[name].costs.column("held_head")[0]
+        memory = [room - more * (size + kept) for room, size in zip(problem.limits.memory, sizes, strict=True)]
         if min(memory) > 0 and not (less := replace(problem, limits=Limits(tuple(memory)))).shortage_reason:
             leaner[name] = less
     return leaner
 
 
-def _bound(problem: Problem, divided: Costs) -> Bound:
-    """The proven lower bound on the objective with a divided head."""
-    limits = None if problem.shortage_reason else problem.limits
-    bounds = bounds_divided(problem.placement, problem.num_microbatches, divided, limits)
-    return bounds.span if problem.objective is Objective.SPAN else bounds.makespan
-
-
 def _whole(choice: Choice, stages: Problem, bound: Bound) -> Iterator[PlannedHead]:
     """The answer with a whole head, if there is one."""
-    solved = choice.solved
-    if solved.schedule is not None:
-        yield _played(0, choice, solved.schedule, solved.problem.costs, stages, bound)
+    if choice.solved.schedule is not None:
+        yield PlannedHead(0, choice.solved, _most_microbatches(choice.solved, stages), bound)
 
 
-def _divided(choice: Choice, stages: Problem, parts: Costs, limits: Limits | None, bound: Bound) -> Iterator[PlannedHead]:
+def _divided(choice: Choice, stages: Problem, divided: Problem, bound: Bound) -> Iterator[PlannedHead]:
     """The answer for stages alone with the head divided by either algorithm, as far as that fits."""
     if choice.solved.schedule is None:
         return
     for algorithm in (1, 2):
-        way = _played(algorithm, choice, with_vocabulary(choice.solved.schedule, algorithm, stages.costs), parts, stages, bound)
-        if limits is None or all(peak <= room for peak, room in zip(way.peaks, limits.memory, strict=True)):
-            yield way
+        schedule = with_vocabulary(choice.solved.schedule, algorithm, stages.costs)
+        if fits_memory(schedule, divided):
+            solved = Solved.of(divided, divided.bound(), schedule, choice.solved.seconds, choice.solved.how)
+            yield PlannedHead(algorithm, solved, _most_microbatches(solved, stages), bound)
 
 
-def _played(algorithm: int, choice: Choice, schedule: Schedule, costs: Costs, stages: Problem, bound: Bound) -> PlannedHead:
-    played, peaks = metrics(schedule, costs), peak_memory(schedule, costs)
+def _most_microbatches(solved: Solved, stages: Problem) -> float:
+    """The most that a rank holds, in microbatches of its stages without the head."""
     sizes = microbatch_bytes(stages.placement, stages.costs)
-    most = max(peak / size for peak, size in zip(peaks, sizes, strict=True))
-    time = stages.objective.of(played)
-    return PlannedHead(algorithm, choice.name, schedule, costs, time, played.makespan, peaks, most, choice.solved.how, bound)
+    return max(peak / size for peak, size in zip(solved.peaks, sizes, strict=True))

@@ -8,15 +8,20 @@ from pathlib import Path
 from zerobubble.arguments import instance, takes
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError, parsed_json
 from zerobubble.planning.competition import Plan
+from zerobubble.planning.head_plan import HeadPlan
 from zerobubble.planning.layer_plan import LayersPlan
 from zerobubble.planning.problem import Solved
 
+AnyPlan = Solved | Plan | LayersPlan | HeadPlan
+"""What a plan file can be written from."""
 
-@takes(plan=instance(Solved, Plan, LayersPlan), file=instance(str, Path))
-def save_plan(plan: Solved | Plan | LayersPlan, file: str | Path) -> None:
-    """Write `plan`, of several placements the winner, to `file` as JSON.
 
-    The file holds everything the plan was made from: costs, placement, limits, objective, and the workload or the layers of each stage.
+@takes(plan=instance(Solved, Plan, LayersPlan, HeadPlan), file=instance(str, Path))
+def save_plan(plan: AnyPlan, file: str | Path) -> None:
+    """Write `plan`, of several placements or places of a head the winner, to `file` as JSON.
+
+    The file holds everything the plan was made from: costs, placement, limits, objective, and the workload or the layers of each stage,
+    and a head beside them.
     Raises `InputError` when there is no schedule or the file cannot be written.
 
     >>> import zerobubble as zb, tempfile
@@ -36,12 +41,17 @@ def save_plan(plan: Solved | Plan | LayersPlan, file: str | Path) -> None:
         raise InputError(f"cannot write {str(file)!r}: {error}") from error
 
 
-def plan_text(plan: Solved | Plan | LayersPlan) -> str:
-    """The JSON text of a plan, of several placements the winner's; raises `InputError` when there is no schedule."""
+def plan_text(plan: AnyPlan) -> str:
+    """The JSON text of a plan, of several the winner's; raises `InputError` when there is no schedule."""
+    return json.dumps(_winner(plan).to_dict()) + "\n"
+
+
+def _winner(plan: AnyPlan) -> Solved:
+    if isinstance(plan, HeadPlan):
+        return plan.best.solved
     if isinstance(plan, LayersPlan):
         plan = plan.plan
-    solved = plan.best if isinstance(plan, Plan) else plan
-    return json.dumps(solved.to_dict()) + "\n"
+    return plan.best if isinstance(plan, Plan) else plan
 
 
 @takes(file=instance(str, Path))

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, optional, require, require_amount, require_ms, takes
-from zerobubble.bounds import Bound, Bounds, bounds_again, lower_bounds, shortage, shortage_again
-from zerobubble.costs import NONE, NS_PER_MS, TIMES, UNIT_BYTES, Costs, Level, Limits
+from zerobubble.arguments import WHOLE, Wanted, optional, require
+from zerobubble.bounds import Bound, Bounds, bounds_again, bounds_divided, lower_bounds, shortage, shortage_again
+from zerobubble.costs import NONE, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
-from zerobubble.ir import Placement, Schedule
+from zerobubble.ir import Kind, Placement, Schedule
+from zerobubble.kinds import traits_of
+from zerobubble.planning.head import Head
 from zerobubble.planning.recomputation import Recomputation
 from zerobubble.planning.sharded import Sharded
+from zerobubble.planning.workload import Workload
 from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
 from zerobubble.timeline import Timeline
-from zerobubble.units import counted, show_ms, show_range
-
-RANK_BYTES = 12 * UNIT_BYTES
-"""Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
+from zerobubble.units import counted, show_ms
 
 MOST_TOGETHER = 2**62
 """The most that the search can add up."""
+
+PARTS_OF_HEAD = tuple(dict.fromkeys((*traits_of(Kind.S).times, *traits_of(Kind.T).times)))
+"""The columns of costs with what a rank's part of a divided head takes."""
 
 
 class Objective(StrEnum):
@@ -54,7 +57,8 @@ class Problem(Displayed):
     Where the costs came from something larger, a plan keeps it: `workload` is the work of each rank that the stages share equally, and
     `layers_per_stage` says how many layers of the model each stage has, `layer_names` what all of these are called, where they have names.
     None of it changes the answer. Where weights are `sharded`, `zb.plan` chooses among the shortest by their gathers. With
-    `recomputation` the costs have the columns of the levels that its stages have, and bounds hold for all that they may have.
+    `recomputation` the costs have the columns of the levels that its stages have, and bounds hold for all that they may have. With a `head`
+    beside the workload the costs have it too, whole in the last stage or divided over the ranks.
     Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
 
     >>> import zerobubble as zb
@@ -72,6 +76,7 @@ class Problem(Displayed):
     layer_names: tuple[str, ...] = ()
     sharded: Sharded | None = None
     recomputation: Recomputation | None = None
+    head: Head | None = None
 
     def __post_init__(self) -> None:
         for name, wanted in _PARTS.items():
@@ -96,7 +101,9 @@ class Problem(Displayed):
             raise InputError(f"the times of all passes together, and the bytes they hold, must stay below {MOST_TOGETHER:.0e} ns or bytes")
         if self.recomputation is not None:
             self.recomputation.require_fit(self.costs)
-        if self.workload is not None and self.workload.costs(self.placement) != self._costs_alone:
+        if self.head is not None and self.workload is None:
+            raise InputError("a head is planned beside the work of ranks: give the workload, too, or costs with the head alone")
+        if self.workload is not None and self._costs_of(self.workload) != self._costs_alone:
             raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
         if self.sharded is not None:
             self.sharded.sizes(self.placement)  # raises where they are those of other stages
@@ -111,6 +118,18 @@ class Problem(Displayed):
     @property
     def _costs_alone(self) -> Costs:
         return replace(self.costs, shares=(), further=self.costs.further if self.recomputation is None else ())
+
+    def _costs_of(self, workload: Workload) -> Costs:
+        """What the stages cost for the work of the ranks, with the head, where there is one."""
+        costs = workload.costs(self.placement)
+        if self.head is None:
+            return costs
+        return self.head.divided(costs, self.placement.num_ranks) if self.has_divided_head else self.head.whole(costs)
+
+    @property
+    def has_divided_head(self) -> bool:
+        """Whether ranks divide the head by its vocabulary: the costs have what their parts take."""
+        return self.head is not None and PARTS_OF_HEAD[0] in dict(self.costs.further)
 
     def recomputes(self, stage: int) -> bool:
         """Whether forwards of `stage` may be computed again."""
@@ -135,9 +154,11 @@ class Problem(Displayed):
     @property
     def work(self) -> int:
         """The time of all passes of all ranks, in ns."""
-        columns = self.costs.forward, self.costs.backward, self.costs.weight
+        columns = [self.costs.forward, self.costs.backward, self.costs.weight]
         if self.costs.shares:
             return sum(round(time * share) for share in self.costs.shares for times in columns for time in times)
+        if self.has_divided_head:  # a part on each rank, whose columns say the same for all stages
+            columns += [self.costs.column(name)[: self.placement.num_ranks] for name in PARTS_OF_HEAD]
         return self.num_microbatches * sum(map(sum, columns))
 
     @property
@@ -164,6 +185,8 @@ class Problem(Displayed):
         if self.recomputation is not None:
             return bounds_again(self.placement, self.num_microbatches, self.costs, self.limits, self.recomputation.offered)
         limits = None if self.shortage_reason else self.limits
+        if self.has_divided_head:
+            return bounds_divided(self.placement, self.num_microbatches, self.costs, limits)
         return lower_bounds(self.placement, self.num_microbatches, self.costs, limits)
 
     def bound(self) -> Bound:
@@ -186,6 +209,7 @@ _PARTS: dict[str, Wanted | type] = {
     "objective": Objective,
     "sharded": optional(Sharded),
     "recomputation": optional(Recomputation),
+    "head": optional(Head),
 }
 """What the parts of a `Problem` must be."""
 
@@ -221,6 +245,9 @@ class Solved(Displayed):
         """`schedule` as an answer to `problem`, checked and played anew; raises `ScheduleError` when it breaks the rules or the limits."""
         played = metrics(schedule, problem.costs)
         time = problem.objective.of(played)
+        if schedule.has_divided_head != problem.has_divided_head:
+            has, of = ("a divided head", "a whole one or none") if schedule.has_divided_head else ("no divided head", "one")
+            raise InputError(f"the schedule has {has}, and the problem {of}: plan with the head that the schedule has")
         faults = memory_faults(schedule, problem.costs, problem.limits)
         if faults:
             raise ScheduleError(faults, schedule.name)
@@ -277,7 +304,7 @@ class Solved(Displayed):
         if self.schedule is None or self.timeline is None:
             raise InputError(f"there is no plan to write: {self.reason}")
         return {
-            "format": f"zerobubble plan {2 if self.problem.recomputation is None else 3}",
+            "format": f"zerobubble plan {self._version}",
             "status": self.status.value,
             "objective": self.problem.objective.value,
             "bound": {"time": self.bound.time, "reason": self.bound.reason},
@@ -298,8 +325,16 @@ class Solved(Displayed):
             "layer_names": list(self.problem.layer_names),
             "sharded": self.problem.sharded and self.problem.sharded.to_dict(),
             "recomputation": self.problem.recomputation and self.problem.recomputation.to_dict(),
+            "head": self.problem.head and self.problem.head.to_dict(),
             "schedule": self.schedule.to_dict(),
         }
+
+    @property
+    def _version(self) -> int:
+        """The oldest version of the JSON form that says all."""
+        if self.problem.head is not None:
+            return 4
+        return 2 if self.problem.recomputation is None else 3
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Solved:
@@ -307,7 +342,7 @@ class Solved(Displayed):
 
         Raises `ParseError` for a part that is missing or malformed, a schedule that cannot run, and a bound that it beats.
         """
-        with reading("plan", data, newest=3):
+        with reading("plan", data, newest=4):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)
             bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
@@ -324,7 +359,7 @@ class Solved(Displayed):
 
 def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
     """The problem in the JSON form of a plan whose schedule is `schedule`."""
-    workload, sharded, again = (data.get(name) for name in ("workload", "sharded", "recomputation"))
+    workload, sharded, again, head = (data.get(name) for name in ("workload", "sharded", "recomputation", "head"))
     return Problem(
         schedule.placement,
         schedule.num_microbatches,
@@ -336,6 +371,7 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
         tuple(map(line, data.get("layer_names", ()))),
         None if sharded is None else Sharded.from_dict(sharded),
         None if again is None else Recomputation.from_dict(again),
+        None if head is None else Head.from_dict(head),
     )
 
 
@@ -351,150 +387,3 @@ def microbatch_bytes(placement: Placement, costs: Costs) -> tuple[int, ...]:
             here[rank] += after_f or after_b
         held = list(map(max, held, here))
     return tuple(max(1, count) for count in held)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Workload(Displayed):
-    """What each rank does whatever the placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
-
-    `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first. `reduce[r]`
-    is the time to sum the gradients of all its stages over replicas; empty stands for nothing. `buckets[r]` is the number of parts in which
-    these leave while the last W's of their stages run, which its stages share, each at least one; empty stands for none.
-
-    >>> import zerobubble as zb
-    >>> zb.Workload.uniform(8, times=(18.5, 18.1, 9.3), comm=0.6)
-    <Workload of 8 ranks: F 18.5 ms, B 18.1 ms, W 9.3 ms, messages 0.6 ms>
-    >>> zb.Workload.from_ms([10, 12], [10, 12], [8, 9], comm=[0.5, 0.5]).costs(zb.Placement.vee(2))
-    <Costs of 4 stages: F 5 ms to 6 ms, B 5 ms to 6 ms, W 4 ms to 4.5 ms, messages 0.5 ms>
-    """
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    weight: tuple[int, ...]
-    comm: tuple[int, ...]
-    held_after_f: tuple[int, ...]
-    held_after_b: tuple[int, ...]
-    reduce: tuple[int, ...] = ()
-    buckets: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for column in fields(self):
-            object.__setattr__(self, column.name, as_tuple(f"{column.name} of the workload", getattr(self, column.name)))
-        ranks = len(self.forward)
-        for name in _SUMS:
-            object.__setattr__(self, name, getattr(self, name) or (0,) * ranks)
-        if ranks == 0:
-            raise InputError("a workload needs at least one rank")
-        for column in fields(self):
-            values = getattr(self, column.name)
-            if len(values) != ranks:
-                raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
-            for rank, value in enumerate(values):
-                require_amount(f"{column.name} of rank {rank}", value)
-
-    def _summary(self) -> str:
-        times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
-        sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
-        return f"of {counted(self.num_ranks, 'rank')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.forward)
-
-    @classmethod
-    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER, reduce=NUMBER, buckets=WHOLE)
-    def uniform(
-        cls,
-        num_ranks: int,
-        times: tuple[float, float, float],
-        comm: float = 0.0,
-        held: float = 1.0,
-        reduce: float = 0.0,
-        buckets: int = 0,
-    ) -> Workload:
-        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms, `held` what B leaves of what F saved, `buckets` those of a rank.
-
-        Raises `InputError` as `Costs` does.
-        """
-        costs = Costs.uniform(1, times, held=held, reduce=reduce)
-        link = Costs.uniform(2, times, comm).comm[0]
-        columns = (
-            costs.forward[0],
-            costs.backward[0],
-            costs.weight[0],
-            link,
-            RANK_BYTES,
-            round(held * RANK_BYTES),
-            costs.reduce[0],
-            buckets,
-        )
-        return cls(*((value,) * num_ranks for value in columns))
-
-    @classmethod
-    def from_ms(
-        cls,
-        forward: Sequence[float],
-        backward: Sequence[float],
-        weight: Sequence[float],
-        comm: Sequence[float],
-        held: float = 1.0,
-        reduce: Sequence[float] | None = None,
-        buckets: Sequence[int] = (),
-    ) -> Workload:
-        """Times in ms per rank; `comm` between neighbours and, last, between the last rank and the first; `reduce` nothing if not given.
-
-        Raises `InputError` for a time that is missing, negative or not finite, naming its rank.
-        """
-        ranks = len(as_tuple("forward of the workload", forward))
-        sums = [0.0] * ranks if reduce is None else reduce
-        named = {"forward": forward, "backward": backward, "weight": weight, "comm": comm, "held": [held] * ranks, "reduce": sums}
-        for name, values in named.items():
-            if len(as_tuple(f"{name} of the workload", values)) < ranks:
-                raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
-            for rank, value in enumerate(values):
-                require_ms(f"{name} of rank {rank}", value)
-        f, b, w, c, r = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm, sums))
-        return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks, r, as_tuple("buckets of the workload", buckets))
-
-    @takes(placement=Placement)
-    def costs(self, placement: Placement) -> Costs:
-        """The costs of each stage on `placement`, of one route. Raises `InputError` for a placement over other ranks."""
-        if placement.num_ranks != self.num_ranks:
-            raise InputError(f"the workload is for {self.num_ranks} ranks, the placement for {placement.num_ranks}")
-        home = placement.routes[0]
-        count = [home.count(rank) for rank in range(self.num_ranks)]
-        parts = (self.forward, self.backward, self.weight, self.held_after_f, self.held_after_b, self.reduce)
-        forward, backward, weight, after_f, after_b, sums = (tuple(part[r] // count[r] for r in home) for part in parts)
-        comm = tuple(self.comm[_link(here, there, self.num_ranks)] for here, there in pairwise(home))
-        buckets = tuple(-(-self.buckets[r] // count[r]) for r in home)
-        return Costs(forward, backward, weight, comm, after_f, after_b, reduce=sums, buckets=buckets)
-
-    @takes(microbatches=NUMBER)
-    def limits(self, microbatches: float) -> Limits:
-        """Room for so many microbatches of a whole rank's activations, on every rank.
-
-        Raises `InputError` for a number that is not finite and above 0.
-        """
-        if not isfinite(microbatches) or microbatches <= 0:
-            raise InputError(f"the memory must be a number of microbatches above 0, got {microbatches}")
-        return Limits(tuple(max(1, round(microbatches * held)) for held in self.held_after_f))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form, in ns and bytes; `from_dict` reads it back."""
-        return {"format": "zerobubble workload 1", **{column.name: list(getattr(self, column.name)) for column in fields(self)}}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Workload:
-        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
-        with reading("workload", data):
-            return cls(*(tuple(map(whole, (_SUMS | data)[column.name])) for column in fields(cls)))
-
-
-_SUMS: dict[str, tuple[int, ...]] = {"reduce": (), "buckets": ()}
-"""The columns of a workload that may be left out, with what stands for zeros."""
-
-
-def _link(here: int, there: int, ranks: int) -> int:
-    """The link between two neighbours: the one after the lower rank, or the last one, which closes the ring."""
-    low, high = sorted((here, there))
-    return ranks - 1 if high - low == ranks - 1 and ranks > 2 else low

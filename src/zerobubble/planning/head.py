@@ -1,0 +1,76 @@
+"""The head of a model as a part of what is planned: what it takes whole, and what the part of each rank takes where it is divided."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zerobubble.arguments import NUMBER, require, require_ms
+from zerobubble.costs import HEAD_TIMES, NS_PER_MS, Costs
+from zerobubble.display import Displayed
+from zerobubble.errors import reading
+
+LEAST_SLOWDOWN = 1
+"""A part of a head takes at least its even share."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Head(Displayed):
+    """A head beside the stages, for a microbatch: `times` in ms of its forward with the loss, the gradients for its input and its weights.
+
+    Divided by its vocabulary, the part of each rank takes an even share of that, times `slowdown`, and what it gives is on its way to the
+    other ranks for `collective` ms. The whole head keeps `held` bytes from its forward to its backward, a part an even share. Raises
+    `InputError` for what is negative or not finite, and for a slowdown below 1.
+
+    >>> import zerobubble as zb
+    >>> head = zb.planning.Head((10, 10, 10), slowdown=1.2)
+    >>> head.divided(zb.Costs.uniform(4), num_ranks=4).column("head_forward")
+    (3000000, 3000000, 3000000, 3000000)
+    """
+
+    times: tuple[float, float, float]
+    held: float = 0.0
+    collective: float = 0.0
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        require("times of a Head", self.times, HEAD_TIMES)
+        forward, for_input, for_weights = self.times
+        object.__setattr__(self, "times", (forward, for_input, for_weights))
+        for name in ("held", "collective", "slowdown"):
+            require(f"{name} of a Head", getattr(self, name), NUMBER)
+        for name, value in zip(("forward", "gradient for the input", "gradient for the weights"), self.times, strict=True):
+            require_ms(f"the time of the head's {name}", value)
+        require_ms("the bytes that the head keeps", self.held)
+        require_ms("the time of a collective of the head", self.collective)
+        require_ms("the slowdown of a divided head", self.slowdown, "a finite number from 1 on", LEAST_SLOWDOWN)
+
+    def _summary(self) -> str:
+        forward, for_input, for_weights = self.times
+        return f"of {forward:g} ms, {for_input:g} ms and {for_weights:g} ms, a part {self.slowdown:g} times its share"
+
+    def divided(self, costs: Costs, num_ranks: int) -> Costs:
+        """The costs of the stages with an even part of the head on each rank."""
+        forward, for_input, for_weights = (self.slowdown * time / num_ranks for time in self.times)
+        return costs.with_divided_head((forward, for_input, for_weights), held=self.held / num_ranks, collective=self.collective)
+
+    def whole(self, costs: Costs) -> Costs:
+        """The costs of the stages with the whole head as a part of the last one."""
+        names = ("forward", "backward", "weight")
+        columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, self.times, strict=True)}
+        return costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(self.held)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Head:
+        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        with reading("head", data):
+            forward, for_input, for_weights = data["times"]
+            return cls((forward, for_input, for_weights), data["held"], data["collective"], data["slowdown"])
+
+
+def _more(column: tuple[int, ...], last: int) -> tuple[int, ...]:
+    return (*column[:-1], column[-1] + last)

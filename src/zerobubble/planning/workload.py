@@ -1,0 +1,166 @@
+"""What each rank does whatever the placement: the work that the stages of a rank share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+from zerobubble.arguments import NUMBER, WHOLE, as_tuple, require_amount, require_ms, takes
+from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError, reading, whole
+from zerobubble.ir import Placement
+from zerobubble.units import counted, show_ms, show_range
+
+RANK_BYTES = 12 * UNIT_BYTES
+"""Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Workload(Displayed):
+    """What each rank does whatever the placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
+
+    `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first. `reduce[r]`
+    is the time to sum the gradients of all its stages over replicas; empty stands for nothing. `buckets[r]` is the number of parts in which
+    these leave while the last W's of their stages run, which its stages share, each at least one; empty stands for none.
+
+    >>> import zerobubble as zb
+    >>> zb.Workload.uniform(8, times=(18.5, 18.1, 9.3), comm=0.6)
+    <Workload of 8 ranks: F 18.5 ms, B 18.1 ms, W 9.3 ms, messages 0.6 ms>
+    >>> zb.Workload.from_ms([10, 12], [10, 12], [8, 9], comm=[0.5, 0.5]).costs(zb.Placement.vee(2))
+    <Costs of 4 stages: F 5 ms to 6 ms, B 5 ms to 6 ms, W 4 ms to 4.5 ms, messages 0.5 ms>
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    comm: tuple[int, ...]
+    held_after_f: tuple[int, ...]
+    held_after_b: tuple[int, ...]
+    reduce: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for column in fields(self):
+            object.__setattr__(self, column.name, as_tuple(f"{column.name} of the workload", getattr(self, column.name)))
+        ranks = len(self.forward)
+        for name in _SUMS:
+            object.__setattr__(self, name, getattr(self, name) or (0,) * ranks)
+        if ranks == 0:
+            raise InputError("a workload needs at least one rank")
+        for column in fields(self):
+            values = getattr(self, column.name)
+            if len(values) != ranks:
+                raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
+            for rank, value in enumerate(values):
+                require_amount(f"{column.name} of rank {rank}", value)
+
+    def _summary(self) -> str:
+        times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
+        sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
+        return f"of {counted(self.num_ranks, 'rank')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.forward)
+
+    @classmethod
+    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER, reduce=NUMBER, buckets=WHOLE)
+    def uniform(
+        cls,
+        num_ranks: int,
+        times: tuple[float, float, float],
+        comm: float = 0.0,
+        held: float = 1.0,
+        reduce: float = 0.0,
+        buckets: int = 0,
+    ) -> Workload:
+        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms, `held` what B leaves of what F saved, `buckets` those of a rank.
+
+        Raises `InputError` as `Costs` does.
+        """
+        costs = Costs.uniform(1, times, held=held, reduce=reduce)
+        link = Costs.uniform(2, times, comm).comm[0]
+        columns = (
+            costs.forward[0],
+            costs.backward[0],
+            costs.weight[0],
+            link,
+            RANK_BYTES,
+            round(held * RANK_BYTES),
+            costs.reduce[0],
+            buckets,
+        )
+        return cls(*((value,) * num_ranks for value in columns))
+
+    @classmethod
+    def from_ms(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        weight: Sequence[float],
+        comm: Sequence[float],
+        held: float = 1.0,
+        reduce: Sequence[float] | None = None,
+        buckets: Sequence[int] = (),
+    ) -> Workload:
+        """Times in ms per rank; `comm` between neighbours and, last, between the last rank and the first; `reduce` nothing if not given.
+
+        Raises `InputError` for a time that is missing, negative or not finite, naming its rank.
+        """
+        ranks = len(as_tuple("forward of the workload", forward))
+        sums = [0.0] * ranks if reduce is None else reduce
+        named = {"forward": forward, "backward": backward, "weight": weight, "comm": comm, "held": [held] * ranks, "reduce": sums}
+        for name, values in named.items():
+            if len(as_tuple(f"{name} of the workload", values)) < ranks:
+                raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
+            for rank, value in enumerate(values):
+                require_ms(f"{name} of rank {rank}", value)
+        f, b, w, c, r = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm, sums))
+        return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks, r, as_tuple("buckets of the workload", buckets))
+
+    @takes(placement=Placement)
+    def costs(self, placement: Placement) -> Costs:
+        """The costs of each stage on `placement`, of one route. Raises `InputError` for a placement over other ranks."""
+        if placement.num_ranks != self.num_ranks:
+            raise InputError(f"the workload is for {self.num_ranks} ranks, the placement for {placement.num_ranks}")
+        home = placement.routes[0]
+        count = [home.count(rank) for rank in range(self.num_ranks)]
+        parts = (self.forward, self.backward, self.weight, self.held_after_f, self.held_after_b, self.reduce)
+        forward, backward, weight, after_f, after_b, sums = (tuple(part[r] // count[r] for r in home) for part in parts)
+        comm = tuple(self.comm[_link(here, there, self.num_ranks)] for here, there in pairwise(home))
+        buckets = tuple(-(-self.buckets[r] // count[r]) for r in home)
+        return Costs(forward, backward, weight, comm, after_f, after_b, reduce=sums, buckets=buckets)
+
+    @takes(microbatches=NUMBER)
+    def limits(self, microbatches: float) -> Limits:
+        """Room for so many microbatches of a whole rank's activations, on every rank.
+
+        Raises `InputError` for a number that is not finite and above 0.
+        """
+        if not isfinite(microbatches) or microbatches <= 0:
+            raise InputError(f"the memory must be a number of microbatches above 0, got {microbatches}")
+        return Limits(tuple(max(1, round(microbatches * held)) for held in self.held_after_f))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, in ns and bytes; `from_dict` reads it back."""
+        return {"format": "zerobubble workload 1", **{column.name: list(getattr(self, column.name)) for column in fields(self)}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Workload:
+        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        with reading("workload", data):
+            return cls(*(tuple(map(whole, (_SUMS | data)[column.name])) for column in fields(cls)))
+
+
+_SUMS: dict[str, tuple[int, ...]] = {"reduce": (), "buckets": ()}
+"""The columns of a workload that may be left out, with what stands for zeros."""
+
+
+def _link(here: int, there: int, ranks: int) -> int:
+    """The link between two neighbours: the one after the lower rank, or the last one, which closes the ring."""
+    low, high = sorted((here, there))
+    return ranks - 1 if high - low == ranks - 1 and ranks > 2 else low
