@@ -3,6 +3,8 @@
 Microbatches are alike, so they may be taken to go through every stage in order. The first one must reach a pass through the chain of
 passes before it, and memory limits what its rank can do meanwhile (`load`). The last one must return from a pass through the chain
 after it, and memory limits what can still be waiting then. All other work of the rank lies in between.
+Those are claims about one rank each. Besides, the earliest start of every pass follows from those of the microbatches before it, over all
+ranks (`microbatch_starts`), and in small problems every rank is busy between these and what must follow (`one_machine`).
 
 Microbatches of unequal cost (`Costs.shares`) are not alike. A schedule of them holds schedules of some of them alone, and none of these is
 shorter than one of as many of the smallest share among them; and every rank has all its work to do.

@@ -14,7 +14,17 @@ from typing import NamedTuple
 from zerobubble.arguments import WHOLE, optional, takes
 from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, first_starts, passes_by_rank, spans_of
 from zerobubble.bounds.memory import memory_energy, memory_wait
-from zerobubble.bounds.reasons import energy_reason, head_and_tail_reason, head_reason, memory_wait_reason, work_reason
+from zerobubble.bounds.microbatch_starts import MicrobatchStarts
+from zerobubble.bounds.one_machine import busy_ranks
+from zerobubble.bounds.reasons import (
+    busy_reason,
+    energy_reason,
+    head_and_tail_reason,
+    head_reason,
+    memory_wait_reason,
+    starts_reason,
+    work_reason,
+)
 from zerobubble.costs import Costs, Limits
 from zerobubble.display import clipped
 from zerobubble.errors import InputError
@@ -75,10 +85,14 @@ def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits:
     by_rank = passes_by_rank(placement, num_microbatches, costs, limits, chain)
     spans = [claim for here in by_rank for claim in _rank_alone(here, here.starts[0])]
     makespans = [claim for here in by_rank for claim in _rank_alone(here, 0)]
-    for window in spans_of(by_rank, chain, costs):
+    rank_spans = spans_of(by_rank, chain, costs)
+    for window in rank_spans:
         spans.append(_strongest_in(window, by_rank, spans))
     whole_step = Window(None, 0, 0, ends(chain, chain, costs))
     makespans.append(_strongest_in(whole_step, by_rank, spans + makespans))
+    starts = MicrobatchStarts(placement, num_microbatches, costs, by_rank)
+    for claims, windows in ((spans, [window for window in rank_spans if window.place == 0]), (makespans, [whole_step])):
+        claims += [claim for window in windows for claim in _from_starts(placement, costs, starts, by_rank, window)]
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
@@ -196,6 +210,24 @@ def _head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
                 head = here.starts[first] - window.start
                 between = load.work - load.before[first] - load.after[last] - load.pass_times[last]
                 yield Claim(head + max(0, between) + tail, partial(head_and_tail_reason, here, window, first, last))
+
+
+def _from_starts(
+    placement: Placement, costs: Costs, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window
+) -> Iterator[Claim]:
+    """Claims that the last microbatch starts late, or a rank is busy late, for a window that begins with the first pass of all."""
+    whose = "all ranks end" if window.rank is None else f"rank {window.rank} ends"
+    for here in by_rank:
+        after: dict[int | None, int] = {
+            visit: window.ends[place] - here.starts[visit] for visit, place in enumerate(here.places) if window.ends[place]
+        }
+        if window.rank in (None, here.rank):
+            after[None] = 0
+        for visit, tail in after.items():
+            why = partial(starts_reason, starts, here.rank, visit, tail, whose)
+            yield Claim(starts.last(here.rank, visit) + tail, why)
+    for busy in busy_ranks(placement, costs, starts, by_rank, window):
+        yield Claim(busy.time, partial(busy_reason, busy, whose))
 
 
 def _waits_for_memory(by_rank: Sequence[RankPasses], window: Window, threshold: int) -> Iterator[Claim]:

@@ -21,14 +21,19 @@ Chain = dict[Op, int]
 
 def earliest_starts(placement: Placement, costs: Costs) -> Chain:
     """The chain on a placement of one route."""
+    starts: Chain = {}
+    for op, before in chain_needs(placement, costs).items():
+        starts[op] = max((starts[need] + lag for need, lag in before), default=0)
+    return starts
+
+
+def chain_needs(placement: Placement, costs: Costs) -> dict[Op, list[tuple[Op, int]]]:
+    """The passes of the chain in their order, each with those it waits for and the ns from the start of these to its own."""
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
     known = set(chain)
     needs = {op: [maker for value in uses(op, stages) for maker in makers(value) if maker in known] for op in chain}
-    starts: Chain = {}
-    for op in TopologicalSorter(needs).static_order():
-        starts[op] = max((starts[need] + _lag(need, op, home, costs) for need in needs[op]), default=0)
-    return starts
+    return {op: [(need, _lag(need, op, home, costs)) for need in needs[op]] for op in TopologicalSorter(needs).static_order()}
 
 
 def first_starts(placement: Placement, costs: Costs) -> list[int]:

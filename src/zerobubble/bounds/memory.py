@@ -28,7 +28,7 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
     others, slowest = min(load.limit // each - 1, last), starts[-1] - starts[visit] + load.backwards[-1]
     if _at_most((others, slowest, slowest), pace, last) <= enough:
         return 0
-    waits = _waits(load, _backward_states(load, starts, visit), visit, others)
+    waits = _waits(load, starts, visit, others)
     if min(_at_most(wait, pace, last) for wait in waits) <= enough:
         return 0
     first = [0] * load.microbatches
@@ -48,44 +48,52 @@ def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
 
 
 class BackwardState(NamedTuple):
-    """How far a microbatch may have come backward: the stages that wait for B, the bytes held, and the least time (ns) since some F."""
+    """How far a microbatch may have come backward: the stages that wait for B, and the bytes held.
+
+    `passes` has each B that it has had, by its visit, with the ns of that B and of what follows it up to here.
+    """
 
     left: int
     held: int
-    time: int
+    passes: tuple[tuple[int, int], ...]
+
+    def time(self, starts: Sequence[int]) -> int:
+        """The earliest time (ns) of this state where the visits of the microbatch have these earliest starts; 0 without any B."""
+        return max((starts[visit] + passed for visit, passed in self.passes), default=0)
 
 
-def _backward_states(load: RankLoad, starts: Sequence[int], visit: int) -> list[BackwardState]:
-    """Every state in which a microbatch may be, with the least time since its F of `visit`.
+def backward_states(load: RankLoad) -> list[BackwardState]:
+    """Every state in which a microbatch may be.
 
-    The passes from any of its B on have run one after the other, which bounds that time from below. W of a stage is done or kept pending;
-    beyond `MAX_CHOICES` stages it is taken to cost neither time nor room, so that states stay few.
+    The passes from any of its B on have run one after the other. W of a stage is done or kept pending; beyond `MAX_CHOICES` stages it is
+    taken to cost neither time nor room, so that states stay few.
     """
-    states, stages = [BackwardState(load.num_stages, load.held[-1], 0)], load.num_stages
+    states, stages = [BackwardState(load.num_stages, load.held[-1], ())], load.num_stages
     for left in range(stages):
         for kept in product((0, 1), repeat=min(MAX_CHOICES, stages - left)):
-            held, time, passed = load.held[left], 0, 0
+            held, passed, passes = load.held[left], 0, []
             for n, keep in zip_longest(range(left, stages), kept):
                 held += load.pending[n] * (keep == 1)
                 passed += load.backward[n] + load.weight[n] * (keep == 0)
-                time = max(time, starts[2 * stages - 1 - n] - starts[visit] + passed)
-            states.append(BackwardState(left, held, time))
+                passes.append((2 * stages - 1 - n, passed))
+            states.append(BackwardState(left, held, tuple(passes)))
     return states
 
 
-def _waits(load: RankLoad, states: Sequence[BackwardState], visit: int, most: int) -> list[tuple[int, int, int]]:
+def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list[tuple[int, int, int]]:
     """For numbers of microbatches that wait for B of a visit's stage: how long after its F the oldest, and the one before, leave room.
 
     Of numbers with equal waits only the largest counts: it asks for the least. The waits grow where a state no longer fits.
     """
     each = load.during(visit)
-    early, late = ([state for state in states if (state.left > visit) == waiting] for waiting in (True, False))
-    counts = {most, *((load.limit - state.held) // each for state in early), *((load.limit - state.held) // each - 1 for state in late)}
+    since = [(state.left > visit, state.held, max(0, state.time(starts) - starts[visit])) for state in backward_states(load)]
+    early, late = ([(held, time) for waiting, held, time in since if waiting == side] for side in (True, False))
+    counts = {most, *((load.limit - held) // each for held, _ in early), *((load.limit - held) // each - 1 for held, _ in late)}
     waits = {}
     for count in sorted(count for count in counts if 0 <= count <= most):
         room = load.limit - count * each
-        own = min(state.time for state in early if state.held <= room)
-        waits[own, min(state.time for state in late if state.held <= room - each)] = count
+        own = min(time for held, time in early if held <= room)
+        waits[own, min(time for held, time in late if held <= room - each)] = count
     return [(count, own, older) for (own, older), count in waits.items()]
 
 

@@ -14,6 +14,12 @@ from itertools import accumulate
 from math import floor
 from typing import NamedTuple
 
+MOST_EXACT = 24
+"""Microbatches times stages of a rank up to which the most work is found exactly, not by bounds on it."""
+
+MOST_SUMS = 100
+"""Different sums of bytes and work that are followed, beyond which bounds are taken."""
+
 
 class MicrobatchState(NamedTuple):
     """How far a microbatch may have come on a rank: bytes and number of the stages that wait for B, and a time of work that goes with it.
@@ -115,11 +121,34 @@ class RankLoad:
     def _most(self, states: Sequence[MicrobatchState], room: int, waiting: Iterable[int]) -> int:
         """The most work of all microbatches but one, each in one of `states`, in `room` bytes, and of W of `waiting` of that one."""
         extra = tuple(waiting)
+        if (exact := self._exactly(states, room, extra)) is not None:
+            return exact
         prices = [(0, 1), *((state.work, state.held) for state in states)]
         for stage, (saved, pending) in enumerate(zip(self.saved, self.pending, strict=True)):
             prices += [(self.weight[stage], pending), (self.backward[stage], saved - pending)]
         by_price = min(self._at_price(*price, states, room, extra) for price in prices if price[1])
         return by_price if room >= (self.microbatches - 1) * self.held[-1] else min(by_price, self._by_number(states, room, len(extra)))
+
+    def _exactly(self, states: Sequence[MicrobatchState], room: int, extra: Sequence[int]) -> int | None:
+        """`_most` itself: all sums of bytes and work, microbatch after microbatch, that are worth it; None where these are too many."""
+        if self.microbatches * self.num_stages > MOST_EXACT:
+            return None
+        one = [(state.held, state.work, range(state.waiting, self.num_stages)) for state in states]
+        choices = _worth([sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, room)], room)
+        known = self._with_weights([(0, 0)], extra, room)
+        for _ in range(self.microbatches - 1):
+            further = _worth([(held + more, work + gain) for held, work in known for more, gain in choices], room)
+            if further == known:
+                break
+            if len(known := further) > MOST_SUMS:
+                return None
+        return known[-1][1]
+
+    def _with_weights(self, sums: list[tuple[int, int]], stages: Iterable[int], room: int) -> list[tuple[int, int]]:
+        """Bytes and work with W of any of these stages pending besides."""
+        for stage in stages:
+            sums = _worth([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], room)
+        return sums
 
     def _at_price(self, work: int, held: int, states: Sequence[MicrobatchState], room: int, extra: Iterable[int]) -> int:
         """A bound on `_most`: fill the room at this price, and take what is worth more than its bytes for nothing (LP duality)."""
@@ -153,3 +182,12 @@ class RankLoad:
     def _crowded(self, begin: int, end: int) -> bool:
         """Whether not all microbatches fit when each has made from `begin` to `end` - 1 visits."""
         return self.microbatches * min(self.held[self.open(n)] for n in range(begin, end)) > self.limit
+
+
+def _worth(sums: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+    """Of sums of bytes and work those within the room of which none with less bytes has as much work, in order."""
+    kept: list[tuple[int, int]] = []
+    for held, work in sorted(sums, key=lambda one: (one[0], -one[1])):
+        if held <= room and (not kept or work > kept[-1][1]):
+            kept.append((held, work))
+    return kept

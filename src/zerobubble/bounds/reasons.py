@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
 from zerobubble.bounds.chain import RankPasses, Window
+from zerobubble.bounds.microbatch_starts import ROOM, WAY, WORK, MicrobatchStarts
+from zerobubble.bounds.one_machine import Busy
 from zerobubble.costs import NS_PER_MS
 
 
@@ -39,6 +44,30 @@ def memory_wait_reason(here: RankPasses, visit: int, between: int) -> str:
     fit = here.load.limit // here.load.during(visit)
     first = f"rank {here.rank} needs {_ms(between)} from its first {_name(here, visit)} to its last"
     return f"{first}, because its memory holds what only {fit} of these saved until their B"
+
+
+def starts_reason(starts: MicrobatchStarts, rank: int, visit: int | None, until_end: int, whose: str) -> str:
+    """Microbatches come one behind the other, and what each pass waits for adds up to the bound."""
+    times, ranks = Counter({WAY: until_end}), defaultdict[str, set[int]](set)
+    for cause in starts.way(rank, visit):
+        times[cause.what] += cause.time
+        ranks[cause.what].add(cause.rank)
+    parts = [f"{_ms(times[WAY])} on the way of microbatches through the stages"]
+    for what, words in ((WORK, "work that must come between on"), (ROOM, "B and W that leave room in the memory of")):
+        if ranks[what]:
+            parts.append(f"{_ms(times[what])} of {words} {_ranks(ranks[what])}")
+    return f"until {whose}, passes that wait for each other take {', and '.join(parts)}"
+
+
+def busy_reason(busy: Busy, whose: str) -> str:
+    """Passes of one rank that can neither begin early nor be the last."""
+    work = f"rank {busy.rank} has {_ms(busy.work)} of passes that cannot start before {_ms(busy.start)}"
+    return f"{work}, and of which each is over at least {_ms(busy.after)} before {whose}" if busy.after else work
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def energy_reason(here: RankPasses, time: int) -> str:

@@ -1,0 +1,130 @@
+"""Each rank as a machine that runs one pass at a time, between the earliest starts of passes and the time that must follow each of them.
+
+Of any passes of a rank, the first begins no earlier than the earliest of their starts, they run one after the other, and after the last
+there is at least the least time that must follow one of them. The passes for which these add up to most are found for every rank. What must
+follow a pass is found as earliest starts are, from the end: what it makes is used on other ranks, and on its own rank the passes
+of the microbatches behind it and their W's come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from zerobubble.bounds.chain import RankPasses, Window, chain_needs
+from zerobubble.bounds.microbatch_starts import MicrobatchStarts
+from zerobubble.bounds.rank_load import RankLoad
+from zerobubble.costs import Costs
+from zerobubble.ir import Op, Placement
+
+MOST_PASSES = 300
+"""Passes of a problem up to which ranks are looked at as machines; in larger ones it tells nothing new."""
+
+NOTHING = -(2**62)
+"""The time to follow a pass where nothing in the window must."""
+
+
+class Job(NamedTuple):
+    """A pass that cannot start before `start` and takes `time`, with at least `after` to follow it, all in ns."""
+
+    start: int
+    time: int
+    after: int
+
+
+class Busy(NamedTuple):
+    """A rank that is busy for `work` ns with passes of which none starts before `start`, with at least `after` to follow each."""
+
+    rank: int
+    start: int
+    work: int
+    after: int
+
+    @property
+    def time(self) -> int:
+        """The end of the window (ns) is no earlier."""
+        return self.start + self.work + self.after
+
+
+def busy_ranks(
+    placement: Placement, costs: Costs, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window
+) -> Iterator[Busy]:
+    """For each rank the passes that make a window, which begins with the first pass of all, longest; none for large problems."""
+    if 3 * starts.microbatches * placement.num_stages > MOST_PASSES or starts.count < starts.microbatches:
+        return
+    follows = _times_to_end(placement, costs, starts.microbatches, by_rank, window)
+    for here in by_rank:
+        jobs = list(_jobs(here.load, starts.ranks[here.rank].starts, follows[here.rank], window.rank in (None, here.rank)))
+        if jobs:
+            yield _busiest(here.rank, jobs)
+
+
+def _jobs(load: RankLoad, starts: Sequence[Sequence[int]], follows: Sequence[Sequence[int]], with_weights: bool) -> Iterator[Job]:
+    """The passes of a rank that something in the window must follow, or which are in it themselves."""
+    for visit, length in enumerate(load.pass_times):
+        for start, follow in zip(starts[visit], follows[visit], strict=True):
+            if follow > NOTHING:
+                yield Job(start, length, follow - length)
+            if with_weights and visit >= load.num_stages:
+                yield Job(start + length, load.weight[2 * load.num_stages - 1 - visit], 0)
+
+
+def _busiest(rank: int, jobs: Iterable[Job]) -> Busy:
+    """The most that begin, work and time to follow of any of the jobs add up to: of jobs from some start on with some time to follow."""
+    late_first = sorted(jobs, reverse=True)
+    best = Busy(rank, 0, 0, 0)
+    for after in {job.after for job in late_first}:
+        work = 0
+        for job in late_first:
+            if job.after >= after:
+                work += job.time
+                if job.start + work + after > best.time:
+                    best = Busy(rank, job.start, work, after)
+    return best
+
+
+def _times_to_end(
+    placement: Placement, costs: Costs, microbatches: int, by_rank: Sequence[RankPasses], window: Window
+) -> list[list[list[int]]]:
+    """By rank, visit and microbatch, the least time (ns) from the start of the pass to the end of the window, or `NOTHING`."""
+    at = {op: (here.rank, visit) for here in by_rank for visit, op in enumerate(here.passes)}
+    needs = chain_needs(placement, costs)
+    users: dict[Op, list[tuple[Op, int]]] = {op: [] for op in needs}
+    for op, before in needs.items():
+        for need, lag in before:
+            users[need].append((op, lag))
+    ranks = [_TimesToEnd(here.load, window.rank in (None, here.rank)) for here in by_rank]
+    for _ in range(microbatches):
+        for op in reversed(needs):
+            used = max((ranks[at[user][0]].times[at[user][1]][-1] + lag for user, lag in users[op]), default=NOTHING)
+            rank, visit = at[op]
+            ranks[rank].add(visit, used)
+    return [[own[::-1] for own in rank.times] for rank in ranks]
+
+
+class _TimesToEnd:
+    """The times (ns) to the end on one rank: `times[visit]`, of the last microbatch first."""
+
+    def __init__(self, load: RankLoad, is_inside: bool) -> None:
+        lengths, stages = load.pass_times, load.num_stages
+        visits = range(len(lengths))
+        self.times: list[list[int]] = [[] for _ in visits]
+        self.lengths = lengths
+        weights = [load.weight[2 * stages - 1 - visit] if visit >= stages else 0 for visit in visits]
+        self.rest = [sum(lengths[visit:]) + sum(weights[visit:]) if is_inside else 0 for visit in visits]
+        """What is left of a microbatch from a visit on, where it is in the window."""
+        self.runs = [[NOTHING for _ in visits] for _ in visits]
+
+    def add(self, visit: int, used: int) -> None:
+        """Find the time for the next microbatch before, whose pass is followed by `used` on other ranks."""
+        own, length = self.times[visit], self.lengths[visit]
+        time = max(used, (len(own) + 1) * self.rest[visit] or NOTHING)
+        if own:
+            time = max(time, own[-1] + length)
+        total = length
+        for last in range(visit + 1, len(self.lengths)):
+            total += self.lengths[last]
+            run = max(self.runs[visit][last], self.times[last][-1] - self.lengths[last]) + total
+            self.runs[visit][last] = run
+            time = max(time, run)
+        own.append(time if time > 0 else NOTHING)
