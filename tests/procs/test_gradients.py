@@ -20,11 +20,11 @@ def compare_with_one_device(group: Any, name: str, microbatches: int, steps: int
     return worst_errors(group, zb.make(name, group.size(), microbatches), steps)
 
 
-def worst_errors(group: Any, schedule: zb.Schedule, steps: int, overlap: Any = None) -> dict[str, float]:
+def worst_errors(group: Any, schedule: zb.Schedule, steps: int, **options: Any) -> dict[str, float]:
     """The largest relative error of loss and gradients of this rank after each of a few steps, gradients kept between them."""
     worst = {"loss": 0.0, "gradient": 0.0}
     microbatches = schedule.num_microbatches
-    with zb.Pipeline(build, schedule, microbatches, loss_fn, group=group, overlap=overlap) as pipe:
+    with zb.Pipeline(build, schedule, microbatches, loss_fn, group=group, **options) as pipe:
         stages = [build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         for step in range(steps):
             inputs, targets = batch(microbatches, seed=step)

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import zerobubble as zb
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
+from tests.procs.test_gradients import worst_errors
 from tests.procs.test_recompute_runs import Checkpointed, Everything
+from tests.procs.versions import needs_fsdp2_on_cpu
+from tests.pure.problems import schedules
 from zerobubble.offload import HostLink, Offload, RankOffloads
+from zerobubble.rules import recomputed
+from zerobubble.runtime.stage import saved_tensors
+from zerobubble.runtime.stage.copy_lane import HostLane
 
 WIDTH = 32
 
@@ -139,6 +152,20 @@ def test_the_device_holds_what_is_predicted(world: Ranks, name: str, ranks: int)
     assert metered <= 0.76 * without
 
 
+@contextmanager
+def moving_small_ones() -> Iterator[list[int]]:
+    """Inside, nothing is too small to move; the bytes of every copy are listed."""
+    sizes: list[int] = []
+    copy = HostLane.copy
+
+    def counted(lane: HostLane, copying: Any, pairs: Any) -> Any:
+        sizes.append(sum(source.nbytes for _, source in pairs))
+        return copy(lane, copying, pairs)
+
+    with mock.patch.object(saved_tensors, "SMALLEST_BYTES", 1), mock.patch.object(HostLane, "copy", counted):
+        yield sizes
+
+
 def leave_everything(group: Any, schedule: zb.Schedule, **options: Any) -> list[Tensor]:
     """All tensors that two steps of stages with dropout, running statistics, a skip and a tied weight leave on this rank."""
     tied = [[(0, "tok.weight"), (schedule.num_stages - 1, "head.weight")]]
@@ -152,7 +179,10 @@ def leave_everything(group: Any, schedule: zb.Schedule, **options: Any) -> list[
 
 def random_stages(group: Any, name: str) -> bool:
     schedule = zb.make(name, group.size(), 4)
-    return equal(leave_everything(group, schedule), leave_everything(group, schedule, offload=everything(schedule)))
+    plain, plans = leave_everything(group, schedule), everything(schedule)
+    with moving_small_ones() as sizes:
+        same = equal(plain, leave_everything(group, schedule, offload=plans))
+    return same and all(sizes) and len(sizes) == 2 * 2 * len(plans[group.rank()].offloads)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
@@ -160,15 +190,26 @@ def test_dropout_statistics_skips_and_tied_weights_stay_what_they_are(world: Ran
     assert all(world.run(random_stages, name, ranks=2))
 
 
+class PartlyCheckpointed(Checkpointed):
+    """A stage that computes some of its parts again itself, and keeps what others gave."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x).tanh().square())
+
+
 def leave_in_half_precision(group: Any, schedule: zb.Schedule, **options: Any) -> list[Tensor]:
     """Losses and weights of steps under autocast, with checkpoints in the stages, whose optimizer takes some of them back."""
     torch.manual_seed(group.rank())
     data = torch.Generator().manual_seed(0)
-    with zb.Pipeline(lambda stage, _: Checkpointed(stage), schedule, 4, nn.functional.mse_loss, group=group, **options) as pipe:
+    with zb.Pipeline(lambda stage, _: PartlyCheckpointed(stage), schedule, 4, nn.functional.mse_loss, group=group, **options) as pipe:
         optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.05, undo="copy")
         losses = []
         for _ in range(4):
-            x, y = torch.randn(2, 256, 16, generator=data)
+            x, y = torch.randn(2, 8, 16, generator=data)
             with torch.autocast("cpu", torch.bfloat16):
                 losses.append(pipe.step(x, y).detach().clone())
             optimizer.step()
@@ -179,7 +220,10 @@ def leave_in_half_precision(group: Any, schedule: zb.Schedule, **options: Any) -
 
 def half_precision(group: Any, name: str) -> bool:
     schedule = zb.make(name, group.size(), 4)
-    return equal(leave_in_half_precision(group, schedule), leave_in_half_precision(group, schedule, offload=everything(schedule)))
+    plain, plans = leave_in_half_precision(group, schedule), everything(schedule)
+    with moving_small_ones() as sizes:
+        same = equal(plain, leave_in_half_precision(group, schedule, offload=plans))
+    return same and all(sizes) and len(sizes) >= 2 * 4 * len(plans[group.rank()].offloads)  # more where a step starts over
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
@@ -296,6 +340,55 @@ def test_a_plan_with_offload_is_given_as_the_schedule(world: Ranks) -> None:
         for rank, held in zip(found.timeline.ranks, metered, strict=True):
             assert abs((rank.peak_bytes or 0) / held - 1) <= 0.05
             assert held <= room.memory[rank.rank]
+
+
+def on_a_mesh(group: Any, dimension: str, name: str) -> bool:
+    """Whether replicas, or stages that FSDP2 divides, leave what they leave without offload, though something was moved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
+    schedule = zb.make(name, 2, 4)
+    x = torch.randn(8, 8, WIDTH, generator=torch.Generator().manual_seed(mesh.get_local_rank(dimension)))
+    left = []
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        module = blocks(stage, num_stages)
+        return fully_shard(module, mesh=mesh[dimension]) if dimension == "dp_shard" else module
+
+    for plans in (None, everything(schedule)):
+        with (
+            moving_small_ones() as sizes,
+            zb.Pipeline(make, schedule, 4, nn.functional.mse_loss, mesh=mesh, offload=plans) as pipe,
+        ):
+            losses = [pipe.step(x, x).detach() for _ in range(2)]
+            gradients = [parameter.grad for parameter in pipe.parameters()]
+            left.append([*losses, *(g.to_local() if isinstance(g, DTensor) else g for g in gradients)])
+            assert bool(sizes) is (plans is not None and bool(plans[pipe.rank].offloads))
+    return equal(*left)
+
+
+@pytest.mark.long
+@needs_fsdp2_on_cpu
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("dimension", ["dp", "dp_shard"])
+def test_replicas_and_stages_in_shards_leave_what_they_leave_without(world: Ranks, dimension: str, name: str) -> None:
+    assert all(world.run(on_a_mesh, dimension, name, ranks=4))
+
+
+def any_order(group: Any, schedule: zb.Schedule, seed: int) -> float:
+    """The largest relative error of gradients against one device in an order that is legal, with offloads that are."""
+    plans = everything(schedule, seed)
+    with moving_small_ones() as sizes:
+        worst = max(worst_errors(group, schedule, steps=1, offload=plans).values())
+    assert all(sizes)
+    return worst
+
+
+@pytest.mark.long
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(schedules(), st.integers(0, 1 << 16))
+def test_any_legal_order_trains_with_any_legal_offloads(world: Ranks, schedule: zb.Schedule, seed: int) -> None:
+    assume(not any(recomputed(row) for row in schedule.rows))
+    for worst in world.run(any_order, schedule, seed, ranks=schedule.num_ranks):
+        assert worst <= 1e-12
 
 
 def order(group: Any) -> bool:

@@ -32,7 +32,7 @@ def train(group: Any, name: str, microbatches: int) -> tuple[float, list[str]]:
         assert isinstance(first.module, nn.Module)
         in_two_threads(first, second)
 
-    return max(worst_errors(group, zb.make(name, group.size(), microbatches), 1, overlap).values()), met
+    return max(worst_errors(group, zb.make(name, group.size(), microbatches), 1, overlap=overlap).values()), met
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipe", 4, 8), ("dualpipe", 2, 6), ("dualpipe-v", 3, 8)])

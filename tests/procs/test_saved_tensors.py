@@ -47,6 +47,7 @@ class LateLane:
 
 def move(saved: SavedTensors, between: Callable[[], object] = lambda: None) -> None:
     """To the host and back; `between` is called when it is there."""
+    saved.choose()
     saved.begin_to_host()
     saved.let_go()
     between()
@@ -78,6 +79,7 @@ def test_memory_is_let_go_and_comes_back_with_the_same_numbers() -> None:
     del hidden
     held = meter.bytes
     assert held == 64 * 64 * 4
+    saved.choose()
     saved.begin_to_host()
     assert not references[0].expired()
     saved.let_go()
@@ -156,6 +158,7 @@ def test_what_two_microbatches_save_stays_and_is_there_once() -> None:
             left.append((x * mask).tanh().square().sum())
     del mask  # from here on the two forwards alone hold it
     for saved in both:
+        saved.choose()
         saved.begin_to_host()
     own = 64 * 64 * 4
     assert lane.copies == [(Copying.TO_HOST, [own]), (Copying.TO_HOST, [own])]  # what tanh gave, and not the mask
@@ -181,6 +184,7 @@ def test_what_somebody_holds_by_the_end_of_its_copy_stays() -> None:
     saved, y, z = saved_by_exp(x)
     storage = y.untyped_storage()
     del y, storage
+    saved.choose()
     saved.begin_to_host()
     taken = saved._moving[0].on_device
     assert taken is not None
@@ -200,9 +204,11 @@ def test_what_is_changed_in_place_is_told_as_torch_tells_it(when: str, is_held: 
     if when == "before":
         alias.add_(1)
         del alias, y
+        saved.choose()
         saved.begin_to_host()
     else:
         del alias, y
+        saved.choose()
         saved.begin_to_host()
         changed = kept or [one.tensor for reference in saved._moving[0]._saved if (one := reference()) is not None]
         changed[0].add_(1)  # type: ignore[union-attr]

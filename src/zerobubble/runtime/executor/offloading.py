@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, Offload, RankOffloads
-from zerobubble.offload.copies import copies_of
+from zerobubble.offload.copies import LaneCopy, copies_of
 from zerobubble.runtime.stage.copy_lane import Copied, lane_for
 from zerobubble.runtime.stage.saved_tensors import SavedTensors
 from zerobubble.runtime.stage.stage import Stage
@@ -48,17 +47,19 @@ class Offloading:
         if not offloads:
             return
         self._lane = lane_for(device, link)
-        copies = copies_of(offloads)  # calls of a step come in the order of the lane, and memory is let go before it is taken
-        for copy in copies:
-            if copy.copying is Copying.TO_HOST:
-                self._after[copy.begins - 1].append(partial(self._begin_to_host, copy.stage, copy.microbatch))
-                self._before[copy.needed].append(partial(self._let_go, copy.stage, copy.microbatch))
-        for copy in copies:
-            if copy.copying is Copying.FROM_HOST:
-                self._before[copy.begins].append(partial(self._begin_back, copy.stage, copy.microbatch))
-        for copy in copies:
-            if copy.copying is Copying.FROM_HOST:
-                self._before[copy.needed].append(partial(self._come_back, copy.stage, copy.microbatch))
+        copies = copies_of(offloads)
+        away = [copy for copy in copies if copy.copying is Copying.TO_HOST]
+        back = [copy for copy in copies if copy.copying is Copying.FROM_HOST]
+        # Before a step copies begin in the order of the lane, and memory is let go before it is taken.
+        for copy in away:
+            self._after[copy.begins - 1].append(self._call(SavedTensors.choose, copy))
+            self._before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
+        for copy in away:
+            self._before[copy.needed].append(self._call(SavedTensors.let_go, copy))
+        for copy in back:
+            self._before[copy.begins].append(self._call(SavedTensors.begin_back, copy))
+        for copy in back:
+            self._before[copy.needed].append(self._call(SavedTensors.come_back, copy))
 
     def begin(self) -> None:
         """A step of the pipeline begins, or starts over."""
@@ -86,16 +87,13 @@ class Offloading:
             self._lane.abandon()
             self._saved.clear()
 
-    def _begin_to_host(self, stage: int, microbatch: int) -> None:
-        copied = self._saved[stage, microbatch].begin_to_host()
-        self.records.append((Copying.TO_HOST, stage, microbatch, copied))
+    def _call(self, method: Callable[[SavedTensors], Copied | None], copy: LaneCopy) -> Call:
+        """The call of this method for what is copied, which is noted where it begins a copy."""
+        _, copying, _, stage, microbatch = copy
 
-    def _let_go(self, stage: int, microbatch: int) -> None:
-        self._saved[stage, microbatch].let_go()
+        def call() -> None:
+            copied = method(self._saved[stage, microbatch])
+            if copied is not None:
+                self.records.append((copying, stage, microbatch, copied))
 
-    def _begin_back(self, stage: int, microbatch: int) -> None:
-        copied = self._saved[stage, microbatch].begin_back()
-        self.records.append((Copying.FROM_HOST, stage, microbatch, copied))
-
-    def _come_back(self, stage: int, microbatch: int) -> None:
-        self._saved.pop((stage, microbatch)).come_back()
+        return call

@@ -79,12 +79,18 @@ class _Saved:
 class _Moving:
     """A storage of the device on its way to the host or back, or there, and those who keep tensors of it."""
 
-    def __init__(self, saved: Sequence[_Saved], on_device: Tensor, on_host: Tensor) -> None:
+    def __init__(self, saved: Sequence[_Saved], on_device: Tensor) -> None:
         self.on_device: Tensor | None = on_device
-        self.on_host = on_host
+        self.on_host: Tensor | None = None
         self.counted: Held | None = None
         self._saved = [ref(one) for one in saved]
         self._forms: list[tuple[ref[_Saved], _Form]] = []
+
+    def leave(self, lane: CopyLane) -> tuple[Tensor, Tensor]:
+        """Go to the host; gives what to copy into, and from."""
+        assert self.on_device is not None
+        self.on_host = lane.host_memory(self.on_device.nbytes)
+        return self.on_host, self.on_device
 
     def let_go(self) -> bool:
         """Hold no memory of the device any longer; False where that would free nothing, or what was copied has changed since."""
@@ -100,11 +106,12 @@ class _Moving:
         """Whether anybody still keeps a tensor of it."""
         return any(one() is not None for one, _ in self._forms)
 
-    def take(self, on_device: Tensor, meter: Meter | None) -> tuple[Tensor, Tensor]:
-        """Come back into this memory; gives what to copy."""
-        self.on_device = on_device
-        self.counted = None if meter is None else meter.hold(on_device)
-        return on_device, self.on_host
+    def take(self, device: torch.device, meter: Meter | None) -> tuple[Tensor, Tensor]:
+        """Come back to the device; gives what to copy into, and from."""
+        assert self.on_host is not None
+        self.on_device = torch.empty(self.on_host.nbytes, dtype=torch.uint8, device=device)
+        self.counted = None if meter is None else meter.hold(self.on_device)
+        return self.on_device, self.on_host
 
     def come_back(self) -> None:
         """Have the tensors kept again that lie in it."""
@@ -164,7 +171,7 @@ class MovableBytes(KeptForAutograd):
 class SavedTensors(KeptForAutograd):
     """What one forward saves, and `lane` copies to the host and back as far as it can go.
 
-    The calls come in this order: `saving`, and when the forward is over `begin_to_host`, `let_go`, `begin_back`, `come_back`.
+    The calls come in this order: `saving`, and when the forward is over `choose`, `begin_to_host`, `let_go`, `begin_back`, `come_back`.
     """
 
     def __init__(self, device: torch.device, lane: CopyLane) -> None:
@@ -173,11 +180,14 @@ class SavedTensors(KeptForAutograd):
         self._moving: list[_Moving] = []
         self._copied: Copied | None = None
 
-    def begin_to_host(self) -> Copied:
-        """Begin to copy what can go."""
-        self._moving = [_Moving(saved, whole, self._lane.host_memory(whole.nbytes)) for whole, saved in self.movable()]
+    def choose(self) -> None:
+        """Find out what can go, before the outputs have left: they stay, whoever is quicker to send them."""
+        self._moving = [_Moving(saved, whole) for whole, saved in self.movable()]
         self._saved = []
-        return self._copy(Copying.TO_HOST, [(one.on_host, one.on_device) for one in self._moving if one.on_device is not None])
+
+    def begin_to_host(self) -> Copied:
+        """Begin to copy it."""
+        return self._copy(Copying.TO_HOST, [one.leave(self._lane) for one in self._moving])
 
     def let_go(self) -> None:
         """Wait until it is copied, and let go of the memory of the device."""
@@ -187,8 +197,7 @@ class SavedTensors(KeptForAutograd):
     def begin_back(self) -> Copied:
         """Take memory of the device again, and begin to copy back."""
         self._moving = [one for one in self._moving if one.is_wanted()]
-        pairs = [one.take(torch.empty(one.on_host.nbytes, dtype=torch.uint8, device=self._device), self._meter) for one in self._moving]
-        return self._copy(Copying.FROM_HOST, pairs)
+        return self._copy(Copying.FROM_HOST, [one.take(self._device, self._meter) for one in self._moving])
 
     def come_back(self) -> None:
         """Wait until it is copied; from here on all is kept by those alone for whom autograd keeps it."""
