@@ -375,6 +375,12 @@ class Schedule(WithHead):
         """Whether ranks compute parts of the head, in passes such as S and T."""
         return not head_kinds().isdisjoint(map(itemgetter(0), chain.from_iterable(self.rows)))
 
+    @property
+    def head_parts(self) -> tuple[int, ...]:
+        """The stages by which the parts of a divided head go, in order; none where the head is not divided."""
+        kinds = head_kinds()
+        return tuple(sorted({stage for kind, stage, _ in chain.from_iterable(self.rows) if kind in kinds}))
+
     def forward_only(self) -> Schedule:
         """What evaluation runs: the forwards alone, as F, in the same order.
 

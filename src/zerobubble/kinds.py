@@ -74,7 +74,8 @@ class Kind(str):
 class Stuff(str):
     """What a value is: `a` activation, `g` its gradient, `s` saved for backward, `w` weight work, `i` kept input, or what was added.
 
-    `v` is what S leaves for T, and `u` what SL leaves for TX.
+    `v` is what S leaves for T, and `u` what SL leaves for TX. `o`, `x` and `p` are what passes of a divided head put together: the last
+    stage's output, the maxima and sums of a part's softmax, and a part of the gradient for that output.
 
     There is one object for each, so stuff may be compared with `is`. Raises `InputError` for a letter that was not added.
     """
@@ -88,6 +89,9 @@ class Stuff(str):
     INPUT: ClassVar[Stuff]
     HEAD_WORK: ClassVar[Stuff]
     HEAD_LOGITS: ClassVar[Stuff]
+    OUTPUT: ClassVar[Stuff]
+    SOFTMAX_SUMS: ClassVar[Stuff]
+    GRADIENT_PART: ClassVar[Stuff]
 
     def __new__(cls, letter: str) -> Stuff:
         known = _STUFF_OF.get(letter)
@@ -107,6 +111,11 @@ class Collective(Enum):
     SOFTMAX = "the maximum and sum of the softmax"
     GRADIENT = "the gradient for the output of the last stage"
     """Gathered by the last stage's backward."""
+
+    @property
+    def stuff(self) -> Stuff:
+        """What each pass that gives to it leaves for all that gather it."""
+        return _GIVEN[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +167,24 @@ class Traits:
     forward: LeanForward | None = field(default=None, repr=False)
 
 
-_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agswivu"}
+_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agswivuoxp"}
 _KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW", "R", "S", "T", "SL", "TX")}
-Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK, Stuff.INPUT, Stuff.HEAD_WORK, Stuff.HEAD_LOGITS = _STUFF_OF.values()
+Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK, Stuff.INPUT, Stuff.HEAD_WORK, Stuff.HEAD_LOGITS, *_given = _STUFF_OF.values()
+Stuff.OUTPUT, Stuff.SOFTMAX_SUMS, Stuff.GRADIENT_PART = _given
+_GIVEN: dict[Collective, Stuff] = dict(zip(Collective, _given, strict=True))
 Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.S, Kind.T, Kind.SL, Kind.TX = _KIND_OF.values()
 
 MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
-"""Stuff that may travel between ranks."""
+"""Stuff that travels from a stage to its neighbour."""
+
+TRAVELS: dict[Stuff, tuple[str, str]] = {
+    Stuff.ACTIVATION: ("activation", "activations"),
+    Stuff.GRADIENT: ("gradient", "gradients"),
+    Stuff.OUTPUT: ("output for the head", "outputs for the head"),
+    Stuff.SOFTMAX_SUMS: ("part of the softmax", "parts of the softmax"),
+    Stuff.GRADIENT_PART: ("head's part of the gradient", "head's parts of gradients"),
+}
+"""Stuff that may be sent from rank to rank, with its name in messages, for one and for several."""
 
 HELD: dict[Stuff, str] = {
     Stuff.SAVED: "held_after_f",

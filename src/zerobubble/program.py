@@ -1,7 +1,8 @@
 """A schedule turned into what each rank does: passes, messages on channels, and the points where buffers go.
 
 A message travels on the FIFO channel (source, destination, stuff). Receives are posted ahead and sends do not wait; a `Compute`
-waits until everything it uses is there, and uses it up. `Free` ends what was sent: it is kept until it has left.
+waits until everything it uses is there. A value ends with its last use on a rank or, where the rank sends it, with `Free`: it is kept
+until it has left.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from zerobubble.arguments import takes
 from zerobubble.display import COLUMNS
 from zerobubble.errors import ParseError, reading
 from zerobubble.ir import Head, Placement, Schedule, Step, WithHead, collect_head, content_lines, parse_step
-from zerobubble.kinds import Kind, Stuff, kinds_making
-from zerobubble.rules import Recomputed, Value, recomputed
+from zerobubble.kinds import TRAVELS, Kind, Stuff, kinds_making
+from zerobubble.rules import Recomputed, Value, makes, recomputed, uses
 from zerobubble.units import counted
 
 
 class Compute(NamedTuple):
-    """Run a step, one pass or two overlapped, once all it uses has arrived; nobody else uses that, so it ends here."""
+    """Run a step, one pass or two overlapped, once all it uses has arrived."""
 
     step: Step
 
@@ -70,8 +71,7 @@ class Channel(NamedTuple):
     stuff: Stuff
 
     def __str__(self) -> str:
-        what = "activations" if self.stuff is Stuff.ACTIVATION else "gradients"
-        return f"{what} from rank {self.source} to rank {self.destination}"
+        return f"{TRAVELS[self.stuff][1] if self.stuff in TRAVELS else repr(self.stuff)} from rank {self.source} to rank {self.destination}"
 
 
 def channel_of(rank: int, action: Send | Recv) -> Channel:
@@ -123,6 +123,21 @@ class Program(WithHead):
     def recomputed(self) -> Recomputed:
         """What is computed again: by stage and microbatch, the kind of the pass that does it."""
         return recomputed(op for row in self.rows for action in row if isinstance(action, Compute) for op in action.step)
+
+    @cached_property
+    def head_parts(self) -> tuple[int, ...]:
+        """The stages by which the parts of a divided head go, in order; none where the head is not divided."""
+        return self.to_schedule().head_parts
+
+    def uses(self, step: Step) -> list[Value]:
+        """The values without which a step cannot start, each once, in the order of its passes."""
+        used = [value for op in step for value in uses(op, self.num_stages, self.head_parts)]
+        return used if len(step) == 1 else list(dict.fromkeys(used))
+
+    def makes(self, step: Step) -> list[Value]:
+        """The values that a step leaves for other passes."""
+        forward_only, again, parts = self.is_forward_only, self.recomputed, self.head_parts
+        return [value for op in step for value in makes(op, self.num_stages, forward_only, again.get(op[1:]), parts)]
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
         """Every message action as (rank, position, channel, action)."""

@@ -8,7 +8,18 @@ from itertools import combinations
 from typing import NamedTuple
 
 from zerobubble.ir import Op
-from zerobubble.kinds import HELD, KINDS, Collective, Kind, kinds_again, kinds_making, kinds_using, made_where, traits_of, when_kinds_change
+from zerobubble.kinds import (
+    HELD,
+    KINDS,
+    Collective,
+    Kind,
+    kinds_again,
+    kinds_making,
+    kinds_using,
+    made_where,
+    traits_of,
+    when_kinds_change,
+)
 from zerobubble.kinds import MOVES as MOVES
 from zerobubble.kinds import Stuff as Stuff
 
@@ -34,14 +45,23 @@ def recomputed(passes: Iterable[Op]) -> Recomputed:
     return {(stage, microbatch): kind for kind, stage, microbatch in passes if kind in again}
 
 
-def uses(op: Op, num_stages: int) -> list[Value]:
-    """The values `op` cannot start without."""
-    return [Value(stuff, stage, op.microbatch) for stuff, stage in used_stages(op.kind, op.stage, num_stages)]
+def uses(op: Op, num_stages: int, parts: tuple[int, ...] = ()) -> list[Value]:
+    """The values `op` cannot start without; with `parts`, those of a divided head, also what it gathers."""
+    own = [Value(stuff, stage, op.microbatch) for stuff, stage in used_stages(op.kind, op.stage, num_stages)]
+    for collective in gathered(op.kind, op.stage, num_stages) if parts else ():
+        givers = (num_stages - 1,) if collective is Collective.OUTPUT else parts
+        own += [Value(collective.stuff, stage, op.microbatch) for stage in givers]
+    return own
 
 
-def makes(op: Op, num_stages: int, forward_only: bool = False, again: Kind | None = None) -> list[Value]:
-    """The values `op` leaves behind for other passes; an inference F saves nothing, one computed `again` by such a pass only its input."""
-    return [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only, again)]
+def makes(op: Op, num_stages: int, forward_only: bool = False, again: Kind | None = None, parts: tuple[int, ...] = ()) -> list[Value]:
+    """The values `op` leaves behind for other passes; an inference F saves nothing, one computed `again` by such a pass only its input.
+
+    With `parts`, those of a divided head, they are also what it gives.
+    """
+    own = [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only, again)]
+    given = given_to(op.kind, op.stage, num_stages) if parts else ()
+    return own + [Value(collective.stuff, op.stage, op.microbatch) for collective in given]
 
 
 @cache
@@ -65,8 +85,15 @@ def makers(value: Value) -> list[Op]:
 
 
 def moving(kind: Kind) -> Stuff:
-    """The one stuff that may travel among what a kind makes."""
+    """The one stuff that a kind makes for a neighbouring stage."""
     return next(stuff for stuff in traits_of(kind).makes if stuff in MOVES)
+
+
+@cache
+def given_by(maker: Kind, made_by: int, user: Kind, used_by: int, num_stages: int) -> tuple[Stuff, ...]:
+    """What a pass of kind `maker` and stage `made_by` gives that one of kind `user` and stage `used_by` gathers."""
+    gathers = gathered(user, used_by, num_stages)
+    return tuple(given.stuff for given in given_to(maker, made_by, num_stages) if given in gathers)
 
 
 @cache
@@ -112,5 +139,5 @@ def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
     return num_makers == num_users <= 1
 
 
-for _derived in (used_stages, made_stuff, message_receiver, given_to, gathered, complete_sets):
+for _derived in (used_stages, made_stuff, message_receiver, given_to, gathered, given_by, complete_sets):
     when_kinds_change(_derived.cache_clear)

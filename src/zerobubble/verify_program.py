@@ -8,7 +8,7 @@ from enum import StrEnum
 from zerobubble.arguments import takes
 from zerobubble.errors import Fault
 from zerobubble.program import Action, Channel, Compute, Free, Program, Recv, Send
-from zerobubble.rules import Value, makes, uses
+from zerobubble.rules import Value
 from zerobubble.verify import schedule_faults
 
 
@@ -73,28 +73,26 @@ def _times(count: int) -> str:
 
 
 def _buffer_faults(program: Program, rank: int) -> list[Fault]:
+    row = program.rows[rank]
     here: set[Value] = set()
     gone: set[Value] = set()
     faults: list[Fault] = []
-    forward_only, again = program.is_forward_only, program.recomputed
-    for position, action in enumerate(program.rows[rank]):
+    last_use = {value: position for position, a in enumerate(row) if isinstance(a, Compute) for value in program.uses(a.step)}
+    sent = {action.value for action in row if isinstance(action, Send)}
+    for position, action in enumerate(row):
         if isinstance(action, Recv):
             here.add(action.value)
             continue
-        needed = _needed(action, program.num_stages) if isinstance(action, Compute) else [action.value]
+        needed = program.uses(action.step) if isinstance(action, Compute) else [action.value]
         faults += [_absent(rank, position, action, value, value in gone) for value in needed if value not in here]
         if isinstance(action, Compute):
-            here.difference_update(needed)
-            here.update(value for op in action.step for value in makes(op, program.num_stages, forward_only, again.get(op[1:])))
-        elif isinstance(action, Free):
-            here.discard(action.value)
-        if not isinstance(action, Send):
-            gone.update(needed)
+            ended = [value for value in needed if last_use[value] == position and value not in sent]
+            here.update(program.makes(action.step))
+        else:
+            ended = needed if isinstance(action, Free) else []
+        here.difference_update(ended)
+        gone.update(ended)
     return faults + [_leak(rank, value) for value in sorted(here)]
-
-
-def _needed(action: Compute, num_stages: int) -> list[Value]:
-    return [value for op in action.step for value in uses(op, num_stages)]
 
 
 def _absent(rank: int, position: int, action: Action, value: Value, gone: bool) -> Fault:
@@ -117,11 +115,16 @@ def _stop_faults(program: Program, model: MessageModel) -> list[Fault]:
     for rank, head in enumerate(player.heads):
         if head < len(program.rows[rank]):
             action = program.rows[rank][head]
-            value = player.blocker(action)
-            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{value} is not sent"
+            blocker = player.blocker(rank, action)
+            assert blocker is not None
+            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{blocker[0]} is not sent"
             message = f"under {model} messages rank {rank} stops at position {head}, {action}: {reason}; move that earlier"
             faults.append(Fault("stop", message, rank, head, str(action)))
     return faults
+
+
+_Message = tuple[Value, int]
+"""A value on its way to a rank."""
 
 
 class _Player:
@@ -129,38 +132,42 @@ class _Player:
 
     def __init__(self, program: Program, model: MessageModel) -> None:
         self.heads = [0] * program.num_ranks
-        self._rows = program.rows
-        self._num_stages = program.num_stages
+        self._program = program
         self._rendezvous = model is MessageModel.RENDEZVOUS
-        self._messages = {action.value for _, _, _, action in program.channels()}
-        self._posted: set[Value] = set()
-        self._sent: set[Value] = set()
+        self._messages = {(action.value, channel.destination) for _, _, channel, action in program.channels()}
+        self._posted: set[_Message] = set()
+        self._sent: set[_Message] = set()
 
     def play(self) -> None:
         """Advance every rank until none can go on."""
-        asleep: dict[Value, int] = {}
-        ready = list(range(len(self._rows)))
+        asleep: dict[_Message, int] = {}
+        ready = list(range(self._program.num_ranks))
         while ready:
             self._advance(ready.pop(), ready, asleep)
 
-    def _advance(self, rank: int, ready: list[int], asleep: dict[Value, int]) -> None:
-        row = self._rows[rank]
+    def _advance(self, rank: int, ready: list[int], asleep: dict[_Message, int]) -> None:
+        row = self._program.rows[rank]
         while self.heads[rank] < len(row):
             action = row[self.heads[rank]]
-            value = self.blocker(action)
-            if value is not None:
-                asleep[value] = rank
+            blocker = self.blocker(rank, action)
+            if blocker is not None:
+                asleep[blocker] = rank
                 return
             if isinstance(action, (Send, Recv)):
-                (self._sent if isinstance(action, Send) else self._posted).add(action.value)
-                if action.value in asleep:
-                    ready.append(asleep.pop(action.value))
+                done, message = (
+                    (self._sent, (action.value, action.peer)) if isinstance(action, Send) else (self._posted, (action.value, rank))
+                )
+                done.add(message)
+                if message in asleep:
+                    ready.append(asleep.pop(message))
             self.heads[rank] += 1
 
-    def blocker(self, action: Action) -> Value | None:
-        """The value `action` waits for: one still to be sent to its rank, or one whose receive is not posted yet."""
+    def blocker(self, rank: int, action: Action) -> _Message | None:
+        """The message that `action` of `rank` waits for: one still to be sent to this rank, or one whose receive is not posted yet."""
         if isinstance(action, Compute):
-            needed = _needed(action, self._num_stages)
-            return next((value for value in needed if value in self._messages and value not in self._sent), None)
-        waits = self._rendezvous and isinstance(action, Send) and action.value not in self._posted
-        return action.value if waits else None
+            needed = [(value, rank) for value in self._program.uses(action.step)]
+            return next((message for message in needed if message in self._messages and message not in self._sent), None)
+        if not (self._rendezvous and isinstance(action, Send)):
+            return None
+        message = action.value, action.peer
+        return message if message not in self._posted else None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from zerobubble import Placement
+from zerobubble.ir import Schedule
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.executor.program_cache import every_channel
@@ -19,9 +19,9 @@ from zerobubble.runtime.measure import clock
 from zerobubble.runtime.transport.endpoint import Group, Line
 from zerobubble.runtime.transport.gloo import GlooEndpoint, lane_of
 from zerobubble.runtime.transport.nccl import NcclEndpoint
-from zerobubble.schedules import make
+from zerobubble.schedules import make, with_vocabulary
 
-LANES = 6
+LANES = 12
 
 
 class Communicators:
@@ -60,23 +60,26 @@ class _End:
 class Faked(NcclEndpoint):
     """The endpoint of `rank` with communicators that need no device."""
 
-    def __init__(self, communicators: list[Communicators], rank: int) -> None:
+    def __init__(self, communicators: list[Communicators], rank: int, channels: list[Channel]) -> None:
         super().__init__(Group(rank, 4, None), 5.0)
-        self._unused = [end.end(rank) for end in communicators]
-        self.open(torch.device("cpu"), [])
+        self._ends = {f"lane{lane}": end.end(rank) for lane, end in enumerate(communicators)}
+        self.open(torch.device("cpu"), channels)
 
     def backend(self, name: str) -> Any:
-        return self._unused.pop(0)
+        return self._ends[name]
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "interleaved-1f1b"])
-def test_every_communicator_is_made_in_one_order(name: str) -> None:
-    placement: Placement = make(name, 4, 8).placement
-    channels = [*every_channel(placement), *(Channel(a, b, Stuff.WORK) for a, b in permutations(range(4), 2))]
+@pytest.mark.parametrize(
+    "schedule",
+    [make("zb-h1", 4, 8), make("zb-v", 4, 8), make("dualpipe", 4, 8), make("interleaved-1f1b", 4, 8), with_vocabulary(make("1f1b", 4, 8))],
+    ids=lambda schedule: schedule.name,
+)
+def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
+    channels = [*every_channel(schedule), *(Channel(a, b, Stuff.WORK) for a, b in permutations(range(4), 2))]
     lanes = [Communicators() for _ in range(LANES)]
     with ThreadPoolExecutor(4) as ranks:
         # a rank that is told the channels in another order keeps to the same one
-        list(ranks.map(lambda rank: Faked(lanes, rank).open_channels(channels if rank % 2 else channels[::-1]), range(4)))
+        list(ranks.map(lambda rank: Faked(lanes, rank, channels).open_channels(channels if rank % 2 else channels[::-1]), range(4)))
     made = {(lane, *sorted(pair)) for lane, communicators in enumerate(lanes) for pair in communicators.meetings}
     assert made == {(lane_of(Line(*channel)), *sorted(channel[:2])) for channel in channels}
 

@@ -13,7 +13,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
-from zerobubble.runtime.executor.executor import Overlapped
+from zerobubble.runtime.executor.overlapped import Overlapped
 
 
 def in_two_threads(first: Overlapped, second: Overlapped) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from zerobubble import Costs, Kind, Op, Placement, Schedule
+from zerobubble.graph import resolve
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
@@ -107,6 +109,26 @@ def schedules(draw: st.DrawFn, max_ranks: int = 4) -> Schedule:
     left = {Op(kind, s, j) for s in range(stages) for j in range(microbatches) for kind in ((F, B, W) if split[s] else (F, BW))}
     empty = Schedule("random", placement, microbatches, ((),) * placement.num_ranks, tuple(routes))
     return fill(empty, left, random.Random(draw(st.integers(0, 1 << 32))), draw(st.sampled_from((0.0, 0.5))))
+
+
+def reordered(schedule: Schedule, seed: int) -> Schedule:
+    """The same passes in another legal order: that of a random walk through what needs what."""
+    draw, graph = random.Random(seed), resolve(schedule)
+    left = [set(needs) for needs in graph.needs]
+    users = defaultdict(list)
+    for user, needs in enumerate(graph.needs):
+        for need in needs:
+            users[need].append(user)
+    rows: list[list[Op]] = [[] for _ in schedule.rows]
+    ready = [number for number, needs in enumerate(left) if not needs]
+    while ready:
+        number = ready.pop(draw.randrange(len(ready)))
+        rows[graph.rank[number]].append(graph.ops[number])
+        for user in users[number]:
+            left[user].discard(number)
+            if not left[user]:
+                ready.append(user)
+    return replace(schedule, rows=tuple(map(tuple, rows)))
 
 
 def fill(empty: Schedule, ops: set[Op], dice: random.Random, together: float = 0.0) -> Schedule:

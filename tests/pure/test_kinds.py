@@ -83,7 +83,7 @@ def test_there_is_one_object_for_each_kind() -> None:
             "W uses w of another stage, but only a and g",
         ),
         (lambda: add_stuff("s", "held"), "'s' is taken; taken are a, g, s, w, i"),
-        (lambda: Stuff("x"), "'x' is nothing that passes leave for each other"),
+        (lambda: Stuff("z"), "'z' is nothing that passes leave for each other"),
     ],
 )
 def test_what_no_table_can_hold_is_refused(add: Callable[[], object], message: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -11,16 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, lower, make, schedule_faults, simulate
+from tests.pure.problems import reordered
+from zerobubble import (
+    Costs,
+    InputError,
+    Kind,
+    Limits,
+    Op,
+    Placement,
+    Program,
+    Schedule,
+    ScheduleError,
+    lower,
+    make,
+    schedule_faults,
+    simulate,
+)
 from zerobubble.explain import attribute
 from zerobubble.export import to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.graph import resolve
-from zerobubble.kinds import Collective, Traits, add_kind, kinds_restored, traits_of
-from zerobubble.lowering import prefetch_depth
+from zerobubble.kinds import Collective, Stuff, Traits, add_kind, kinds_restored, traits_of
+from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.planning import place_head, sensitivity
-from zerobubble.rules import complete_sets
+from zerobubble.program import Send
+from zerobubble.rules import Value, complete_sets
 from zerobubble.schedules import SCHEDULES, with_recompute, with_vocabulary
 from zerobubble.simulation import peak_memory
 from zerobubble.view import Report, report_html
@@ -192,12 +212,6 @@ def test_ranks_that_meet_in_other_orders_are_a_deadlock() -> None:
         (lambda: with_vocabulary(make("dualpipe", 2, 4)), "it has 2 routes, each with a last stage of its own and overlaps passes"),
         (lambda: with_vocabulary(divided(1)), "schedule '1f1b, vocabulary 1' cannot be divided, as it has a divided head already"),
         (lambda: with_vocabulary(make("1f1b", 2, 2), costs=Costs.uniform(3)), "has 2 stages, the costs describe 3"),
-        (
-            lambda: lower(divided()),
-            "has S and T passes, of a head that ranks divide by its vocabulary: these are planned and simulated, not yet",
-        ),
-        (lambda: lower(divided(1)), "has SL and TX passes"),
-        (lambda: prefetch_depth(divided(), costs_of(divided())), "planned and simulated, not yet run"),
         (lambda: simulate(divided(), Costs.uniform(4)), "these costs lack the column 'head_forward', which S and SL needs: see"),
         (lambda: sensitivity(divided(), costs_of(divided())), "sensitivity knows messages between two stages alone"),
         (lambda: fit_costs(simulate(divided(), costs_of(divided()))), "this one has passes of a head divided over ranks"),
@@ -216,6 +230,83 @@ def test_what_cannot_be_done_says_why(call: Callable[[], object], message: str) 
 def test_an_illegal_schedule_is_not_divided() -> None:
     with pytest.raises(ScheduleError, match="rank 0 runs 0BW0 at position 0 before 0F0"):
         with_vocabulary(head_row("0BW0 0F0"))
+
+
+@given(st.sampled_from(ONE_ROUTE), st.integers(1, 4), st.integers(1, 2), st.integers(0, 1 << 32), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_programs_of_any_legal_order_are_sound(name: str, ranks: int, algorithm: int, seed: int, prefetch: int) -> None:
+    """Parts have several users on several ranks: each message has one sender and one receiver, and nothing is used after its end."""
+    schedule = overlapped(reordered(with_vocabulary(make(name, max(ranks, name == "hanayo"), 4), algorithm), seed), seed)
+    program = lower(schedule, prefetch)
+    assert program_faults(program) == ()
+    assert program.to_schedule() == schedule
+    assert Program.from_text(program.to_text()) == program
+    sent = Counter(action.value for _, _, _, action in program.channels() if isinstance(action, Send))
+    last = schedule.placement.routes[0][-1]
+    for j in range(4):
+        assert sent[Value(Stuff.OUTPUT, schedule.num_stages - 1, j)] == ranks - 1
+        for rank, part in enumerate(schedule.head_parts if ranks > 1 else ()):
+            assert sent[Value(Stuff.SOFTMAX_SUMS, part, j)] == ranks - 1
+            assert sent[Value(Stuff.GRADIENT_PART, part, j)] == (schedule.rank_of(part, 0) != last), rank
+
+
+def overlapped(schedule: Schedule, seed: int) -> Schedule:
+    """The same rows with some neighbours in steps, where that is legal."""
+    draw = random.Random(seed)
+    for rank, row in enumerate(schedule.rows):
+        place = draw.randrange(len(row) - 1)
+        steps = [list(each) for each in schedule.steps]
+        singles = [(op,) for op in row]
+        steps[rank] = [*singles[:place], (row[place], row[place + 1]), *singles[place + 2 :]]
+        together = Schedule.of_steps(*schedule.head[:3], steps, schedule.microbatch_routes)
+        schedule = schedule if schedule_faults(together) else together
+    return schedule
+
+
+def test_parts_may_be_those_of_some_ranks_or_several_on_one() -> None:
+    """Whoever writes a schedule may divide the head by any stages: then a rank uses what it was sent more than once."""
+    plain = make("zb-v", 2, 2)
+    for parts in ((1,), (0, 3), (0, 1, 2, 3)):
+        rows = []
+        for rank, row in enumerate(plain.rows):
+            here = [part for part in parts if plain.rank_of(part, 0) == rank]
+            forwards = [op for op in row if op.kind is Kind.F]
+            heads = [Op(kind, part, j) for kind in (Kind.S, Kind.T) for j in range(2) for part in here]
+            rows.append((*forwards, *heads, *(op for op in row if op.kind is not Kind.F)))
+        schedule = replace(plain, rows=tuple(rows))
+        assert schedule_faults(schedule) == ()
+        assert schedule.head_parts == parts
+        for prefetch in (0, 2):
+            assert program_faults(lower(schedule, prefetch)) == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("  send o1.0 to 0", "among the outputs for the head from rank 1 to rank 0, o1.0 is sent never and received once"),
+        ("  recv x0.1 from 0", "among the parts of the softmax from rank 0 to rank 1, x0.1 is sent once and received never"),
+        ("  send p0.0 to 1", "among the head's parts of gradients from rank 0 to rank 1, p0.0 is sent never and received once"),
+        ("  free o1.0", "rank 1 never frees o1.0: free it after its last use"),
+    ],
+)
+def test_a_program_that_lacks_an_action_is_told_which(line: str, message: str) -> None:
+    text = lower(divided(ranks=2, microbatches=2)).to_text()
+    assert line + "\n" in text
+    assert message in str(program_faults(Program.from_text(text.replace(line + "\n", "")))[0])
+
+
+def test_what_is_sent_may_be_used_until_it_is_freed() -> None:
+    rows = [row.split("\n") for row in lower(divided(ranks=2, microbatches=1)).to_text().split("rank ")]
+    row = rows[2]
+    row.remove("  free o1.0")
+    row.insert(row.index("  run 1S0"), "  free o1.0")
+    (fault, *_) = program_faults(Program.from_text("rank ".join("\n".join(each) for each in rows)))
+    assert "run 1S0: o1.0 was freed before; free it after its last use" in str(fault)
+
+
+def test_receives_are_in_time_at_the_depth_of_a_plan() -> None:
+    schedule = divided(name="gpipe")
+    assert prefetch_depth(schedule, costs_of(schedule)) > prefetch_depth(make("gpipe", 4, 8), Costs.uniform(4)) - 1
 
 
 def test_readers_of_the_table_show_the_passes_of_the_head() -> None:
@@ -253,7 +344,7 @@ def test_an_added_kind_may_meet_in_a_collective() -> None:
 def test_the_program_of_the_page_says_what_is_won(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/vocabulary.md").read_text(encoding="utf-8")
     namespace: dict[str, object] = {}
-    first, second, _planned = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, second, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(first, namespace)
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "1f1b (4000000, 3000000, 2000000, 1000000) 570.0 ms",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from zerobubble.cli.inputs import Costed
 from zerobubble.explain import Causes, Idle, attribute
-from zerobubble.ir import Op, Schedule
-from zerobubble.lowering.messages import message_users
-from zerobubble.rules import message_receiver
+from zerobubble.ir import Schedule
+from zerobubble.kinds import MOVES
+from zerobubble.lowering.messages import messages_of
 from zerobubble.simulation import peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
@@ -58,13 +58,9 @@ def evaluate(costed: Costed) -> Evaluation:
     schedule, costs = costed.schedule, costed.costs
     timeline = simulate(schedule, costs)
     graph, _ = checked(schedule)
-    messages = sum(user >= 0 and _sends(op, schedule.num_stages) for op, user in zip(graph.ops, message_users(graph), strict=True))
+    # What passes of a divided head put together is of other sizes, so it does not count as a message here.
+    messages = sum(message.value.stuff in MOVES for message in messages_of(graph, schedule.num_stages))
     return Evaluation(costed, timeline, attribute(schedule, costs), peak_memory(schedule, costs), messages)
-
-
-def _sends(op: Op, num_stages: int) -> bool:
-    """Whether a pass makes a message for another stage; what it gives to a collective is none."""
-    return message_receiver(op.kind, op.stage, num_stages) is not None
 
 
 def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[Column]:

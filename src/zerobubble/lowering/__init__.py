@@ -8,9 +8,8 @@ from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.gathers import Gather, RankGathers, plan_gathers
 from zerobubble.ir import Schedule
-from zerobubble.kinds import head_kinds
 from zerobubble.lowering.buffers import release_points
-from zerobubble.lowering.messages import depth_needed, hoist_receives, message_users, post_points
+from zerobubble.lowering.messages import depth_needed, hoist_receives, messages_of, post_points
 from zerobubble.lowering.write import write
 from zerobubble.program import Program
 from zerobubble.simulation import simulate
@@ -29,7 +28,7 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     """The program that runs `schedule`: messages in one order at both ends, receives posted `prefetch` messages ahead.
 
     The result has no `program_faults`. Raises `ScheduleError` with every fault when the schedule is not legal, `InputError` for a
-    negative `prefetch`, and for a divided head, which is planned and simulated but not run.
+    negative `prefetch`.
 
     Arguments:
         schedule: the order to run; it must be legal.
@@ -45,10 +44,9 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     if prefetch < 0:
         raise InputError(f"prefetch counts the receives posted ahead and must be >= 0, got {prefetch}")
     graph, _ = checked(schedule)
-    _refuse_divided_head(schedule)
-    users = message_users(graph)
-    posts = hoist_receives(graph, users, post_points(graph, users, prefetch))
-    return write(schedule, graph, users, posts, release_points(graph, users))
+    messages = messages_of(graph, schedule.num_stages)
+    posts = hoist_receives(graph, messages, post_points(graph, messages, prefetch))
+    return write(schedule, graph, messages, posts, release_points(graph, messages, schedule.num_stages))
 
 
 @takes(schedule=Schedule, costs=Costs)
@@ -59,14 +57,4 @@ def prefetch_depth(schedule: Schedule, costs: Costs) -> int:
     """
     ends = [span.end for row in simulate(schedule, costs).rows for span in row]
     graph, _ = checked(schedule)
-    _refuse_divided_head(schedule)
-    return depth_needed(graph, message_users(graph), ends)
-
-
-def _refuse_divided_head(schedule: Schedule) -> None:
-    kinds = sorted({op.kind for row in schedule.rows for op in row} & head_kinds())
-    if kinds:
-        raise InputError(
-            f"schedule {schedule.name!r} has {' and '.join(kinds)} passes, of a head that ranks divide by its vocabulary: these are "
-            "planned and simulated, not yet run; run the schedule without them, with the whole head on the last stage"
-        )
+    return depth_needed(graph, messages_of(graph, schedule.num_stages), ends)

@@ -1,61 +1,74 @@
 """Which results are messages and where their receives are posted.
 
-A pass sends at most one message, right after its step ran, so a message goes by the number of the pass that makes it. Per message:
-`users[i]` is the pass on another rank that uses it (-1 where pass i sends nothing), `posts[i]` the pass its receive is posted before.
-The first pass of an overlapped step stands for the step: it uses what either uses.
+A message is what one pass leaves for a pass of another rank. Most passes leave one for one user. Passes of a divided head leave several,
+and the same for several ranks. All leave right after the step of their pass ran. Messages are numbered in the order in which they leave,
+rank after rank, so those of a channel keep their order. The first pass of an overlapped step stands for the step: it uses what either
+uses.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from zerobubble.graph import Graph, joint_needs, walk
-from zerobubble.kinds import ByKind
-from zerobubble.rules import moving
+from zerobubble.rules import Value, given_by, moving
 
 
-def message_users(graph: Graph) -> list[int]:
-    """For each pass, the pass on another rank that uses its result; -1 where there is none."""
-    users = [-1] * len(graph.ops)
-    rank = graph.rank
+class Message(NamedTuple):
+    """A `value` on its way from the rank of pass `maker` to that of pass `user`, the first there to use it; `last` is the last one."""
+
+    maker: int
+    user: int
+    last: int
+    value: Value
+
+
+def messages_of(graph: Graph, num_stages: int) -> list[Message]:
+    """The messages between ranks, in the order in which they leave."""
+    found: dict[tuple[int, Value, int], list[int]] = defaultdict(list)
+    rank, ops = graph.rank, graph.ops
     for user, needs in enumerate(graph.needs):
         for maker in needs:
             if rank[maker] != rank[user]:
-                users[maker] = user - 1 if user - 1 in graph.pairs else user
-    return users
+                kind, stage, microbatch = ops[maker]
+                first = user - 1 if user - 1 in graph.pairs else user
+                for stuff in given_by(kind, stage, *ops[user][:2], num_stages) or (moving(kind),):
+                    found[maker, Value(stuff, stage, microbatch), rank[user]].append(first)
+    return [Message(maker, users[0], users[-1], value) for (maker, value, _), users in sorted(found.items())]
 
 
-def channels(graph: Graph, users: list[int]) -> Iterable[list[int]]:
-    """The messages of each channel in the sender's order, which is the order at both ends."""
+def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
+    """The numbers of the messages of each channel in the sender's order, which is the order at both ends."""
     found: dict[object, list[int]] = defaultdict(list)
-    carried = ByKind(moving)
-    for maker, user in enumerate(users):
-        if user >= 0:
-            found[graph.rank[maker], graph.rank[user], carried[graph.ops[maker][0]]].append(maker)
+    for number, message in enumerate(messages):
+        found[graph.rank[message.maker], graph.rank[message.user], message.value.stuff].append(number)
     return found.values()
 
 
-def post_points(graph: Graph, users: list[int], prefetch: int) -> list[int]:
-    """Post each receive before the pass that uses the message `prefetch` places ahead of it on its channel, or any later one."""
-    posts = [-1] * len(users)
-    for messages in channels(graph, users):
-        latest = earliest_from([users[maker] for maker in messages])
+def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> list[int]:
+    """For each message the pass before which its receive is posted: the one that uses the message `prefetch` places ahead of it on its
+    channel, or any later one."""
+    posts = [-1] * len(messages)
+    for numbers in channels(graph, messages):
+        latest = earliest_from([messages[number].user for number in numbers])
         first = graph.first[graph.rank[latest[0]]]
-        for k, maker in enumerate(messages):
-            posts[maker] = latest[k - prefetch] if k >= prefetch else first
+        for k, number in enumerate(numbers):
+            posts[number] = latest[k - prefetch] if k >= prefetch else first
     return posts
 
 
-def depth_needed(graph: Graph, users: list[int], ends: list[int]) -> int:
+def depth_needed(graph: Graph, messages: Sequence[Message], ends: list[int]) -> int:
     """The least `prefetch` whose `post_points` lie before each message is sent, for passes that end at `ends`."""
     starts = set(graph.first)
     deepest = 0
-    for messages in channels(graph, users):
-        posted = [0 if user in starts else ends[user - 1] for user in earliest_from([users[maker] for maker in messages])]
-        for k, maker in enumerate(messages):
-            deepest = max(deepest, k + 1 - bisect_right(posted, ends[maker], hi=k + 1))
+    for numbers in channels(graph, messages):
+        users = earliest_from([messages[number].user for number in numbers])
+        posted = [0 if user in starts else ends[user - 1] for user in users]
+        for k, number in enumerate(numbers):
+            deepest = max(deepest, k + 1 - bisect_right(posted, ends[messages[number].maker], hi=k + 1))
     return deepest
 
 
@@ -67,7 +80,7 @@ def earliest_from(numbers: list[int]) -> list[int]:
     return least
 
 
-def hoist_receives(graph: Graph, users: list[int], posts: list[int]) -> list[int]:
+def hoist_receives(graph: Graph, messages: Sequence[Message], posts: list[int]) -> list[int]:
     """Post receives earlier wherever a send that waits for its receive would stop the pipeline.
 
     Such a send makes its pass wait for the pass before the receive. Posting never waits, so moving a receive up is always allowed:
@@ -77,17 +90,19 @@ def hoist_receives(graph: Graph, users: list[int], posts: list[int]) -> list[int
     heads = graph.first[:-1]
     known = joint_needs(graph, graph.needs)
     starts = set(heads)
-    needs = [n if post < 0 or post in starts else (*n, post - 1) for n, post in zip(known, posts, strict=True)]
+    sent: dict[int, list[int]] = defaultdict(list)
+    needs = list(known)
+    for number, (message, post) in enumerate(zip(messages, posts, strict=True)):
+        sent[message.maker].append(number)
+        if post not in starts:
+            needs[message.maker] = (*needs[message.maker], post - 1)
     walk(graph, needs, heads)
     while heads != graph.first[1:]:
         for maker, end in zip(list(heads), graph.first[1:], strict=True):
-            if maker < end and not _is_posted(graph, users, posts, heads, maker):
-                posts[maker] = heads[graph.rank[users[maker]]]
+            late = [] if maker == end else [n for n in sent[maker] if heads[graph.rank[messages[n].user]] < posts[n]]
+            for number in late:
+                posts[number] = heads[graph.rank[messages[number].user]]
+            if late:
                 needs[maker] = known[maker]
         walk(graph, needs, heads)
     return posts
-
-
-def _is_posted(graph: Graph, users: list[int], posts: list[int], heads: list[int], maker: int) -> bool:
-    """Whether nothing keeps the send of pass `maker`: there is none, or its receiver has come to the post."""
-    return users[maker] < 0 or heads[graph.rank[users[maker]]] >= posts[maker]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zerobubble.kinds import Stuff, kinds_making
 from zerobubble.program import Action, Compute, Program, Recv, Send
-from zerobubble.rules import Value, makes, uses
+from zerobubble.rules import Value
 
 
 class RollbackPoint(NamedTuple):
@@ -48,13 +48,10 @@ def with_rollback_points(program: Program) -> tuple[Program, tuple[RollbackPoint
 def _ready(program: Program) -> dict[Value, tuple[int, int]]:
     """The rank and position at which each value is there for its user: where it is sent, or made if it stays."""
     ready: dict[Value, tuple[int, int]] = {}
-    again = program.recomputed
     for rank, row in enumerate(program.rows):
         for position, action in enumerate(row):
             if isinstance(action, Compute):
-                ready.update(
-                    (value, (rank, position)) for op in action.step for value in makes(op, program.num_stages, again=again.get(op[1:]))
-                )
+                ready.update((value, (rank, position)) for value in program.makes(action.step))
             elif isinstance(action, Send):
                 ready[action.value] = (rank, position)
     return ready
@@ -66,7 +63,7 @@ def _points(program: Program, ready: dict[Value, tuple[int, int]]) -> list[int]:
     points[-1] = 0
 
     def comes_later(step: Compute) -> bool:
-        return any(ready[value][1] >= points[ready[value][0]] for value in _used(step, program.num_stages))
+        return any(ready[value][1] >= points[ready[value][0]] for value in program.uses(step.step))
 
     while (cut := [min(point, _first(row, comes_later)) for point, row in zip(points, program.rows, strict=True)]) != points:
         points[:] = cut
@@ -82,15 +79,11 @@ def _is_plain_forward(action: Compute, num_stages: int) -> bool:
     return all(op.kind in forwards and op.stage < num_stages - 1 for op in action.step)
 
 
-def _used(action: Compute, num_stages: int) -> list[Value]:
-    return [value for op in action.step for value in uses(op, num_stages)]
-
-
 def _rollback_points(program: Program, positions: list[int]) -> tuple[RollbackPoint, ...]:
     order = _sent_before(program, positions)
     found = []
     for row, position in zip(program.rows, positions, strict=True):
-        used = {value for action in row[:position] if isinstance(action, Compute) for value in _used(action, program.num_stages)}
+        used = {value for action in row[:position] if isinstance(action, Compute) for value in program.uses(action.step)}
         left = {action.value for action in row[:position] if isinstance(action, Recv)} - used
         found.append(RollbackPoint(position, tuple(value for value in order if value in left)))
     return tuple(found)
@@ -106,7 +99,7 @@ def _sent_before(program: Program, points: list[int]) -> list[Value]:
         row, start = program.rows[rank], heads[rank]
         while heads[rank] < points[rank]:
             action = row[heads[rank]]
-            if isinstance(action, Compute) and any(v in messages and v not in sent for v in _used(action, program.num_stages)):
+            if isinstance(action, Compute) and any(v in messages and v not in sent for v in program.uses(action.step)):
                 break
             if isinstance(action, Send):
                 sent[action.value] = None

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from zerobubble.graph import Graph
 from zerobubble.ir import Schedule
-from zerobubble.kinds import ByKind
+from zerobubble.lowering.messages import Message
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
-from zerobubble.rules import Value, moving
+from zerobubble.rules import Value
 
 
-def write(schedule: Schedule, graph: Graph, users: list[int], posts: list[int], releases: list[int]) -> Program:
-    """The program of `schedule`, given per message its user, the pass its receive is posted before and the pass it is freed after."""
+def write(schedule: Schedule, graph: Graph, messages: Sequence[Message], posts: Sequence[int], releases: Mapping[Value, int]) -> Program:
+    """The program of `schedule`: for each message the pass its receive is posted before, for each value sent that it is freed after."""
     rank = graph.rank
     posted, released = defaultdict[int, list[Recv]](list), defaultdict[int, list[Free]](list)
-    sent: dict[int, Send] = {}
-    carried = ByKind(moving)
-    for maker, user in enumerate(users):
-        if user >= 0:
-            kind, stage, microbatch = graph.ops[maker]
-            value = Value(carried[kind], stage, microbatch)
-            posted[posts[maker]].append(Recv(value, rank[maker]))
-            sent[maker] = Send(value, rank[user])
-            released[releases[maker]].append(Free(value))
+    sent = defaultdict[int, list[Send]](list)
+    for message, post in zip(messages, posts, strict=True):
+        posted[post].append(Recv(message.value, rank[message.maker]))
+        sent[message.maker].append(Send(message.value, rank[message.user]))
+    for value, release in releases.items():
+        released[release].append(Free(value))
     rows: list[tuple[Action, ...]] = []
     number = 0
     for steps in schedule.steps:
@@ -37,7 +35,7 @@ def write(schedule: Schedule, graph: Graph, users: list[int], posts: list[int], 
             row.append(Compute(step))
             for at in passes:
                 if at in sent:
-                    row.append(sent[at])
+                    row += sent[at]
                 if at in released:
                     row += released[at]
         rows.append(tuple(row))

@@ -18,8 +18,8 @@ from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, require_offloads
 from zerobubble.planning import LayersPlan, OffloadedPlan, Plan, Solved
 from zerobubble.rules import recomputed
-from zerobubble.runtime.executor.executor import Overlap
 from zerobubble.runtime.executor.offloading import Offloads
+from zerobubble.runtime.executor.overlapped import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
@@ -219,6 +219,22 @@ def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None
         return None
     require_offloads(schedule, Costs.uniform(schedule.num_stages), ranks)
     return Offloads(schedule, tuple(ranks), options.link)
+
+
+def divided_head_fault(options: PipelineOptions) -> str:
+    """Why the head cannot be divided in a pipeline with these options, all reasons together, empty where it can."""
+    names = () if options.mesh is None else options.mesh.mesh_dim_names or ()
+    other = [name for name in names if name not in {"pp", *_ALIKE}]
+    reasons = {
+        "'auto', which plans for the head in the last stage": options.schedule == "auto" or isinstance(options.schedule, Auto),
+        "order_by, which plays plans without passes of the head": options.order_by is not None,
+        "offload, which is for schedules of stages alone": options.offload is not None,
+        "survive, for the parts of ranks that are gone are nowhere else": options.survive,
+        "cuda_graphs, for nobody has tried both together": options.cuda_graphs,
+        f"a mesh with {', '.join(map(repr, other))}, where stages themselves are divided": bool(other),
+    }
+    found = "; ".join(reason for reason, holds in reasons.items() if holds)
+    return f"a DividedHead does not go with {found}: leave one of both out" if found else ""
 
 
 def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:

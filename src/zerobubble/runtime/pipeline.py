@@ -19,7 +19,7 @@ from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.partition import Layer
 from zerobubble.planning import Solved
 from zerobubble.runtime.calls import called_by_all, plays_steps, survives
-from zerobubble.runtime.executor.executor import Overlap
+from zerobubble.runtime.executor.overlapped import Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.hooks.gradient_scaling import Unscaling

@@ -27,6 +27,7 @@ from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName, read_tied, refuse_forgotten
 from zerobubble.runtime.options import (
     PipelineOptions,
+    divided_head_fault,
     faults_in,
     layout_for,
     lockstep_fault,
@@ -43,8 +44,11 @@ from zerobubble.runtime.options import (
     usable_timeout,
 )
 from zerobubble.runtime.stage.divided import DividedTensors
+from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
+from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
+from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
@@ -66,8 +70,8 @@ class Setup:
     `given` makes the schedules for any number of microbatches, and `schedule` is the one to begin with; `planner` is there where it will be
     planned anew. `tied` are the groups of parameters that the user wants to be one. Of a cut model, which knows
     what it ties, stages keep the names. `whole` knows the model that this rank has as a whole, and `facts` are what others must
-    have like it. `ordering` is there where this rank is to order microbatches by what they cost, `offloads` where
-    ranks move what waits to the host.
+    have like it. `heads` are its parts of a divided head, by the stages that they go by. `ordering` is there where this rank is to order
+    microbatches by what they cost, `offloads` where ranks move what waits to the host.
     """
 
     given: str | Schedule | MakeSchedule
@@ -81,6 +85,7 @@ class Setup:
     facts: ModelFacts | None
     ordering: MicrobatchOrdering | None
     offloads: Offloads | None
+    heads: dict[int, HeadPart]
 
 
 @dataclass(frozen=True)
@@ -139,11 +144,11 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     assert setup is not None
     _compare_models(transport, guard, patience, layout, setup)
     _refuse_empty_levels(transport, guard, patience, setup)
-    device, placement = setup.stages.device, setup.schedule.placement
-    channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in every_channel(placement)]
+    device, schedule = setup.stages.device, setup.schedule
+    channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in every_channel(schedule)]
     with guard.opening("while connecting the ranks"):
         patience.bear(lambda: transport.open(device, channels), "connecting the ranks")
-    shared = SharedGradients(placement, setup.stages.modules, peers, setup.tied, setup.gradients)
+    shared = SharedGradients(schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
     divided = _divided(transport, guard, patience, layout, setup)
     replicas = None
     if layout.data:
@@ -168,7 +173,9 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room, setup.offloads)
     programs.play(setup.schedule)
     elsewhere = session.shared.counted_elsewhere
-    return StepRunner(peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, setup.ordering)
+    head = options.loss_fn
+    parted = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
+    return StepRunner(peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, setup.ordering, parted)
 
 
 def attach_first(session: Session, runner: StepRunner, hooks: Sequence[StepHook]) -> None:
@@ -241,6 +248,7 @@ def _build(options: PipelineOptions, layout: Layout, peers: Peers) -> tuple[Setu
 def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     refuse_wrong(options)
     fault = survival_fault(options) if options.survive else lockstep_fault(options, layout)
+    fault = fault or (divided_head_fault(options) if isinstance(options.loss_fn, DividedHead) else "")
     fault = fault or (ordering_fault(options) if options.order_by is not None else "") or offload_fault(options)
     if fault:
         raise InputError(fault)
@@ -253,8 +261,9 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     if isinstance(build, CutsForSchedules):
         build = build.for_schedule(schedule, planned_cut(options.schedule))
     modules = modules_of(build, schedule, peers.rank)
+    heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
-    stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs)
+    stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs, heads=heads)
     if options.pace is not None and stages.device.type != "cpu":
         raise InputError(f"pace is for rehearsals on CPUs; passes on {stages.device} take the time they take")
     if options.link is not None and stages.device.type != "cpu":
@@ -272,7 +281,8 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     ordering = None
     if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
         ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options))
-    return Setup(given, schedule, planner, stages, gradients, tied, isinstance(build, KnowsTied), whole, facts, ordering, offloads)
+    tied_by_cut = isinstance(build, KnowsTied)
+    return Setup(given, schedule, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads)
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
@@ -301,6 +311,8 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         "order_by": "a function" if callable(options.order_by) else str(options.order_by),
         "transport": transport if isinstance(transport, str) else type(transport).__name__,
     }
+    if isinstance(options.loss_fn, DividedHead):
+        terms["divided head"] = str(options.loss_fn)
     if setup is not None:
         schedule = setup.schedule
         terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor, nn
-
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Step
-from zerobubble.kinds import MOVES, Stuff, traits_of
+from zerobubble.kinds import MOVES, Collective, Stuff, traits_of
 from zerobubble.lowering.rollback import RollbackPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
-from zerobubble.rules import Value, makes, uses
+from zerobubble.rules import Value
+from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.endings import Endings, RowListener
 from zerobubble.runtime.executor.gathering import Gathering
 from zerobubble.runtime.executor.offloading import Offloading, Offloads
+from zerobubble.runtime.executor.overlapped import Overlap, Overlapped
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.runs import Task, run_of
 from zerobubble.runtime.mailbox.handshake import StepHandshake
@@ -32,47 +32,11 @@ from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_keywords
-from zerobubble.runtime.values.shapes import KnownMessages
 from zerobubble.timeline import Doing
 
 Call = Callable[[], object]
+GATHERED = frozenset(collective.stuff for collective in Collective)
 Named = TypeVar("Named", Op, Value)
-
-
-class Batch(NamedTuple):
-    """What one step works on.
-
-    `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
-    rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
-    where messages with the ranks `announced` tell them. `named_arguments[stage][j]` are those that a stage's own rank was given.
-    `order` has the microbatch that takes each place of the program: passes and messages have the numbers of places.
-    """
-
-    inputs: list[Tensors]
-    finish: Callable[[int, Any], Tensor]
-    seed: Cotangents
-    known: KnownMessages
-    announced: frozenset[int]
-    named_arguments: dict[int, list[dict[str, Any]]]
-    order: Sequence[int]
-
-
-class Overlapped:
-    """One pass of an overlapped step, its inputs at hand: call `run` once, on any thread or stream that this rank's next pass waits for."""
-
-    def __init__(self, op: Op, module: nn.Module, work: Call) -> None:
-        self.op = op
-        self.module = module
-        self.is_done = False
-        self._work = work
-
-    def run(self) -> None:
-        """Compute the pass."""
-        self._work()
-        self.is_done = True
-
-
-Overlap = Callable[[Overlapped, Overlapped], object]
 
 
 class _Pass(NamedTuple):
@@ -125,7 +89,6 @@ class Executor:
         self._offloading = Offloading(mine, link, stages, peers.device, self._note_memory)
         self._listener = listener
         self._endings = Endings(self.row, stages, self.gathering, listener, self.record_reduction)
-        self._num_stages = program.num_stages
         self._training = not program.is_forward_only
         for kind in program.kinds:  # those of all rows, so that no rank begins what another has to refuse
             run_of(kind)
@@ -135,6 +98,8 @@ class Executor:
         self._mailbox = Mailbox(program, peers)
         self._tells_gradients = peers.capabilities.carries_whole_messages
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
+        self._sent = {action.value for action in self.row if isinstance(action, Send)}
+        self._last_users = {value: op for step in steps for op in step for value in program.uses((op,)) if value.stuff in GATHERED}
         self._values: dict[Value, Any] = {}
         self._kept: dict[tuple[int, int], dict[Stuff, Any]] = {}
         self._batch: Batch | None = None
@@ -302,7 +267,7 @@ class Executor:
             return partial(self._mailbox.post, action.value, action.peer)
         if isinstance(action, Send):
             return self._timed(Doing.SEND, action.value, partial(self._post_out, action.value, action.peer))
-        return partial(self._mailbox.release, action.value)
+        return partial(self._release, action.value)
 
     def _one(self, single: _Pass) -> Call:
         op, take, work = single
@@ -344,6 +309,8 @@ class Executor:
 
     def _compile_pass(self, op: Op) -> _Pass:
         traits = traits_of(op.kind)
+        if traits.gathers:
+            return self._compile_part(op)
         if Stuff.ACTIVATION in traits.makes:
             return self._compile_forward(op)
         if any(stuff is Stuff.GRADIENT for stuff, _ in traits.uses):
@@ -374,6 +341,7 @@ class Executor:
         microbatch = op.microbatch
         task = Task(stage, microbatch, self._kept_for(op))
         source, target = self._ends(op)
+        to_head = self._given(op)
         run = run_of(op.kind, self.program.recomputed.get(op[1:]))
 
         received = None if source is None else self._taking(source, self._inputs)
@@ -387,7 +355,7 @@ class Executor:
         def train(inputs: Tensors) -> None:
             assert self._batch is not None
             task.taken = inputs
-            task.finish = partial(self._batch.finish, self.order[microbatch]) if target is None else None
+            task.finish = partial(self._batch.finish, self.order[microbatch]) if target is None and not to_head else None
             try:
                 outputs = run(task)
             finally:
@@ -395,6 +363,9 @@ class Executor:
                 task.taken = ()
             if target is not None:
                 self._values[target] = outputs
+            for value in to_head:
+                assert self._batch.parted is not None
+                self._values[value] = self._batch.parted.given(self.order[microbatch], outputs)
 
         def infer(inputs: Tensors) -> None:
             assert self._batch is not None
@@ -422,7 +393,31 @@ class Executor:
             if target is not None:
                 self._values[target] = outputs
 
+        def work_on_parts(parts: Sequence[Tensors]) -> None:
+            assert self._batch is not None
+            assert self._batch.parted is not None
+            work(self._batch.parted.gradient(self.order[op.microbatch], parts))
+
+        if any(value.stuff in GATHERED for value in self.program.uses((op,))):
+            return _Pass(op, self._gathering(op), work_on_parts)
         return _Pass(op, seed if source is None else self._taking(source, self._take), work)
+
+    def _compile_part(self, op: Op) -> _Pass:
+        """A pass of a divided head."""
+        parts = self.program.head_parts
+        task = Task(self._stages[op.stage], op.microbatch, self._kept_for(op), parts.index(op.stage))
+        run, targets, take = run_of(op.kind), self._given(op), self._gathering(op)
+
+        def work(taken: Sequence[Tensors]) -> None:
+            task.taken = taken
+            try:
+                given = run(task)
+            finally:
+                task.taken = ()
+            for value in targets:
+                self._values[value] = given[value.stuff]
+
+        return _Pass(op, take, work)
 
     def _compile_local(self, op: Op) -> _Pass:
         """A pass that waits for no other stage, such as W."""
@@ -435,8 +430,26 @@ class Executor:
 
     def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
         """What a pass takes from its neighbour and what it leaves for the other one; None at the model's ends."""
-        taken, left = uses(op, self._num_stages), makes(op, self._num_stages, not self._training)
+        taken, left = self.program.uses((op,)), self.program.makes((op,))
         return next((v for v in taken if v.stuff in MOVES), None), next((v for v in left if v.stuff in MOVES), None)
+
+    def _given(self, op: Op) -> list[Value]:
+        """What a pass gives to collectives of a divided head."""
+        return [value for value in self.program.makes((op,)) if value.stuff in GATHERED]
+
+    def _gathering(self, op: Op) -> Callable[[], list[Tensors]]:
+        """The call that takes all that a pass gathers, in the order of the parts."""
+        takes = [self._taking(value, partial(self._look_at, op)) for value in self.program.uses((op,)) if value.stuff in GATHERED]
+        return lambda: [take() for take in takes]
+
+    def _look_at(self, op: Op, value: Value) -> Tensors:
+        """What several passes of this rank may use and others may be sent: it goes with its last use, or when it is released."""
+        if value in self._received and value not in self._values:
+            self._values[value] = self._mailbox.take(value)
+        tensors: Tensors = self._values[value]
+        if self._last_users[value] == op and value not in self._sent:
+            del self._values[value]
+        return tensors
 
     def _take(self, source: Value) -> Any:
         return self._mailbox.take(source) if source in self._received else self._values.pop(source)
@@ -463,4 +476,8 @@ class Executor:
             self._held.append((self._clock.mark(), self.meter.bytes))
 
     def _post_out(self, value: Value, peer: int) -> None:
-        self._mailbox.send(value, peer, self._values.pop(value))
+        self._mailbox.send(value, peer, self._values[value] if value.stuff in GATHERED else self._values.pop(value))
+
+    def _release(self, value: Value) -> None:
+        self._values.pop(value, None)
+        self._mailbox.release(value)

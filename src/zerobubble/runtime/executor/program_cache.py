@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from zerobubble.arguments import WHOLE, Wanted, require
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ProgramError
-from zerobubble.ir import Placement, Schedule
+from zerobubble.ir import Schedule
 from zerobubble.lowering import PREFETCH, lower, prefetch_depth
 from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
 from zerobubble.offload import RankOffloads
 from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor.endings import RowListener
-from zerobubble.runtime.executor.executor import Executor, Overlap
+from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.offloading import Offloads
+from zerobubble.runtime.executor.overlapped import Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.measure.profile import one_by_one
@@ -123,6 +124,11 @@ class ProgramCache:
             raise InputError(
                 f"schedule {schedule.name!r} places the stages otherwise for {num_microbatches} microbatches than for "
                 f"{played.num_microbatches}: {schedule.placement} instead of {played.placement}"
+            )
+        if schedule.head_parts != played.head_parts:
+            raise InputError(
+                f"schedule {schedule.name!r} divides the head over the ranks of stages {list(schedule.head_parts)} for {num_microbatches} "
+                f"microbatches, and over those of {list(played.head_parts)} for {played.num_microbatches}: divide it alike"
             )
         return schedule
 
@@ -239,8 +245,9 @@ def sound(program: Program) -> Program:
     return program
 
 
-def every_channel(placement: Placement) -> list[Channel]:
-    """The channels that any schedule of this placement may use."""
+def every_channel(schedule: Schedule) -> list[Channel]:
+    """The channels that any schedule of this one's placement may use, where the head is divided as in this one."""
+    placement = schedule.placement
     routes = tuple(range(len(placement.routes)))
     empty = Schedule("every route", placement, len(routes), ((),) * placement.num_ranks, routes if len(routes) > 1 else ())
-    return sorted({channel for _, _, channel, _ in lower(one_by_one(empty)).channels()})
+    return sorted({channel for every in (one_by_one(empty), schedule) for _, _, channel, _ in lower(every).channels()})

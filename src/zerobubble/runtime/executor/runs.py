@@ -10,27 +10,33 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.kinds import Kind, Stuff, traits_of
+from zerobubble.runtime.stage.head_part import Correction, GivenToHead, HeadPart, Softmax
 from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.values.payload import Tensors
 
 
 @dataclass(slots=True)
 class Task:
     """One pass to run: that of `microbatch` on `stage`. It is made with the program, and given what it works on in each step.
 
-    `taken` is what came from the neighbour: a forward's inputs, the gradients of a backward, an empty tuple for any other kind and when
-    the pass is over. `finish` is given to the forwards of the last stage: it turns the model's output into the scalar to go back from.
-    `kept` is one dictionary for all passes of this microbatch on this stage, where those of added kinds leave things for each other.
+    `taken` is what came from the neighbour: a forward's inputs, the gradients of a backward, for a pass of a divided head what each pass
+    gave that it gathers from, an empty tuple for any other kind and when the pass is over. `finish` is given to the forwards of the last
+    stage where it ends in the loss: it turns the model's output into the scalar to go back from. `part` is the number of the part of a
+    divided head that a pass of it computes. `kept` is one dictionary for all passes of this microbatch on this stage, where those of added
+    kinds, and of a divided head, leave things for each other.
     """
 
     stage: Stage
     microbatch: int
     kept: dict[Stuff, Any]
+    part: int = 0
     taken: Any = ()
     finish: Callable[[Any], Tensor] | None = None
 
 
 Run = Callable[[Task], Any]
-"""Runs a pass and gives what goes on to the neighbour: a forward's outputs, a backward's gradients of the inputs, None for the rest."""
+"""Runs a pass and gives what goes on to the neighbour: a forward's outputs, a backward's gradients of the inputs, for a pass of a
+divided head what it gives by the stuff it is, None for the rest."""
 
 _RUNS: dict[str, Run] = {}
 
@@ -97,3 +103,43 @@ def _lean_forward(task: Task) -> Any:
 @runs("forward again")
 def _forward_again(task: Task) -> None:
     task.stage.forward_again(task.microbatch)
+
+
+def _part_of_head(task: Task) -> HeadPart:
+    """The part of the head that goes by the stage of a pass."""
+    assert task.stage.head is not None
+    return task.stage.head
+
+
+def _softmax(task: Task) -> Softmax:
+    (given,) = task.taken
+    return _part_of_head(task).softmax(GivenToHead(*given), task.stage.meter)
+
+
+@runs("part of the softmax and input gradient")
+def _softmax_and_input_gradient(task: Task) -> dict[Stuff, Tensors]:
+    found = task.kept[Stuff.HEAD_WORK] = _softmax(task)
+    return {Stuff.SOFTMAX_SUMS: (found.sums,), Stuff.GRADIENT_PART: _part_of_head(task).gradient_to_correct(found)}
+
+
+@runs("weight gradient of the head")
+def _weight_gradient_of_head(task: Task) -> dict[Stuff, Tensors]:
+    head, found = _part_of_head(task), task.kept.pop(Stuff.HEAD_WORK)
+    head.correct(found, Correction.of([sums for (sums,) in task.taken]), task.part)
+    head.add_weight_gradients(found)
+    return {}
+
+
+@runs("part of the softmax")
+def _softmax_alone(task: Task) -> dict[Stuff, Tensors]:
+    found = task.kept[Stuff.HEAD_LOGITS] = _softmax(task)
+    return {Stuff.SOFTMAX_SUMS: (found.sums,)}
+
+
+@runs("backward of the head")
+def _backward_of_head(task: Task) -> dict[Stuff, Tensors]:
+    head, found = _part_of_head(task), task.kept.pop(Stuff.HEAD_LOGITS)
+    head.correct(found, Correction.of([sums for (sums,) in task.taken]), task.part)
+    given = head.gradient(found)
+    head.add_weight_gradients(found)
+    return {Stuff.GRADIENT_PART: given}

@@ -48,16 +48,16 @@ class Mailbox:
         self._num_stages = program.num_stages
         self._wait = peers.wait
         self._peer: dict[Value, int] = {}
-        self._exchange: dict[Value, Exchange] = {}
+        self._exchange: dict[tuple[Value, int], Exchange] = {}
         self._send: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
         self._receive: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
         for action in program.rows[peers.rank]:
             if isinstance(action, Send):
-                self._exchange[action.value] = peers.exchange(action.peer, f"sending {describe(action.value)}")
+                self._exchange[action] = peers.exchange(action.peer, f"sending {describe(action.value)}")
                 self._send[action.peer, action.value.stuff] = peers.sender(action.value.stuff, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
-                self._exchange[action.value] = peers.exchange(action.peer, f"waiting for {describe(action.value)}")
+                self._exchange[action] = peers.exchange(action.peer, f"waiting for {describe(action.value)}")
                 self._receive[action.peer, action.value.stuff] = peers.receiver(action.value.stuff, action.peer)
         can = peers.capabilities
         self._whole_messages = WholeMessages(program, peers) if can.carries_whole_messages else None
@@ -77,9 +77,9 @@ class Mailbox:
         self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
         # Received values: their tensors, and the works to wait for before they are there.
         self._arriving: dict[Value, tuple[Any, Sequence[Work]]] = {}
-        # Sent values: their tensors, which stay unchanged until the works are done, and the rank they go to.
-        self._leaving: dict[Value, tuple[Tensors, list[Work], int]] = {}
-        self._gradient_of = {self._activation_of(value): value for value in self._exchange if value.stuff is Stuff.GRADIENT}
+        # Sent values: for each rank they go to the tensors, which stay unchanged until the works are done, and these.
+        self._leaving: dict[Value, list[tuple[int, Tensors, list[Work]]]] = defaultdict(list)
+        self._gradient_of = {self._activation_of(value): value for value, _ in self._exchange if value.stuff is Stuff.GRADIENT}
         # For gradients whose sender does not know that some of their tensors need none any more: which of them are still needed.
         self._frozen: dict[Value, list[bool]] = {}
 
@@ -126,7 +126,7 @@ class Mailbox:
             return self._taken_whole(value, tensors)
         for work in works:
             self._wait(work, self._peer[value], f"waiting for {describe(value)}")
-        if value.stuff is Stuff.ACTIVATION:
+        if value.stuff is not Stuff.GRADIENT:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
             if self._known.structures:
@@ -140,11 +140,11 @@ class Mailbox:
         Raises `InputError` when an activation is not what it was with the same inputs, in shapes or constants, and, where messages
         cannot tell it, when a gradient is missing that was there.
         """
-        if value.stuff is Stuff.ACTIVATION:
+        if value.stuff is not Stuff.GRADIENT:
             self._check(value, tensors, is_announced=peer in self._announced)
         if self._whole is not None:
-            with self._exchange[value]:
-                self._whole.put[value](tensors)
+            with self._exchange[value, peer]:
+                self._whole.put[value, peer](tensors)
             return
         ahead: list[tuple[Tensor, Any]] = []
         outgoing: Sequence[Tensor]
@@ -154,17 +154,16 @@ class Mailbox:
                 ahead = self._missing_out[peer].tell(self._place[value], tensors)
         else:
             outgoing = packed([as_memory(t) for t in tensors])
-        if peer in self._announced and value.stuff is Stuff.ACTIVATION:
+        if peer in self._announced and value.stuff is not Stuff.GRADIENT:
             announcement = write_announcement(self._known[value], self._known.structures.get(value), self._device)
             outgoing = [torch.tensor([announcement.numel()], device=self._device), announcement, *outgoing]
         start = self._send[peer, value.stuff]
         leaving = [*ahead, *((t, start(t)) for t in outgoing)]
-        self._leaving[value] = (tuple(t for t, _ in leaving), [work for _, work in leaving], peer)
+        self._leaving[value].append((peer, tuple(t for t, _ in leaving), [work for _, work in leaving]))
 
     def release(self, value: Value) -> None:
-        """Wait until a sent value has left, then let it go."""
-        if value in self._leaving:
-            _, works, peer = self._leaving.pop(value)
+        """Wait until a sent value has left, to all ranks that it goes to, then let it go."""
+        for peer, _, works in self._leaving.pop(value, ()):
             for work in works:
                 self._wait(work, peer, f"sending {describe(value)}")
 
@@ -190,15 +189,15 @@ class Mailbox:
         while value not in self._arriving:
             following = unread.popleft()
             if self._whole is not None:
-                with self._exchange[following]:
+                with self._exchange[following, peer]:
                     self._arriving[following] = self._whole.take[following](), ()
                 continue
-            if value.stuff is Stuff.ACTIVATION:
+            if value.stuff is not Stuff.GRADIENT:
                 self._read_announcement(following, peer)
             self._start(following, peer)
 
     def _read_announcement(self, value: Value, peer: int) -> None:
-        """Learn from the announcement before an activation what shapes it has; its length comes first."""
+        """Learn from the announcement before a message what shapes it has; its length comes first."""
         receive = self._receive[peer, value.stuff]
         what = f"waiting for {describe(value)}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
@@ -220,7 +219,7 @@ class Mailbox:
         self._arriving[value] = (tensors, [receive(t) for t in coming])
 
     def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
-        """See that an activation is what it was, or learn what it is."""
+        """See that what is sent is what it was, or learn what it is."""
         known = self._known
         structure = None if type(tensors) is tuple else structure_of(tensors)
         if is_announced or not all(map(is_plain, tensors)):
@@ -330,13 +329,13 @@ class Mailbox:
 
     def _shapes(self, value: Value) -> Shapes:
         """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
-        if value.stuff is Stuff.ACTIVATION:
+        if value.stuff is not Stuff.GRADIENT:
             return self._known[value]
         return tuple(shape for shape in self._known[self._activation_of(value)] if shape.differentiable)
 
     def _largest_shapes(self, value: Value) -> Shapes:
         """What a message would be if a gradient flowed back for every tensor that can have one."""
-        if value.stuff is Stuff.ACTIVATION:
+        if value.stuff is not Stuff.GRADIENT:
             return self._known[value]
         return tuple(s for s in self._known[self._activation_of(value)] if s.dtype.is_floating_point or s.dtype.is_complex)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from zerobubble.rules import Stuff, Value
+from zerobubble.kinds import TRAVELS
+from zerobubble.rules import Value
 from zerobubble.runtime.values.payload import Structure, changes
 from zerobubble.runtime.values.shapes import Shapes
 
 
 def describe(value: Value) -> str:
     """A message in words."""
-    what = "activation" if value.stuff is Stuff.ACTIVATION else "gradient"
-    return f"the {what} of stage {value.stage}, microbatch {value.microbatch}"
+    return f"the {TRAVELS[value.stuff][0]} of stage {value.stage}, microbatch {value.microbatch}"
 
 
 def changed_shapes(value: Value, before: Shapes, now: Shapes) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from zerobubble.program import Channel, Compute, Program, Recv, Send, channel_of
-from zerobubble.rules import Stuff, Value, uses
+from zerobubble.rules import Stuff, Value
 from zerobubble.runtime.transport.endpoint import MessageLane, Put, Take, Traffic
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes
@@ -18,7 +18,7 @@ MOST_KEPT = 8
 
 
 class WholeMessages:
-    """This rank's ends of the lanes. Call `begin` before each step that uses them: `put[value]` and `take[value]` are its messages."""
+    """This rank's ends of the lanes. Call `begin` before each step that uses them: its messages are `put[value, rank]`, `take[value]`."""
 
     def __init__(self, program: Program, peers: Peers) -> None:
         self._peers = peers
@@ -27,9 +27,9 @@ class WholeMessages:
             if isinstance(action, Recv) and peers.rank in channel[:2]:
                 self._messages[channel].append(action.value)
         self._at_once = _at_once_on(program, self._messages)
-        self._made: dict[int, tuple[KnownMessages, dict[Channel, MessageLane], dict[Value, Put], dict[Value, Take]]] = {}
+        self._made: dict[int, tuple[KnownMessages, dict[Channel, MessageLane], dict[tuple[Value, int], Put], dict[Value, Take]]] = {}
         self._lanes: dict[Channel, MessageLane] = {}
-        self.put: dict[Value, Put] = {}
+        self.put: dict[tuple[Value, int], Put] = {}
         self.take: dict[Value, Take] = {}
 
     def begin(self, known: KnownMessages, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
@@ -67,9 +67,9 @@ class WholeMessages:
     def _use(self, channel: Channel, value: Value, shapes: Shapes) -> None:
         lane = self._lanes[channel]
         if channel.stuff is Stuff.GRADIENT and not shapes:  # no tensor needs one: nothing is sent, and nothing waited for
-            self.put[value], self.take[value] = _put_nothing, tuple
+            self.put[value, channel.destination], self.take[value] = _put_nothing, tuple
         elif channel.source == self._peers.rank:
-            self.put[value] = lane.sender(shapes)
+            self.put[value, channel.destination] = lane.sender(shapes)
         else:
             self.take[value] = lane.receiver(shapes, differentiable=channel.stuff is Stuff.ACTIVATION)
 
@@ -105,7 +105,7 @@ def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:
             now[channel] += 1
             most[channel] = max(most.get(channel, 0), now[channel])
         elif isinstance(action, Compute):
-            for value in (value for op in action.step for value in uses(op, program.num_stages)):
+            for value in program.uses(action.step):
                 if value in came_by:
-                    now[came_by[value]] -= 1
+                    now[came_by.pop(value)] -= 1
     return most

@@ -14,6 +14,7 @@ from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.ways import TRACED, ways_of
+from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.gradients import Gradients
@@ -36,8 +37,9 @@ class CutsForSchedules(Protocol):
 class Stages:
     """The modules of this rank, which are on one `device`, and how their backward passes come apart.
 
-    With `cuda_graphs`, those that are traced replay their passes as CUDA graphs. `levels` tell what R computes again. Raises `InputError`
-    for modules on several devices, for a way that there is not, and for CUDA graphs of what has none.
+    `heads` are the parts of a divided head that go by them. With `cuda_graphs`, those that are traced replay their passes as CUDA graphs.
+    `levels` tell what R computes again. Raises `InputError` for modules on several devices, for a way that there is not, and for CUDA
+    graphs of what has none.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class Stages:
         levels: RecomputeLevels,
         *,
         cuda_graphs: bool = False,
+        heads: Mapping[int, HeadPart] | None = None,
     ) -> None:
         self.modules = modules
         self.levels = levels
+        self._heads = heads or {}
         self.device = _device(modules)
         self._ways = ways_of(split, modules)
         if cuda_graphs and self.device.type != "cuda":
@@ -73,6 +77,7 @@ class Stages:
             way = self._ways[index]
             splits = index in schedule.split_stages
             stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
+            stage.head = self._heads.get(index)
             if index in again:
                 _refuse_to_recompute(stage, way)
                 stage.computed_again = self.levels.of(level or self.levels.name_of(index), index, module)

@@ -24,6 +24,7 @@ from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
 from zerobubble.runtime.stage.first_run import FirstRun
+from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import ComputedAgain
 from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
@@ -51,6 +52,8 @@ class Stage:
     `forward` runs under the caller's autocast; `backward` and `weight` run outside of it, as torch asks, so that what was computed in full
     precision goes back in full precision.
 
+    `head` is the part of a divided head that goes by this stage, if there is one.
+
     `shards` are what FSDP2 divides of the module, None where it divides nothing: whoever plays the passes gathers them before.
     `offloaded` has what keeps, for autograd, what the next forwards save that may go to the host, by microbatch.
 
@@ -75,6 +78,7 @@ class Stage:
         self._gradients = gradients
         self.meter: Meter | None = None
         self.offloaded: dict[int, KeptForAutograd] = {}
+        self.head: HeadPart | None = None
         self._after_forward: dict[int, tuple[Tensors, list[Any]]] = {}
         self._before_weight: set[int] = set()
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}

@@ -116,11 +116,45 @@ class StepLosses:
         if self._known[microbatch] is not None and self._targets is not None:
             return self._loss(microbatch, output, self._targets[microbatch], tells=False)
         result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch], tells=True)
+        self._count_finished()
+        return result
+
+    def keep(self, microbatch: int, output: Any) -> Any:
+        """Keep what evaluation gives of one microbatch, whose loss ranks compute together afterwards where there are targets."""
+        if not self.has_targets:
+            return self.finish(microbatch, output)
+        if self._outputs is not None:
+            self._outputs[microbatch] = output
+        return output
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether this rank was given the targets of the step."""
+        return self._targets is not None
+
+    def target_of(self, microbatch: int) -> Any:
+        """The target of a microbatch, where the head that makes its loss is divided."""
+        assert self._targets is not None
+        return self._targets[microbatch]
+
+    def share_of(self, microbatch: int) -> float:
+        """By what the loss of a microbatch counts in the mean."""
+        return self._share(microbatch, torch.ones((), dtype=torch.float64)).item()
+
+    def note(self, microbatch: int, loss: Tensor) -> None:
+        """Take over the loss of a microbatch that ranks have computed together."""
+        self._known[microbatch] = loss
+        if self._on_loss is not None:
+            self._on_loss(microbatch, loss)
+        self._shares[microbatch] = self._share(microbatch, loss)
+        self._count_finished()
+
+    def _count_finished(self) -> None:
+        """One more microbatch is over; the last one tells all where nobody else has to be heard."""
         self._num_unfinished -= 1
         is_alone = len(set(self._loss_ranks)) == 1 and self._replicas is None
         if self._num_unfinished == 0 and self._peers.device.type == "cpu" and is_alone:
             self._tell_all()
-        return result
 
     def _loss(self, microbatch: int, output: Any, target: Any, *, tells: bool) -> Tensor:
         loss = self._loss_fn(output, target)

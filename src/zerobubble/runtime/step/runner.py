@@ -18,7 +18,8 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
 from zerobubble.planning.microbatch_order import with_numbers
 from zerobubble.program import Program
-from zerobubble.runtime.executor.executor import Batch, Executor
+from zerobubble.runtime.executor.batch import Batch
+from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, CompiledProgram, ProgramCache
 from zerobubble.runtime.failure.frame import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
@@ -29,6 +30,7 @@ from zerobubble.runtime.measure.profile import untouched
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
@@ -68,6 +70,7 @@ class StepRunner:
         counted_elsewhere: AbstractSet[nn.Parameter],
         divided: DividedTensors,
         ordering: MicrobatchOrdering | None = None,
+        parted: DividedLoss | None = None,
     ) -> None:
         self.rank = peers.rank
         self.num_ranks = peers.size
@@ -87,6 +90,7 @@ class StepRunner:
         self._stages = stages
         self._losses = losses
         self._ordering = ordering
+        self._parted = parted
         self._played: tuple[Schedule, Sequence[int]] | None = None
         self._input_gradients = InputGradients()
         self._num_steps = 0
@@ -264,6 +268,8 @@ class StepRunner:
         outputs: list[Any] = [None] * executor.program.num_microbatches
         with self._stages.evaluating(), self.guard.during_step(executor):
             executor.run(self._open(executor, given, outputs))
+            if self._parted is not None:
+                self._parted.evaluate(self.peers, self.schedule, outputs)
             loss = self._losses.close()
         return loss, outputs if self.rank in executor.ends[1] else None
 
@@ -294,7 +300,10 @@ class StepRunner:
         named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
-        return Batch(inputs, self._losses.finish, (seed,), known, announced, named, order)
+        if self._parted is not None:
+            self._parted.begin(seed)
+        finish = self._losses.finish if self._parted is None else self._losses.keep
+        return Batch(inputs, finish, (seed,), known, announced, named, order, self._parted)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:

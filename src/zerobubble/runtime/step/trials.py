@@ -21,6 +21,11 @@ from zerobubble.timeline import Timeline
 def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> Costs:
     """What the passes and messages of each stage take and hold, as `Pipeline.profile` describes it."""
     with runner.alike():
+        if runner.schedule.has_divided_head:
+            raise InputError(
+                f"a profile is of stages alone, and schedule {runner.schedule.name!r} divides the head over ranks: profile a pipeline that "
+                "has the head whole in its last stage, and plan with zb.planning.plan_head"
+            )
         _agree_on_steps(runner, steps)
     runner.settle()
     runner.choose(None)

@@ -21,7 +21,7 @@ from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
 from zerobubble.runtime.transport.work import Work
 
-STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK)
+STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK, Stuff.OUTPUT, Stuff.SOFTMAX_SUMS, Stuff.GRADIENT_PART)
 """What stages exchange, in the order of the tags and communicators."""
 _TOPIC_TAG = 16
 _NUMBER_TAGS = 5040
@@ -101,7 +101,7 @@ def tag_of(line: Line) -> int:
 
 
 def lane_of(line: Line) -> int:
-    """A number for each kind of tensors and direction between two ranks, from 0 to 5."""
+    """A number for each kind of tensors and direction between two ranks, from 0 to 11."""
     assert isinstance(line.carries, Stuff)
     return 2 * STUFF.index(line.carries) + (line.source < line.destination)
 

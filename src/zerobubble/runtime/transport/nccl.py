@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerobubble.program import Channel
+from zerobubble.rules import Stuff
 from zerobubble.runtime.transport.abort import Abort
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Sums
 from zerobubble.runtime.transport.gloo import STUFF, lane_of
@@ -23,7 +24,7 @@ from zerobubble.runtime.transport.work import Work
 
 
 class NcclEndpoint(Endpoint):
-    """Six NCCL backends of the pipeline's own, one for each kind of tensors and direction between two ranks.
+    """NCCL backends of the pipeline's own, one for each kind of tensors that its channels carry and each direction between two ranks.
 
     It carries tensors of stages only, no topics and no further numbers. A wait makes the current stream wait, not the host.
     """
@@ -35,13 +36,15 @@ class NcclEndpoint(Endpoint):
         self.group = group
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device("cuda")
-        self._lanes: list[Any] = []
+        self._lanes: dict[int, Any] = {}
         self._abort = Abort()
         self._end = weakref.finalize(self, _drop, self._abort, self._lanes)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._device = device
-        self._lanes += [self._abortable(self.backend(f"lane{lane}")) for lane in range(2 * len(STUFF))]
+        carried = {Stuff.WORK, *(channel.stuff for channel in channels)}
+        for lane in (2 * place + way for place, stuff in enumerate(STUFF) if stuff in carried for way in (0, 1)):
+            self._lanes[lane] = self._abortable(self.backend(f"lane{lane}"))
 
     def _abortable(self, backend: Any) -> Any:
         self._abort.add(backend)
@@ -94,14 +97,14 @@ class NcclEndpoint(Endpoint):
         self._end()
 
 
-def _of(lanes: list[Any], lane: int) -> Any:
+def _of(lanes: dict[int, Any], lane: int) -> Any:
     """The backend of a lane; raises `PeerGoneError` when there is none any more."""
     if not lanes:
         raise PeerGoneError("its communicators were aborted")
     return lanes[lane]
 
 
-def _drop(abort: Abort, lanes: list[Any]) -> None:
+def _drop(abort: Abort, lanes: dict[int, Any]) -> None:
     lanes.clear()
     abort.close()
 

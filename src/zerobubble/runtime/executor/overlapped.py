@@ -1,0 +1,27 @@
+"""The two passes of an overlapped step, as a user's function runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from zerobubble.ir import Op
+
+
+class Overlapped:
+    """One pass of an overlapped step, its inputs at hand: call `run` once, on any thread or stream that this rank's next pass waits for."""
+
+    def __init__(self, op: Op, module: nn.Module, work: Callable[[], object]) -> None:
+        self.op = op
+        self.module = module
+        self.is_done = False
+        self._work = work
+
+    def run(self) -> None:
+        """Compute the pass."""
+        self._work()
+        self.is_done = True
+
+
+Overlap = Callable[[Overlapped, Overlapped], object]

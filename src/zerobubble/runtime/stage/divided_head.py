@@ -1,0 +1,120 @@
+"""`DividedHead`: the head of a language model and its loss, for ranks that share the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.runtime.stage.head_part import BuildRows, HeadPart
+from zerobubble.runtime.stage.shards import shards_of
+from zerobubble.runtime.values.gradients import Gradients
+
+
+class DividedHead:
+    """The `loss_fn` of a pipeline whose ranks share the head by its vocabulary: `output @ weight.T + bias`, and its cross entropy.
+
+    It goes with a schedule that has passes of a divided head, such as `zb.schedules.with_vocabulary` makes. The last stage then ends before
+    the head: it gives a tensor (..., width), and targets are the rows that are right, (...). The loss of a microbatch is the mean over its
+    tokens but those whose target is `ignore_index`, as that of `torch.nn.functional.cross_entropy`. A vocabulary that does not divide
+    evenly gives some parts a row more. Called with an output and targets it is the same loss on one device.
+
+    Arguments:
+        head: the whole head, of which each rank copies its rows, or a function `(first_row, end_row) -> nn.Linear` that makes these rows
+            alone, with `end_row - first_row` outputs.
+        vocabulary: how many rows there are in all, where `head` is a function.
+        ignore_index: the target of tokens that do not count.
+
+    Raises `InputError` for a head that is neither, and for a vocabulary that is missing, or given beside a whole head.
+    """
+
+    def __init__(self, head: nn.Linear | BuildRows, vocabulary: int | None = None, *, ignore_index: int = -100) -> None:
+        is_whole = isinstance(head, nn.Module)
+        if (is_whole and type(head) is not nn.Linear) or not callable(head):
+            raise InputError(f"head must be an nn.Linear, or a function (first_row, end_row) -> nn.Linear, got {type(head).__name__}")
+        if is_whole == (vocabulary is not None) or (vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1)):
+            raise InputError(f"vocabulary is the number of rows in all, for a function that makes some of them, got {vocabulary!r}")
+        if type(ignore_index) is not int:
+            raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
+        self._head = head
+        self.vocabulary: int = head.out_features if isinstance(head, nn.Linear) else vocabulary  # type: ignore[assignment]
+        self.ignore_index = ignore_index
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of a microbatch on one device."""
+        whole = self._head if isinstance(self._head, nn.Linear) else self._rows(0, self.vocabulary)
+        return functional.cross_entropy(whole(output).flatten(0, -2), target.flatten(), ignore_index=self.ignore_index)
+
+    def __str__(self) -> str:
+        return f"{self.vocabulary} rows, ignore_index {self.ignore_index}"
+
+    def parts(self, stages: tuple[int, ...], modules: Mapping[int, nn.Module], gradients: Gradients) -> dict[int, HeadPart]:
+        """The parts that go by those of `stages` that this rank has `modules` of, as parameters of these.
+
+        Raises `InputError` for fewer rows than parts, and for rows that are not as they should be.
+        """
+        if self.vocabulary < len(stages):
+            raise InputError(f"the head has {self.vocabulary} rows, fewer than the {len(stages)} parts into which the schedule divides it")
+        if isinstance(self._head, nn.Linear):
+            self._refuse_tied(self._head, modules)
+        sharded = [stage for stage in stages if stage in modules and shards_of(modules[stage], stage) is not None]
+        if sharded:
+            raise InputError(f"stage {sharded[0]} is divided by FSDP2 and has a part of a divided head: leave out one of both")
+        starts = [-(-number * self.vocabulary // len(stages)) for number in range(len(stages) + 1)]
+        found = {}
+        for stage, (first, end) in zip(stages, pairwise(starts), strict=True):
+            if stage in modules:
+                found[stage] = HeadPart(modules[stage], self._rows, first, end, gradients)
+        return found
+
+    def _rows(self, first: int, end: int) -> nn.Linear:
+        if isinstance(self._head, nn.Linear):
+            return _copy_of(self._head, first, end)
+        made = self._head(first, end)
+        if not isinstance(made, nn.Linear) or len(made.weight) != end - first:
+            got = f"a weight of {tuple(made.weight.shape)}" if isinstance(made, nn.Linear) else type(made).__name__
+            raise InputError(f"head({first}, {end}) must give an nn.Linear with {end - first} outputs, got {got}")
+        return made
+
+    def _refuse_tied(self, head: nn.Linear, modules: Mapping[int, nn.Module]) -> None:
+        for stage, module in modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter is head.weight or parameter is head.bias:
+                    raise InputError(
+                        f"the head's {'weight' if parameter is head.weight else 'bias'} is {name!r} of stage {stage}, too: a divided head "
+                        "is not tied to a stage; give it a weight of its own, or keep it whole in the last stage, with tied=..."
+                    )
+
+
+def _copy_of(head: nn.Linear, first: int, end: int) -> nn.Linear:
+    rows = nn.Linear(head.in_features, end - first, bias=head.bias is not None, device="meta")
+    with torch.no_grad():
+        rows.weight = nn.Parameter(head.weight[first:end].detach().clone(), head.weight.requires_grad)
+        if head.bias is not None:
+            rows.bias = nn.Parameter(head.bias[first:end].detach().clone(), head.bias.requires_grad)
+    return rows
+
+
+def head_parts_of(loss_fn: object, schedule: Schedule, modules: Mapping[int, nn.Module], gradients: Gradients) -> dict[int, HeadPart]:
+    """The parts of the head that this rank computes in `schedule`, none where the head is not divided.
+
+    Raises `InputError` where only one of schedule and `loss_fn` divides it.
+    """
+    if isinstance(loss_fn, DividedHead):
+        if not schedule.has_divided_head:
+            raise InputError(
+                f"loss_fn is a DividedHead, but schedule {schedule.name!r} has no passes of a divided head: give "
+                "zb.schedules.with_vocabulary(schedule), or keep the head in the last stage and give a loss function"
+            )
+        return loss_fn.parts(schedule.head_parts, modules, gradients)
+    if schedule.has_divided_head:
+        raise InputError(
+            f"schedule {schedule.name!r} has passes of a head that ranks divide by its vocabulary: give loss_fn=zb.nn.DividedHead(...) and "
+            "a last stage that ends before the head, or a schedule without these passes"
+        )
+    return {}

@@ -1,0 +1,400 @@
+"""A head that ranks divide by its vocabulary: one device's losses and gradients in any schedule; what cannot be is one error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import zerobubble as zb
+from tests.procs.models import Block, batch
+from tests.procs.programs import programs_of, run_forked
+from tests.procs.ranks import Ranks
+from tests.pure.problems import reordered
+from zerobubble.schedules import with_recompute, with_vocabulary
+
+ROWS, WIDTH = 11, 6
+"""A vocabulary that no number of ranks here divides."""
+
+
+def body(stage: int, num_stages: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A stage of a model without its head."""
+    torch.manual_seed(100 + stage)
+    return nn.Sequential(*[nn.Embedding(ROWS, WIDTH)] * (stage == 0), Block(WIDTH)).to(dtype)
+
+
+def linear(dtype: torch.dtype = torch.float64) -> nn.Linear:
+    torch.manual_seed(7)
+    return nn.Linear(WIDTH, ROWS).to(dtype)
+
+
+def ignoring(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, of which one microbatch has fewer that count than the others."""
+    tokens, targets = batch(num_microbatches, seed=seed)
+    targets = targets.clone()
+    targets[0, :3] = -100
+    return tokens, targets
+
+
+class OneDevice:
+    """The model whole: `step` leaves the gradients of all, and gives the losses of the microbatches and their mean."""
+
+    def __init__(self, num_stages: int, dtype: torch.dtype = torch.float64) -> None:
+        self.stages = [body(stage, num_stages, dtype) for stage in range(num_stages)]
+        self.head = linear(dtype)
+        self.model = nn.Sequential(*self.stages, self.head)
+
+    def step(self, inputs: Tensor, targets: Tensor, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        losses = []
+        for x, y in zip(inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
+            losses.append(functional.cross_entropy(self.model(x).flatten(0, 1), y.flatten()))
+            (losses[-1] / num_microbatches).backward()
+        each = torch.stack(losses).detach()
+        return each, each.mean()
+
+    def worst(self, pipe: zb.Pipeline, of: Callable[[nn.Parameter], Tensor | None]) -> float:
+        """The largest difference between what `of` says of this rank's parameters and of those here."""
+        worst = 0.0
+        for stage, module in pipe.modules.items():
+            own = dict(self.stages[stage].named_parameters())
+            for name, parameter in module.named_parameters():
+                mine, theirs = of(parameter), self._like(name, own, of)
+                assert mine is not None
+                assert mine.shape == theirs.shape
+                worst = max(worst, (mine - theirs).abs().max().item())
+        return worst
+
+    def _like(self, name: str, own: dict[str, nn.Parameter], of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
+        if not name.startswith("head_rows_"):
+            whole, rows = of(own[name]), slice(None)
+        else:
+            first, end = name.removeprefix("head_rows_").removesuffix("_bias").split("_to_")
+            whole, rows = of(self.head.bias if name.endswith("_bias") else self.head.weight), slice(int(first), int(end))
+        assert whole is not None
+        return whole[rows]
+
+
+def train(group: Any, schedule: zb.Schedule, steps: int, dtype: torch.dtype, **options: Any) -> tuple[float, float]:
+    """The worst errors of losses and gradients in some steps with an optimizer, and of the parameters after them."""
+    count = schedule.num_microbatches
+    whole, worst = OneDevice(schedule.num_stages, dtype), 0.0
+    there = torch.optim.SGD(whole.model.parameters(), lr=0.1, momentum=0.9)
+    with zb.Pipeline(partial(body, dtype=dtype), schedule, count, zb.nn.DividedHead(linear(dtype)), group=group, **options) as pipe:
+        assert sum(p.numel() for p in pipe.parameters()) == sum(p.numel() for m in pipe.modules.values() for p in m.parameters())
+        here = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        for seed in range(steps):
+            here.zero_grad()
+            there.zero_grad()
+            inputs, targets = ignoring(count, seed)
+            loss = pipe.step(inputs if pipe.rank == schedule.placement.routes[0][0] else None, targets)
+            each, mean = whole.step(inputs, targets, count)
+            assert pipe.losses is not None
+            worst = max(worst, (loss - mean).abs().item(), (pipe.losses - each).abs().max().item())
+            worst = max(worst, whole.worst(pipe, lambda parameter: parameter.grad))
+            here.step()
+            there.step()
+        return worst, whole.worst(pipe, lambda parameter: parameter.detach())
+
+
+CASES = [("1f1b", 2, 5, 2), ("1f1b", 4, 4, 1), ("1f1b", 4, 8, 2), ("zb-h1", 3, 5, 1), ("zb-v", 4, 6, 2), ("v-half", 2, 4, 1)]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "algorithm"), CASES)
+def test_a_divided_head_trains_with_the_numbers_of_one_device(
+    world: Ranks, name: str, ranks: int, microbatches: int, algorithm: int
+) -> None:
+    schedule = with_vocabulary(zb.make(name, ranks, microbatches), algorithm)
+    for errors in world.run(train, schedule, 2, torch.float64, ranks=ranks):
+        assert max(errors) <= 1e-12
+
+
+def test_it_does_so_in_single_precision(world: Ranks) -> None:
+    for errors in world.run(train, with_vocabulary(zb.make("1f1b", 4, 4)), 2, torch.float32, ranks=4):
+        assert max(errors) <= 2e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_legal_order_does_so(world: Ranks, seed: int) -> None:
+    ranks = 2 + seed % 3
+    name = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")[seed]
+    schedule = reordered(with_vocabulary(zb.make(name, ranks, 2 * ranks), 1 + seed % 2), seed)
+    assert zb.schedule_faults(schedule) == ()
+    for errors in world.run(train, schedule, 2, torch.float64, ranks=ranks):
+        assert max(errors) <= 1e-12
+
+
+def with_options(group: Any, which: str) -> tuple[float, float]:
+    """As `train`, with something beside."""
+    ranks = group.size()
+    schedule = with_vocabulary(zb.make("zb-h1", ranks, 4))
+    options: dict[str, Any] = {}
+    if which == "recomputed":
+        schedule = with_vocabulary(with_recompute(zb.make("zb-h1", ranks, 4)), 1)
+    elif which == "split by its graph":
+        options = {"split": "graph"}
+    elif which in ("gloo", "shared-memory"):
+        options = {"transport": which}
+    return train(group, schedule, 2, torch.float64, **options)
+
+
+@pytest.mark.parametrize(
+    ("which", "ranks"), [("recomputed", 2), ("split by its graph", 2), ("gloo", 3), ("shared-memory", 2), ("on one rank", 1)]
+)
+def test_other_ways_to_run_stages_and_messages_do_so(world: Ranks, which: str, ranks: int) -> None:
+    for errors in world.run(with_options, which, ranks=ranks):
+        assert max(errors) <= 1e-12
+
+
+def evaluate_and_look(group: Any, count: int) -> tuple[float, float, float, float, list[str], set[str]]:
+    """Errors of an evaluation and of the clipped norm, a loss without targets, what on_loss heard, and the kinds in the timeline."""
+    schedule = with_vocabulary(zb.make("zb-v", group.size(), count))
+    whole, heard = OneDevice(schedule.num_stages), []
+    inputs, targets = ignoring(count, 0)
+    head = zb.nn.DividedHead(lambda first, end: rows_of(linear(), first, end), ROWS)
+    with zb.Pipeline(
+        body, schedule, count, head, group=group, on_loss=lambda j, loss: heard.append(str(j)), main_grad=torch.float64
+    ) as pipe:
+        evaluated, outputs = pipe.eval_step(inputs, targets)
+        without, _ = pipe.eval_step(inputs)
+        pipe.step(inputs, targets)
+        norm = pipe.clip_grad_norm_(1e9)
+        timeline = pipe.timeline()
+    each, mean = whole.step(inputs, targets, count)
+    expected = torch.nn.utils.clip_grad_norm_(whole.model.parameters(), 1e9)
+    outputs_error = 0.0 if outputs is None else (whole.head(outputs) - whole.model(inputs)).abs().max().item()
+    assert evaluated is not None
+    assert without is None
+    one_device = head(torch.nn.Sequential(*whole.stages)(inputs[:2]), targets[:2])
+    assert (one_device - each[0]).abs() <= 1e-12
+    return (
+        (evaluated - mean).abs().item(),
+        (norm - expected).abs().item(),
+        outputs_error,
+        len(heard),
+        [str(op) for op in schedule.rows[pipe.rank]],
+        {str(span.op) for span in timeline.rows[pipe.rank]},
+    )
+
+
+def rows_of(whole: nn.Linear, first: int, end: int) -> nn.Linear:
+    rows = nn.Linear(whole.in_features, end - first).to(whole.weight.dtype)
+    with torch.no_grad():
+        rows.weight.copy_(whole.weight[first:end])
+        rows.bias.copy_(whole.bias[first:end])
+    return rows
+
+
+def test_evaluation_norms_and_timelines_know_it(world: Ranks) -> None:
+    results = world.run(evaluate_and_look, 4, ranks=2)
+    assert sum(heard for _, _, _, heard, _, _ in results) == 8
+    for evaluated, norm, outputs, _, planned, ran in results:
+        assert max(evaluated, norm, outputs) <= 1e-12
+        assert set(planned) == ran
+
+
+def two_replicas(group: Any) -> float:
+    """The worst difference of gradients and loss on 2 x 2 ranks, whose replicas have other numbers of tokens that count."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    shares = [ignoring(4, seed) for seed in range(2)]
+    inputs, targets = shares[mesh.get_local_rank("dp")]
+
+    def counting(target: Tensor) -> Tensor:
+        return (target != -100).sum()
+
+    with zb.Pipeline(
+        body, with_vocabulary(zb.make("zb-h1", 2, 4)), 4, zb.nn.DividedHead(linear()), mesh=mesh, loss_weight=counting
+    ) as pipe:
+        loss = pipe.step(inputs, targets)
+        whole = OneDevice(2)
+        x, y = (torch.cat(parts) for parts in zip(*shares, strict=True))
+        expected = functional.cross_entropy(whole.model(x).flatten(0, 1), y.flatten())
+        expected.backward()
+        return max((loss - expected).abs().item(), whole.worst(pipe, lambda parameter: parameter.grad))
+
+
+def test_replicas_of_divided_heads_train_as_one_device(world: Ranks) -> None:
+    assert max(world.run(two_replicas, ranks=4)) <= 1e-12
+
+
+def post_validated(group: Any, *, waits: bool) -> tuple[list[float], list[Tensor]]:
+    """Losses and parameters of steps of which some are clipped, with or without a wait for the norm."""
+    with zb.Pipeline(body, with_vocabulary(zb.make("1f1b", 2, 4)), 4, zb.nn.DividedHead(linear()), group=group) as pipe:
+        inner, losses = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9), []
+        optimizer = None if waits else zb.PostValidation(inner, pipe, 1.0)
+        for seed in range(4):
+            losses.append(pipe.step(*batch(4, seed=seed)).item())
+            if optimizer is None:
+                pipe.clip_grad_norm_(1.0)
+            (optimizer or inner).step()
+            (optimizer or inner).zero_grad()
+    return losses, [p.detach().clone() for module in pipe.modules.values() for p in module.parameters()]
+
+
+def both_ways(group: Any) -> bool:
+    (losses, there), (same, here) = (post_validated(group, waits=waits) for waits in (True, False))
+    return losses == same and all(map(torch.equal, here, there))
+
+
+def test_steps_are_validated_afterwards_to_the_bit(world: Ranks) -> None:
+    assert all(world.run(both_ways, ranks=2))
+
+
+def save_and_load(group: Any, path: str) -> tuple[list[float], list[float], str]:
+    """The losses of two steps after a checkpoint, of those of another pipeline that begins with it, and what one with other parts says."""
+
+    def steps(pipe: zb.Pipeline, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
+        losses = []
+        for seed in seeds:
+            losses.append(pipe.step(*batch(4, seed=seed)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    schedule, found = with_vocabulary(zb.make("1f1b", 2, 4)), []
+    for seen in (0, 2):
+        with zb.Pipeline(body, schedule, 4, zb.nn.DividedHead(linear()), group=group) as pipe:
+            optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+            if seen:
+                zb.load(path, pipe, optimizer)
+            else:
+                steps(pipe, optimizer, range(2))
+                zb.save(path, pipe, optimizer)
+            found.append(steps(pipe, optimizer, range(2, 4)))
+    with zb.Pipeline(with_head, "1f1b", 4, loss, group=group) as pipe, pytest.raises(zb.InputError) as refused:
+        zb.load(path, pipe, torch.optim.Adam(pipe.parameters(), lr=0.01))
+    return found[0], found[1], str(refused.value)
+
+
+def with_head(stage: int, num_stages: int) -> nn.Module:
+    return nn.Sequential(*body(stage, num_stages), *[linear()] * (stage == num_stages - 1))
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_a_checkpoint_goes_on_with_the_same_parts(world: Ranks, tmp_path: Path) -> None:
+    for before, after, refused in world.run(save_and_load, str(tmp_path / "saved"), ranks=2):
+        assert before == after
+        assert "head_rows_0_to_6" in refused
+
+
+def tied(stage: int, num_stages: int) -> nn.Module:
+    return nn.Sequential(SHARED, Block(WIDTH).double())
+
+
+SHARED = linear()
+
+
+class Adding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        zb.nn.add_loss("size", x.square().mean())
+        return x
+
+
+def adding(stage: int, num_stages: int) -> nn.Module:
+    return nn.Sequential(body(stage, num_stages), Adding())
+
+
+def flat(stage: int, num_stages: int) -> nn.Module:
+    return nn.Sequential(body(stage, num_stages), *[nn.Flatten()] * (stage == num_stages - 1))
+
+
+def of_other_width(first: int, end: int) -> nn.Linear:
+    return nn.Linear(WIDTH, end)
+
+
+DIVIDED = with_vocabulary(zb.make("1f1b", 2, 4))
+
+
+def refused(group: Any, which: str) -> tuple[str, str]:
+    """The type and the text of the error that a pipeline raises, made or stepped in a way in which it cannot be."""
+    build: Any = {"tied": tied, "an added loss": adding, "an output without tokens": flat}.get(which, body)
+    schedule: Any = {"no parts": "1f1b", "auto": "auto"}.get(which, DIVIDED)
+    head: Any = zb.nn.DividedHead(linear())
+    options: dict[str, Any] = {}
+    inputs, targets = batch(4)
+    if which == "no head":
+        head = loss
+    elif which == "tied":
+        head = zb.nn.DividedHead(SHARED)
+    elif which == "other rows":
+        head = zb.nn.DividedHead(linear(), ignore_index=group.rank())
+    elif which == "fewer rows than ranks":
+        head = zb.nn.DividedHead(nn.Linear(WIDTH, 1).double())
+    elif which == "rows of another size":
+        head = zb.nn.DividedHead(of_other_width, ROWS)
+    elif which == "much beside":
+        options = {"order_by": "tokens", "cuda_graphs": True}
+    elif which == "a target of no row":
+        targets = targets.clone()
+        targets[3, 2] = ROWS
+    elif which == "targets of another shape":
+        targets = targets[:, 1:]
+    try:
+        with zb.Pipeline(build, schedule, 4, head, group=group, **options) as pipe:
+            if which == "a profile":
+                pipe.profile(inputs, targets)
+            if which == "a failing part" and pipe.rank == 0:
+                pipe.modules[0].register_parameter("head_rows_0_to_6", nn.Parameter(torch.ones(6, WIDTH + 1).double()))
+            pipe.step(inputs, targets)
+    except zb.ZeroBubbleError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+REFUSALS = [
+    ("no head", "InputError", "passes of a head that ranks divide by its vocabulary: give loss_fn=zb.nn.DividedHead"),
+    ("no parts", "InputError", "schedule '1f1b' has no passes of a divided head: give zb.schedules.with_vocabulary(schedule)"),
+    ("tied", "InputError", "the head's weight is '0.weight' of stage 0, too: a divided head is not tied to a stage"),
+    ("other rows", "InputError", "divided head"),
+    ("fewer rows than ranks", "InputError", "the head has 1 rows, fewer than the 2 parts"),
+    ("rows of another size", "InputError", "head(6, 11) must give an nn.Linear with 5 outputs, got a weight of (11, 6)"),
+    ("much beside", "InputError", "a DividedHead does not go with order_by, which plays plans"),
+    ("much beside", "InputError", "; cuda_graphs, for nobody has tried both together: leave one of both out"),
+    ("auto", "InputError", "a DividedHead does not go with 'auto'"),
+    ("a target of no row", "PipelineError", "target 11 of microbatch 1 is neither a row of the head, which has 11, nor ignore_index=-100"),
+    ("targets of another shape", "PipelineError", "a divided head needs a target for each token, (2, 5), of microbatch 0, got (2, 4)"),
+    ("an added loss", "PipelineError", "the last stage must give one tensor (..., width) to a divided head, and add nothing to the loss"),
+    ("an output without tokens", "PipelineError", "a divided head needs a target for each token, (2,), of microbatch 0, got (2, 5)"),
+    ("a failing part", "PipelineError", "at 'run 0S0'"),
+    ("a profile", "InputError", "a profile is of stages alone, and schedule '1f1b, vocabulary 2' divides the head over ranks"),
+]
+
+
+@pytest.mark.parametrize(("which", "kind", "words"), REFUSALS)
+def test_what_cannot_be_is_one_error_on_every_rank(world: Ranks, which: str, kind: str, words: str) -> None:
+    (first, text), *others = world.run(refused, which, ranks=2)
+    assert (first, words in text) == (kind, True), text
+    assert [(other, words in told) for other, told in others] == [(kind, True)], others
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((7,), "head must be an nn.Linear, or a function (first_row, end_row) -> nn.Linear, got int"),
+        ((nn.Sequential(),), "head must be an nn.Linear, or a function (first_row, end_row) -> nn.Linear, got Sequential"),
+        ((of_other_width,), "vocabulary is the number of rows in all, for a function that makes some of them, got None"),
+        ((of_other_width, 0), "vocabulary is the number of rows in all, for a function that makes some of them, got 0"),
+        ((linear(), 11), "vocabulary is the number of rows in all, for a function that makes some of them, got 11"),
+    ],
+)
+def test_a_head_that_is_none_is_refused(arguments: Any, words: str) -> None:
+    with pytest.raises(zb.InputError) as caught:
+        zb.nn.DividedHead(*arguments)
+    assert words in str(caught.value)
+
+
+def test_the_page_s_program_runs(tmp_path: Path) -> None:
+    *_, program = programs_of("docs/vocabulary.md")
+    losses = list(map(float, run_forked(program, tmp_path, 2).splitlines()))
+    assert len(losses) == 5
+    assert losses[0] == pytest.approx(math.log(1001), rel=0.1)
