@@ -16,7 +16,7 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, require_offloads
-from zerobubble.planning import LayersPlan, OffloadedPlan, Plan, Solved
+from zerobubble.planning import HeadPlan, LayersPlan, OffloadedPlan, Plan, Solved
 from zerobubble.rules import recomputed
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overlapped import Overlap
@@ -33,7 +33,7 @@ from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
-Plays = str | Schedule | Solved | Plan | LayersPlan | OffloadedPlan | MakeSchedule | Auto
+Plays = str | Schedule | Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan | MakeSchedule | Auto
 """What a pipeline can be given to play."""
 _ALIKE = frozenset({"dp", "dp_replicate"})
 """Dimensions of a mesh along which ranks hold the same."""
@@ -84,7 +84,7 @@ WANTED: dict[str, Wanted | type] = {
     "build_or_modules": either(function("(stage_index, num_stages) -> nn.Module"), Wanted("the modules of this rank", _are_modules)),
     "schedule": either(
         Wanted("a name", lambda given: isinstance(given, str)),
-        instance(Schedule, Solved, Plan, LayersPlan, OffloadedPlan, Auto),
+        instance(Schedule, Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan, Auto),
         function("(num_ranks, num_microbatches) -> Schedule"),
     ),
     "num_microbatches": MICROBATCHES,
@@ -240,7 +240,7 @@ def divided_head_fault(options: PipelineOptions) -> str:
 def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     """What is known of the costs of the stages, and what bounds their memory: the plan's, or else the pace of a rehearsal."""
     given = options.schedule
-    if not isinstance(given, (Solved, Plan, LayersPlan, OffloadedPlan)):
+    if not isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan)):
         return options.pace, None
     problem = given.problem if isinstance(given, OffloadedPlan) else _solved(given).problem
     return problem.costs, problem.limits
@@ -262,7 +262,7 @@ def usable_timeout(options: PipelineOptions) -> float:
     return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
 
 
-def planned_schedule(given: Solved | Plan | LayersPlan | OffloadedPlan) -> Schedule:
+def planned_schedule(given: Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan) -> Schedule:
     """The schedule of a plan; raises `InputError` for one that found none."""
     if isinstance(given, OffloadedPlan):
         return given.schedule
@@ -275,7 +275,7 @@ def planned_schedule(given: Solved | Plan | LayersPlan | OffloadedPlan) -> Sched
 def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeLevels:
     """What the R passes of `schedule` compute again; raises `InputError` where that is not known of one of them."""
     given = options.schedule
-    planned = _solved(given).problem.recomputation if isinstance(given, (Solved, Plan, LayersPlan)) else None
+    planned = _solved(given).problem.recomputation if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan)) else None
     levels = RecomputeLevels(options.recompute, None if planned is None else [level.name for level in planned.chosen])
     levels.refuse_unknown(sorted({stage for row in schedule.rows for stage, _ in recomputed(row)}), schedule.num_stages)
     return levels
@@ -283,17 +283,19 @@ def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeL
 
 def planned_cut(given: object) -> tuple[str, ...]:
     """The names of the parts with which a plan for layers begins the stages behind the first; empty for what holds none."""
-    return _solved(given).problem.first_layers if isinstance(given, (Solved, Plan, LayersPlan)) else ()
+    return _solved(given).problem.first_layers if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan)) else ()
 
 
 def room_for_weights(options: PipelineOptions) -> int | None:
     """The bytes that a rank has for gathered weights: those given, or else those of the plan; None where all may stay."""
     given = options.schedule
-    if options.gathered_bytes is not None or not isinstance(given, (Solved, Plan, LayersPlan)):
+    if options.gathered_bytes is not None or not isinstance(given, (Solved, Plan, LayersPlan, HeadPlan)):
         return options.gathered_bytes
     sharded = _solved(given).problem.sharded
     return None if sharded is None else sharded.memory
 
 
-def _solved(given: Solved | Plan | LayersPlan) -> Solved:
+def _solved(given: Solved | Plan | LayersPlan | HeadPlan) -> Solved:
+    if isinstance(given, HeadPlan):
+        return given.best.solved
     return given.solved if isinstance(given, LayersPlan) else given.best if isinstance(given, Plan) else given

@@ -68,7 +68,8 @@ class Pipeline:
             `(num_ranks, num_microbatches) -> Schedule`, or `zb.Auto(...)` ("auto" for short), which measures the first steps and plans.
             A schedule without backward passes, such as "forward-only", serves `eval_step`.
         num_microbatches: into how many parts a batch is cut; `step` may be called with another number where the schedule allows it.
-        loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element.
+        loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element; or `zb.nn.DividedHead(...)`
+            for a schedule in which ranks divide the head by its vocabulary.
         loss_weight: `loss_weight(target)` gives the weight of a microbatch in the mean, such as the number of tokens that count;
             without it microbatches count by their samples.
         order_by: what microbatches cost beside each other, where they are of unequal cost: "tokens", or `order_by(microbatch)`, which is
