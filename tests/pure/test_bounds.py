@@ -18,7 +18,7 @@ from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid, stage_counts
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
-from zerobubble.bounds.chain import earliest_starts, passes_by_rank
+from zerobubble.bounds.chain import chain_needs, earliest_starts, passes_by_rank
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.simulation import peak_memory
 
@@ -382,7 +382,7 @@ def test_what_passes_wait_for_adds_up_to_every_earliest_start() -> None:
     for number in range(40):
         placement, microbatches, costs, limits = tight_problem(random.Random(number))
         by_rank = passes_by_rank(placement, microbatches, costs, limits, earliest_starts(placement, costs))
-        starts = MicrobatchStarts(placement, microbatches, costs, by_rank)
+        starts = MicrobatchStarts(chain_needs(placement, costs), microbatches, by_rank)
         for here in by_rank:
             for visit in (None, *range(len(here.passes))):
                 causes = list(starts.way(here.rank, visit))

@@ -102,6 +102,12 @@ def test_the_bound_is_met_and_counts_the_head() -> None:
     assert lower_bounds(alone.placement, 1, costs, None).span.time == 3_000_000
 
 
+def test_the_last_b_waits_for_the_parts_of_other_ranks() -> None:
+    """F of both stages, the part of the head on the other rank, B of both and W: with a message each way, and two for the head."""
+    costs = Costs.uniform(2, (1, 1, 1), 0.5).with_divided_head((2, 1, 1), collective=0.25)
+    assert bounds_divided(Placement.linear(2), 1, costs, None).span.time == (2 + 0.5 + 0.25 + 3 + 0.25 + 2 + 0.5 + 1) * 1_000_000
+
+
 def test_no_order_of_two_ranks_beats_the_bound() -> None:
     """All orders of one microbatch on two ranks that can run."""
     costs = Costs.uniform(2, (1, 2, 3), 0.5).with_divided_head((2, 1, 4), collective=0.25)

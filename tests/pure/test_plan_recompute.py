@@ -233,6 +233,15 @@ def test_plans_of_random_problems_are_sound_whatever_b_leaves_to_w(seed: int) ->
         require_sound(found.best)
 
 
+def test_forwards_before_the_first_b_count_less_the_r_that_they_leave_for_later() -> None:
+    """6.2B in half of the memory of 1F1B: without R nothing fills the time until the first B, and R fills it with what it costs later."""
+    work = zb.Workload.uniform(8, (29.802, 29.428, 19.530), 0.577)
+    costs, limits = work.costs(Placement.vee(8)), work.limits(4)
+    bound = bounds_again(Placement.vee(8), 24, costs, limits, [NONE, SELECTIVE, FULL]).span
+    assert bound.time / (24 * (29.802 + 29.428 + 19.530) * 1_000_000) == pytest.approx(1.1035, abs=5e-5)
+    assert "forwards that fit in memory till then win 196.653 ms at most, less their R later" in bound.reason
+
+
 def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
     costs, limits = Costs.uniform(2, times=(10, 10, 10)), Limits((9_000_000,) * 2)
     bounds = bounds_again(Placement.linear(2), 4, costs, limits, [FULL])

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from zerobubble.arguments import WHOLE, optional, takes
-from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, first_starts, passes_by_rank, spans_of
+from zerobubble.bounds.chain import ChainNeeds, RankPasses, Window, chain_needs, ends, first_starts, passes_by_rank, spans_of, starts_of
 from zerobubble.bounds.memory import memory_energy, memory_wait
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.bounds.one_machine import busy_ranks
@@ -69,19 +69,25 @@ def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limi
     Microbatches with shares may come in any order. Raises `InputError` for parts that do not fit each other, and for a placement of
     several routes.
     """
+    return bounds_with_turn(placement, num_microbatches, costs, limits, 0)
+
+
+def bounds_with_turn(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, turn: int) -> Bounds:
+    """`lower_bounds` where so many ns go by between the last stage's F and its B, unless microbatches have shares."""
     _check(placement, costs, limits)
     if num_microbatches < 1:
         raise InputError(f"a bound needs at least 1 microbatch, got {num_microbatches}")
     if not costs.shares:
-        return _of_alike(placement, num_microbatches, costs, limits)
+        return _of_alike(placement, num_microbatches, costs, limits, turn)
     if len(costs.shares) != num_microbatches:
         raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
     return _of_unequal(placement, costs, limits)
 
 
-def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
+def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, turn: int = 0) -> Bounds:
     """The bounds for microbatches that are alike."""
-    chain = earliest_starts(placement, costs)
+    needs = chain_needs(placement, costs, turn)
+    chain = starts_of(needs)
     by_rank = passes_by_rank(placement, num_microbatches, costs, limits, chain)
     spans = [claim for here in by_rank for claim in _rank_alone(here, here.starts[0])]
     makespans = [claim for here in by_rank for claim in _rank_alone(here, 0)]
@@ -90,9 +96,9 @@ def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits:
         spans.append(_strongest_in(window, by_rank, spans))
     whole_step = Window(None, 0, 0, ends(chain, chain, costs))
     makespans.append(_strongest_in(whole_step, by_rank, spans + makespans))
-    starts = MicrobatchStarts(placement, num_microbatches, costs, by_rank)
+    starts = MicrobatchStarts(needs, num_microbatches, by_rank)
     for claims, windows in ((spans, [window for window in rank_spans if window.place == 0]), (makespans, [whole_step])):
-        claims += [claim for window in windows for claim in _from_starts(placement, costs, starts, by_rank, window)]
+        claims += [claim for window in windows for claim in _from_starts(needs, starts, by_rank, window)]
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
@@ -212,9 +218,7 @@ def _head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
                 yield Claim(head + max(0, between) + tail, partial(head_and_tail_reason, here, window, first, last))
 
 
-def _from_starts(
-    placement: Placement, costs: Costs, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window
-) -> Iterator[Claim]:
+def _from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Claim]:
     """Claims that the last microbatch starts late, or a rank is busy late, for a window that begins with the first pass of all."""
     whose = "all ranks end" if window.rank is None else f"rank {window.rank} ends"
     for here in by_rank:
@@ -226,7 +230,7 @@ def _from_starts(
         for visit, tail in after.items():
             why = partial(starts_reason, starts, here.rank, visit, tail, whose)
             yield Claim(starts.last(here.rank, visit) + tail, why)
-    for busy in busy_ranks(placement, costs, starts, by_rank, window):
+    for busy in busy_ranks(needs, starts, by_rank, window):
         yield Claim(busy.time, partial(busy_reason, busy, whose))
 
 

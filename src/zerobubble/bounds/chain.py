@@ -18,22 +18,33 @@ from zerobubble.rules import makers, uses
 Chain = dict[Op, int]
 """The passes F and B of one microbatch, in their order, with their earliest starts in ns, if nothing else is in the way."""
 
+ChainNeeds = dict[Op, list[tuple[Op, int]]]
+"""The passes of the chain in their order, each with those it waits for and the ns from the start of these to its own."""
+
 
 def earliest_starts(placement: Placement, costs: Costs) -> Chain:
     """The chain on a placement of one route."""
+    return starts_of(chain_needs(placement, costs))
+
+
+def starts_of(needs: ChainNeeds) -> Chain:
+    """The earliest starts of passes that wait for each other so."""
     starts: Chain = {}
-    for op, before in chain_needs(placement, costs).items():
+    for op, before in needs.items():
         starts[op] = max((starts[need] + lag for need, lag in before), default=0)
     return starts
 
 
-def chain_needs(placement: Placement, costs: Costs) -> dict[Op, list[tuple[Op, int]]]:
-    """The passes of the chain in their order, each with those it waits for and the ns from the start of these to its own."""
+def chain_needs(placement: Placement, costs: Costs, turn: int = 0) -> ChainNeeds:
+    """What the passes of the chain wait for; `turn` is a time (ns) that goes by between the last stage's F and its B besides."""
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
     known = set(chain)
     needs = {op: [maker for value in uses(op, stages) for maker in makers(value) if maker in known] for op in chain}
-    return {op: [(need, _lag(need, op, home, costs)) for need in needs[op]] for op in TopologicalSorter(needs).static_order()}
+    lags = {op: [(need, _lag(need, op, home, costs)) for need in needs[op]] for op in TopologicalSorter(needs).static_order()}
+    last = Op(Kind.B, stages - 1, 0)
+    lags[last] = [(need, lag + turn) for need, lag in lags[last]]
+    return lags
 
 
 def first_starts(placement: Placement, costs: Costs) -> list[int]:

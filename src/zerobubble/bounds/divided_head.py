@@ -1,12 +1,13 @@
 """Lower bounds where ranks share the head by its vocabulary: each rank has its part of the head to do beside its stages.
 
-A schedule without its passes of the head is one of the stages alone, in no more memory, so it is not shorter than any bound of these. And a
-rank begins with a forward, since nobody can compute a part of the head before the forwards of all stages; after that it has all its work.
+A schedule without its passes of the head is one of the stages alone, in no more memory, whose last stage waits with B until all parts of
+its input gradient have come: so it is not shorter than any bound of these. And a rank begins with a forward, since nobody can compute a
+part of the head before the forwards of all stages; after that it has all its work.
 """
 
 from __future__ import annotations
 
-from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds
+from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_turn
 from zerobubble.bounds.chain import first_starts
 from zerobubble.bounds.reasons import work_reason
 from zerobubble.costs import Costs, Limits
@@ -23,7 +24,7 @@ def bounds_divided(placement: Placement, num_microbatches: int, costs: Costs, li
     >>> print(bounds_divided(zb.Placement.linear(2), 8, stages.with_divided_head((5, 5, 5)), None).makespan)
     at least 370 ms: rank 1 has 360 ms of work and cannot begin before 10 ms, its part of the head included
     """
-    alone = lower_bounds(placement, num_microbatches, costs, limits)
+    alone = bounds_with_turn(placement, num_microbatches, costs, limits, _turn(placement, costs))
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         works[rank] += num_microbatches * sum(costs.time(kind, stage) for kind in (Kind.F, Kind.B, Kind.W))
@@ -33,6 +34,17 @@ def bounds_divided(placement: Placement, num_microbatches: int, costs: Costs, li
     span = max([alone.span, *(_work(rank, work, 0) for rank, work in enumerate(works))])
     begun = [_work(rank, *claim) for rank, claim in enumerate(zip(works, first_starts(placement, costs), strict=True))]
     return Bounds(span, max([alone.makespan, span, *begun]))
+
+
+def _turn(placement: Placement, costs: Costs) -> int:
+    """The least ns from the end of the last stage's F to its B: a part of softmax and input gradient, and two ways if that is elsewhere.
+
+    Algorithm 1, of which these are two passes and which waits for one more collective, takes no less.
+    """
+    home, last = placement.routes[0][-1], placement.num_stages - 1
+    parts = {rank: min(stage for _, stage in placement.stages(rank)) for rank in range(placement.num_ranks)}
+    there = costs.message_time(Kind.F, last)
+    return max(costs.time(Kind.S, part) + (0 if rank == home else there + costs.message_time(Kind.S, part)) for rank, part in parts.items())
 
 
 def _work(rank: int, work: int, begin: int) -> Bound:

@@ -17,11 +17,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from zerobubble.bounds.chain import RankPasses, chain_needs
+from zerobubble.bounds.chain import ChainNeeds, RankPasses
 from zerobubble.bounds.memory import BackwardState, backward_states
 from zerobubble.bounds.rank_load import RankLoad
-from zerobubble.costs import Costs
-from zerobubble.ir import Placement
 
 MOST_STEPS = 60_000
 """Pairs of visits of a rank, for each of its microbatches, that are looked at: each takes about 1.5 us."""
@@ -48,12 +46,12 @@ class MicrobatchStarts:
     any microbatch on, the others follow `count` - 1 at a time; or the work of a rank alone tells more of them.
     """
 
-    def __init__(self, placement: Placement, microbatches: int, costs: Costs, by_rank: Sequence[RankPasses]) -> None:
+    def __init__(self, needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses]) -> None:
         self.microbatches = microbatches
         self.count = min(microbatches, max(2, MOST_STEPS // sum(len(here.passes) ** 2 for here in by_rank)))
         self.ranks = [_RankStarts(here, self.count) for here in by_rank]
         at = {op: (here.rank, visit) for here in by_rank for visit, op in enumerate(here.passes)}
-        self.needs = {at[op]: [(*at[need], lag) for need, lag in before] for op, before in chain_needs(placement, costs).items()}
+        self.needs = {at[op]: [(*at[need], lag) for need, lag in before] for op, before in needs.items()}
         for _ in range(self.count):
             for (rank, visit), before in self.needs.items():
                 self.ranks[rank].add(visit, max((self.ranks[need].starts[made][-1] + lag for need, made, lag in before), default=0))

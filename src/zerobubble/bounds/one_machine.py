@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from zerobubble.bounds.chain import RankPasses, Window, chain_needs
+from zerobubble.bounds.chain import ChainNeeds, RankPasses, Window
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.bounds.rank_load import RankLoad
-from zerobubble.costs import Costs
-from zerobubble.ir import Op, Placement
+from zerobubble.ir import Op
 
 MOST_PASSES = 300
 """Passes of a problem up to which ranks are looked at as machines; in larger ones it tells nothing new."""
@@ -46,13 +45,11 @@ class Busy(NamedTuple):
         return self.start + self.work + self.after
 
 
-def busy_ranks(
-    placement: Placement, costs: Costs, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window
-) -> Iterator[Busy]:
+def busy_ranks(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Busy]:
     """For each rank the passes that make a window, which begins with the first pass of all, longest; none for large problems."""
-    if 3 * starts.microbatches * placement.num_stages > MOST_PASSES or starts.count < starts.microbatches:
+    if 3 * starts.microbatches * len(needs) // 2 > MOST_PASSES or starts.count < starts.microbatches:
         return
-    follows = _times_to_end(placement, costs, starts.microbatches, by_rank, window)
+    follows = _times_to_end(needs, starts.microbatches, by_rank, window)
     for here in by_rank:
         jobs = list(_jobs(here.load, starts.ranks[here.rank].starts, follows[here.rank], window.rank in (None, here.rank)))
         if jobs:
@@ -83,12 +80,9 @@ def _busiest(rank: int, jobs: Iterable[Job]) -> Busy:
     return best
 
 
-def _times_to_end(
-    placement: Placement, costs: Costs, microbatches: int, by_rank: Sequence[RankPasses], window: Window
-) -> list[list[list[int]]]:
+def _times_to_end(needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses], window: Window) -> list[list[list[int]]]:
     """By rank, visit and microbatch, the least time (ns) from the start of the pass to the end of the window, or `NOTHING`."""
     at = {op: (here.rank, visit) for here in by_rank for visit, op in enumerate(here.passes)}
-    needs = chain_needs(placement, costs)
     users: dict[Op, list[tuple[Op, int]]] = {op: [] for op in needs}
     for op, before in needs.items():
         for need, lag in before:

@@ -134,10 +134,10 @@ class RankLoad:
         if self.microbatches * self.num_stages > MOST_EXACT:
             return None
         one = [(state.held, state.work, range(state.waiting, self.num_stages)) for state in states]
-        choices = _worth([sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, room)], room)
+        choices = worth([sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, room)], room)
         known = self._with_weights([(0, 0)], extra, room)
         for _ in range(self.microbatches - 1):
-            further = _worth([(held + more, work + gain) for held, work in known for more, gain in choices], room)
+            further = worth([(held + more, work + gain) for held, work in known for more, gain in choices], room)
             if further == known:
                 break
             if len(known := further) > MOST_SUMS:
@@ -147,7 +147,7 @@ class RankLoad:
     def _with_weights(self, sums: list[tuple[int, int]], stages: Iterable[int], room: int) -> list[tuple[int, int]]:
         """Bytes and work with W of any of these stages pending besides."""
         for stage in stages:
-            sums = _worth([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], room)
+            sums = worth([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], room)
         return sums
 
     def _at_price(self, work: int, held: int, states: Sequence[MicrobatchState], room: int, extra: Iterable[int]) -> int:
@@ -184,7 +184,7 @@ class RankLoad:
         return self.microbatches * min(self.held[self.open(n)] for n in range(begin, end)) > self.limit
 
 
-def _worth(sums: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+def worth(sums: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
     """Of sums of bytes and work those within the room of which none with less bytes has as much work, in order."""
     kept: list[tuple[int, int]] = []
     for held, work in sorted(sums, key=lambda one: (one[0], -one[1])):

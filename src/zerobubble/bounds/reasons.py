@@ -39,6 +39,14 @@ def head_and_tail_reason(here: RankPasses, window: Window, first: int, last: int
     return "; ".join([f"{_work(here)}{must}", *(f"at most {_ms(time)} of that work can come {side} {period}" for side, time in outside)])
 
 
+def first_backward_reason(here: RankPasses, window: Window, most: int) -> str:
+    """Before its first B a rank can do little that it does not pay for with R later."""
+    first = here.load.num_stages
+    head = f"its first {_name(here, first)} cannot start before {_ms(here.starts[first] - window.start)}"
+    within = "" if window.rank in (None, here.rank) else f" within the span of rank {window.rank}"
+    return f"{_work(here)} beside R;{within} {head}, and forwards that fit in memory till then win {_ms(most)} at most, less their R later"
+
+
 def memory_wait_reason(here: RankPasses, visit: int, between: int) -> str:
     """The forwards of one visit wait for room."""
     fit = here.load.limit // here.load.during(visit)

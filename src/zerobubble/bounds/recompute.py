@@ -4,22 +4,26 @@ Whatever is computed again, F keeps at least what the leanest level keeps, and n
 keep so little holds. Besides, what a rank computes again costs it time, and what it does not compute again fills its memory over time: two
 inequalities for each rank, linear in the share of microbatches that have each level. The least span with which both can hold is found by
 duality: any mean of the two, with each stage at its best level, is a bound.
+
+And before the first B of a rank, forwards that keep little let more of them fit, but what they leave to R is work for later: of the time
+that each fills, only what is beyond its R is won.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import combinations
-from math import ceil
+from itertools import combinations, product
+from math import ceil, floor
 from typing import NamedTuple
 
 from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds
-from zerobubble.bounds.chain import earliest_starts
+from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
-from zerobubble.bounds.rank_load import RankLoad
+from zerobubble.bounds.rank_load import MOST_EXACT, MOST_SUMS, RankLoad, worth
+from zerobubble.bounds.reasons import first_backward_reason
 from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 
@@ -61,6 +65,11 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
             span = Bound(time, reason(0))
         if begin + time > makespan.time:
             makespan = Bound(begin + time, reason(begin))
+    for is_span, time, why in _first_backwards(placement, num_microbatches, costs, limits if fits else None, levels):
+        if is_span and time > span.time:
+            span = Bound(time, why())
+        if time > makespan.time:
+            makespan = Bound(time, why())
     return Bounds(span, makespan)
 
 
@@ -104,6 +113,60 @@ def _work_and_room(
         limit = everything if limits is None else min(limits.memory[rank], everything)
         load = RankLoad(own[0], own[1], own[2], own[3], pending, microbatches, limit)
         yield rank, min(starts[Op(Kind.F, stage, 0)] for stage in stages), least(load, prices)
+
+
+def _first_backwards(
+    placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
+) -> Iterator[tuple[bool, int, Callable[[], str]]]:
+    """Times (ns) that spans, or else the makespan, cannot beat, by what a rank can do before its first B, each with its reason."""
+    chain = earliest_starts(placement, costs)
+    by_rank = passes_by_rank(placement, microbatches, costs, limits, chain)
+    most = []
+    for here in by_rank:
+        stages, room = [op.stage for op in here.passes if op.kind is Kind.F], limits.memory[here.rank] if limits else None
+        most.append(_most_before(costs, stages, room, microbatches, levels))
+    for window in [*spans_of(by_rank, chain, costs), Window(None, 0, 0, ends(chain, chain, costs))]:
+        for here in by_rank:
+            load, first = here.load, here.load.num_stages
+            if (end := window.ends[here.places[-1]]) and here.places[first] >= window.place:
+                head, tail = here.starts[first] - window.start, end - here.starts[-1]
+                # All that was left to R is done before the last B of the rank begins; behind that there are W's alone.
+                between = load.work - most[here.rank] - load.after[-1] - load.pass_times[-1]
+                time = head + max(0, between) + tail
+                yield window.rank is not None, time, partial(first_backward_reason, here, window, most[here.rank])
+
+
+def _most_before(costs: Costs, stages: Iterable[int], room: int | None, microbatches: int, levels: Sequence[Level]) -> int:
+    """The most work (ns) of a rank before its first B, less the R's that it leaves for later: forwards at the best price of room.
+
+    `room` is the rank's limit in bytes, None without one.
+    """
+    columns = [(costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
+    # Whose R is done before, too, holds everything and leaves nothing for later.
+    options = [
+        [(saved, time), *((round(level.kept * saved), time - round(level.extra * time)) for level in levels)] for time, saved in columns
+    ]
+    if room is None:
+        return microbatches * sum(max(won for _, won in own) for own in options)
+    if microbatches * len(columns) <= MOST_EXACT:
+        sums = [(0, 0)]
+        for own in options * microbatches:
+            sums = worth([*sums, *((held + more, won + gain) for held, won in sums for more, gain in own)], room)
+            if len(sums) > MOST_SUMS:
+                break
+        else:
+            return sums[-1][1]
+    prices = {Fraction(0)}
+    for own in options:
+        for (held, won), (less, other) in product(own, [(0, 0), *own]):
+            if held > less and won > other:
+                prices.add(Fraction(won - other, held - less))
+    return floor(min(price * room + microbatches * sum(_beyond(own, price) for own in options) for price in prices))
+
+
+def _beyond(options: Sequence[tuple[int, int]], price: Fraction) -> Fraction:
+    """What a forward at its best level wins (ns) beyond the price of its room; options are bytes and ns."""
+    return max(Fraction(0), *(won - price * held for held, won in options))
 
 
 def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Price:
