@@ -14,6 +14,7 @@ from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.stage import copy_lane
 from zerobubble.runtime.stage.copy_lane import Copied, CudaLane, Pairs
 from zerobubble.runtime.stage.saved_tensors import SMALLEST_BYTES, MovableBytes, SavedTensors
+from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.timeline import Copying
 
 CPU = torch.device("cpu")
@@ -259,6 +260,26 @@ def test_what_nobody_goes_back_by_any_more_does_not_come_back() -> None:
 
     move(saved, forget)
     assert lane.copies == [(Copying.TO_HOST, [64 * 64 * 4]), (Copying.FROM_HOST, [])]
+
+
+def test_a_report_of_memory_counts_what_is_on_the_device_alone() -> None:
+    """What a rank tells when its memory runs out is read from the graph, whose tensors are with us."""
+    stage = make_stage("whole", nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), 0)
+    saved = stage.offloaded[0] = SavedTensors(CPU, LateLane())
+    x = torch.randn(32, 64)
+    own = x.nbytes
+    with stage.stepping():
+        stage.forward(0, (x,))
+        told = [stage.in_flight()]
+        saved.choose()
+        saved.begin_to_host()
+        saved.let_go()
+        told.append(stage.in_flight())
+        saved.begin_back()
+        saved.come_back()
+        told.append(stage.in_flight())
+    assert told[0] == told[2] == (1, 3 * own)  # the input, and what both functions gave
+    assert told[1] == (1, own)
 
 
 class _FakeStream:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
@@ -13,7 +15,7 @@ from zerobubble.units import NS_PER_S
 
 @takes(timeline=Timeline, costs=Costs)
 def fit_link(timeline: Timeline, costs: Costs) -> HostLink:
-    """The link over which the copies of `timeline` took as long as they did, all together; `costs` tell their bytes.
+    """The link over which the median copy of `timeline` took as long as it did, each way; `costs` tell the bytes of copies.
 
     What a copy takes beside its bytes is in the rates. Raises `InputError` where nothing was copied one way, or in no time.
 
@@ -27,9 +29,9 @@ def fit_link(timeline: Timeline, costs: Costs) -> HostLink:
     rates = {}
     for copying in Copying:
         copies = [copy for row in timeline.copies for copy in row if copy.copying is copying]
-        size = sum(offloadable_bytes(costs, copy.stage, copy.microbatch) for copy in copies)
-        took = sum(copy.duration for copy in copies)
-        if not size or not took:
+        sizes = [offloadable_bytes(costs, copy.stage, copy.microbatch) for copy in copies]
+        found = [size * NS_PER_S / copy.duration for size, copy in zip(sizes, copies, strict=True) if size and copy.duration]
+        if not found:
             raise InputError(f"timeline {timeline.name!r} has no copy {copying} of any length: give that of a step with offloads")
-        rates[copying] = size * NS_PER_S / took
+        rates[copying] = median(found)
     return HostLink(rates[Copying.TO_HOST], rates[Copying.FROM_HOST])

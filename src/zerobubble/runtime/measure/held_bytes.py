@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,9 +14,14 @@ from zerobubble.runtime.measure.storages import addresses_of, storages_of
 
 
 class _NothingRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses every operation: reading what a checkpoint saved would otherwise compute it again."""
+    """Refuses every operation that computes: reading what a checkpoint saved would otherwise compute it again.
 
-    def __torch_dispatch__(self, *_: Any) -> Any:
+    What somebody keeps for autograd is given to us detached.
+    """
+
+    def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return function(*given, **(named or {}))
         raise RuntimeError("reading a graph computes nothing")
 
 
