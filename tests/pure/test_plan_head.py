@@ -61,7 +61,7 @@ def test_a_heavy_head_is_divided_and_a_light_one_on_slow_links_is_not() -> None:
     light = planned(head=(0.1, 0.1, 0.1), slowdown=3, collective=20)
     assert light.best is light.ways[0]
     assert "The head stays whole on the last stage: " in light.bought
-    assert light.bound.time < light.best.bound.time
+    assert light.bound == light.best.bound  # divided, the last B would wait for two collectives
 
 
 def test_a_whole_head_is_planned_as_part_of_the_last_stage() -> None:
