@@ -39,7 +39,7 @@ from zerobubble.graph import resolve
 from zerobubble.kinds import Collective, Stuff, Traits, add_kind, kinds_restored, traits_of
 from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.planning import place_head, sensitivity
-from zerobubble.program import Send
+from zerobubble.program import Compute, Recv, Send
 from zerobubble.rules import Value, complete_sets
 from zerobubble.schedules import SCHEDULES, with_recompute, with_vocabulary
 from zerobubble.simulation import peak_memory
@@ -304,9 +304,23 @@ def test_what_is_sent_may_be_used_until_it_is_freed() -> None:
     assert "run 1S0: o1.0 was freed before; free it after its last use" in str(fault)
 
 
-def test_receives_are_in_time_at_the_depth_of_a_plan() -> None:
-    schedule = divided(name="gpipe")
-    assert prefetch_depth(schedule, costs_of(schedule)) > prefetch_depth(make("gpipe", 4, 8), Costs.uniform(4)) - 1
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v"])
+def test_no_message_finds_its_receive_missing_at_the_depth_of_a_plan(name: str) -> None:
+    schedule = divided(name=name)
+    costs = costs_of(schedule)
+    ended = {span.op: span.end for row in simulate(schedule, costs).rows for span in row}
+    posted, sent = {}, {}
+    for rank, row in enumerate(lower(schedule, prefetch_depth(schedule, costs)).rows):
+        now = 0
+        for action in row:
+            if isinstance(action, Compute):
+                now = ended[action.step[-1]]
+            elif isinstance(action, Recv):
+                posted[action.value, rank] = now
+            elif isinstance(action, Send):
+                sent[action.value, action.peer] = now
+    assert posted.keys() == sent.keys()
+    assert all(posted[message] <= sent[message] for message in posted)
 
 
 def test_readers_of_the_table_show_the_passes_of_the_head() -> None:

@@ -99,6 +99,11 @@ class HeadPart:
             module.register_parameter(f"{self._name}_bias", made.get_parameter("bias") if made.bias is not None else None)
 
     @property
+    def names(self) -> tuple[str, str]:
+        """The names of weight and bias in the module."""
+        return self._name, f"{self._name}_bias"
+
+    @property
     def weight(self) -> nn.Parameter:
         """The rows, (rows, width)."""
         weight: nn.Parameter = getattr(self._module, self._name)

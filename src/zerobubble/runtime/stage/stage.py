@@ -262,6 +262,9 @@ class Stage:
     def report(self) -> SplitReport:
         """How the backward pass comes apart, as far as it is known by now, and which passes compute anything."""
         report = self.splitter.report()
+        if self.head is not None:  # its rows are no part of what is split
+            own = tuple(line for line in report.at_once if line.partition(":")[0] not in self.head.names)
+            report = replace(report, at_once=own)
         if self.computed_again is not None:
             report = replace(report, notes=(*report.notes, str(self.computed_again)))
         if any(parameter.requires_grad for parameter in self.parameters):
