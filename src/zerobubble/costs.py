@@ -11,6 +11,10 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Schedule, Step
 from zerobubble.kinds import HELD, KINDS, Kind, Stuff, Traits, made_where, traits_of
+from zerobubble.level import FULL as FULL
+from zerobubble.level import NONE as NONE
+from zerobubble.level import SELECTIVE as SELECTIVE
+from zerobubble.level import Level as Level
 from zerobubble.rules import given_to, message_receiver, recomputed
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
@@ -27,6 +31,8 @@ COLLECTIVE = "collective"
 """The further column of ns from a pass that gives to a collective until the other ranks have gathered it."""
 OFFLOADABLE = "offloadable"
 """The further column with the bytes of what F saves that can go to host memory; all can where it is left out."""
+_LEVEL_TIME, _LEVEL_BYTES = "recompute ", "held_input "
+"""How the further columns of a level of recomputation begin, before its name: see `Costs.levels`."""
 KEPT_WORDS = "parameters, gradients and optimizer state"
 HEAD_TIMES = Wanted(
     "three numbers, the times in ms of a head or a part of it: forward, gradient for the input, gradient for the weights",
@@ -129,7 +135,8 @@ class Costs(Displayed):
         yield "stage" + "".join(map(str.rjust, columns, widths))
         for stage in range(self.num_stages):
             in_bytes = (*HELD.values(), KEPT, OFFLOADABLE)
-            shows = [str if name == "buckets" else show_bytes if name in in_bytes else show_ms for name in columns]
+            are_bytes = [name in in_bytes or name.startswith(_LEVEL_BYTES) for name in columns]
+            shows = [str if name == "buckets" else show_bytes if size else show_ms for name, size in zip(columns, are_bytes, strict=True)]
             cells = [show(column[stage]) if stage < len(column) else "" for show, column in zip(shows, columns.values(), strict=True)]
             yield f"{stage:5}" + "".join(map(str.rjust, cells, widths))
 
@@ -199,7 +206,7 @@ class Costs(Displayed):
     def _sized_columns(self) -> dict[str, tuple[int, ...]]:
         """The columns that the share of a microbatch is a factor on."""
         names = {*self.time_columns, "hidden", *HELD.values(), OFFLOADABLE}
-        return {name: values for name, values in self._columns().items() if name in names}
+        return {name: values for name, values in self._columns().items() if name in names or name.startswith((_LEVEL_TIME, _LEVEL_BYTES))}
 
     def column(self, name: str) -> tuple[int, ...]:
         """The column `name`, one that every costs have or a further one; raises `InputError` where there is none."""
@@ -232,9 +239,32 @@ class Costs(Displayed):
         each = (levels,) * self.num_stages if isinstance(levels, Level) else as_tuple("the levels of recomputation", levels)
         if len(each) != self.num_stages:
             raise InputError(f"costs for {self.num_stages} stages need as many levels of recomputation, got {len(each)}")
-        again = [round(level.extra * time) for level, time in zip(each, self.forward, strict=True)]
-        kept = [round(level.kept * held) for level, held in zip(each, self.held_after_f, strict=True)]
+        for level in each:
+            level.require_fit(self.num_stages)
+        again = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(each, self.forward, strict=True))]
+        kept = [round(level.kept_in(stage) * held) for stage, (level, held) in enumerate(zip(each, self.held_after_f, strict=True))]
         return self.with_columns(recompute=again, held_input=kept)
+
+    def with_level(self, name: str, recompute: Sequence[int], held_input: Sequence[int]) -> Costs:
+        """These costs with what level `name` takes and keeps in each stage, in ns and bytes, for plans that choose levels: see `levels`."""
+        return self.with_columns(**{f"{_LEVEL_TIME}{name}": recompute, f"{_LEVEL_BYTES}{name}": held_input})
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels of recomputation that were measured, such as by `Pipeline.profile`, as shares by stage.
+
+        >>> import zerobubble as zb
+        >>> zb.Costs.uniform(2).with_level("selective", (250_000, 500_000), (400_000, 600_000)).levels
+        (Level(name='selective', extra=(0.25, 0.5), kept=(0.4, 0.6)),)
+        """
+        further = dict(self.further)
+        names = [name.removeprefix(_LEVEL_TIME) for name in further if name.startswith(_LEVEL_TIME)]
+        return tuple(self._level(name, further) for name in names if f"{_LEVEL_BYTES}{name}" in further)
+
+    def _level(self, name: str, further: dict[str, tuple[int, ...]]) -> Level:
+        columns = (further[f"{_LEVEL_TIME}{name}"], self.forward), (further[f"{_LEVEL_BYTES}{name}"], self.held_after_f)
+        extra, kept = (tuple(part / whole if whole else 0.0 for part, whole in zip(*pair, strict=True)) for pair in columns)
+        return Level(name, extra, tuple(min(share, 1.0) for share in kept))  # an input that nobody else keeps may be more than is left out
 
     @takes(times=HEAD_TIMES, held=NUMBER, collective=NUMBER)
     def with_divided_head(self, times: tuple[float, float, float], *, held: float = 0.0, collective: float = 0.0) -> Costs:
@@ -430,40 +460,6 @@ def _used_up(traits: Traits) -> list[Stuff]:
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     return default if values is None else tuple(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """How much of a stage is computed again: `extra` is the time of R as a share of that of F, `kept` what F keeps of its bytes until then.
-
-    To compute all again takes a whole F and keeps the stage's input; to compute again what is large and quick, such as attention, takes
-    little and keeps some more. Raises `InputError` for shares that no stage can have.
-
-    >>> import zerobubble as zb
-    >>> zb.costs.Level("full", extra=1.0, kept=0.06)
-    Level(name='full', extra=1.0, kept=0.06)
-    """
-
-    name: str
-    extra: float
-    kept: float
-
-    def __post_init__(self) -> None:
-        require("the name of a level of recomputation", self.name, str)
-        for what, value, most in (("time", self.extra, MOST_MS), ("bytes", self.kept, 1)):
-            require_ms(f"the share of the {what} of level {self.name!r}", value)
-            if value > most:
-                raise InputError(f"level {self.name!r} keeps {value:g} of what F keeps, but R can only make less of it than F: give 0 to 1")
-
-
-FULL = Level("full", extra=1.0, kept=0.06)
-"""All of a stage computed again: its input is 2 of the 34 bytes that a transformer layer keeps for each number (arXiv 2205.05198)."""
-
-
-NONE = Level("none", extra=0.0, kept=1.0)
-"""Nothing computed again."""
-SELECTIVE = Level("selective", extra=0.03, kept=0.588)
-"""Attention alone computed again: of the 34 bytes that a layer keeps for each number 20 stay, for 3 % of F (arXiv 2205.05198)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -21,6 +21,7 @@ from zerobubble.costs import FULL, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Problem, Workload, plan
 from zerobubble.planning.attempt import Budget
+from zerobubble.planning.kernels.coarse_to_fine import coarsened
 from zerobubble.planning.lighter import lightened
 from zerobubble.planning.problem import Solved
 from zerobubble.planning.recomputation import Recomputation, choices_by_leg, levels_for, parse_levels
@@ -92,6 +93,35 @@ def test_full_computes_every_forward_again() -> None:
         assert count_again(choice.solved.schedule) == 6 * choice.solved.schedule.num_stages
         assert choice.solved.bound.time >= choice.solved.problem.work / 4 + 6 * 10e6
     assert "computed again in full" not in str(found.bought)
+
+
+@pytest.mark.parametrize("extra", [1.0, 0.2])
+def test_levels_by_stage_that_agree_are_planned_as_one_number_is(extra: float) -> None:
+    costs = replace(Costs.uniform(8, times=(10, 10, 8)), placement=Placement.vee(4))
+    one, several = (
+        plan(costs, 6, Limits((1_900_000,) * 4), recompute="auto", levels=[level], evaluations=300)
+        for level in (Level("some", extra, 0.25), Level("some", (extra,) * 8, (0.25,) * 8))
+    )
+    assert one.schedule == several.schedule
+    assert (one.best.time, one.best.bound) == (several.best.time, several.best.bound)
+
+
+def test_levels_that_were_measured_with_the_costs_are_those_to_choose_from() -> None:
+    """The second stage alone has something that is worth computing again: all of its own level, none of another stage's."""
+    costs = Costs.uniform(4).with_level("odd", (0, 1_000, 0, 1_000), (1_000_000, 10_000, 1_000_000, 10_000))
+    costs = replace(costs, placement=Placement.linear(4))
+    found = plan(costs, 6, Limits((4_000_000, 1_500_000, 2_000_000, 1_500_000)), recompute="auto", evaluations=300)
+    require_sound(found.best)
+    assert {op.stage for row in found.schedule.rows for op in row if op.kind is Kind.R} <= {1, 3}
+    assert found.bought is not None
+    assert found.bought.without.time is not None
+    assert found.best.time is not None
+    assert found.best.time < found.bought.without.time
+    small = coarsened(found.best.problem, 2, 4)
+    assert small.recomputation is not None
+    assert small.recomputation.offered == (NONE, Level("odd", (0.0, 0.001), (1.0, 0.01)))
+    with pytest.raises(InputError, match="level 'odd' has shares of 4 stages, and here are 8: give one number for all, or as many"):
+        plan(WORK, 4, 2, placements="vee", recompute="auto", levels=costs.levels, seconds=0)
 
 
 def test_without_a_search_there_is_a_plan() -> None:

@@ -175,7 +175,7 @@ def test_a_kind_whose_forward_sends_something_else_is_refused() -> None:
 
 def test_the_program_of_the_page_says_what_recomputation_costs_and_saves(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/recompute.md").read_text(encoding="utf-8")
-    program, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(program, {})
     plain, lean = capsys.readouterr().out.splitlines()[-2:]
     assert plain.startswith("1f1b (4000000, 3000000, 2000000, 1000000) ")

@@ -54,8 +54,7 @@ def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limi
 def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: tuple[Level, ...]) -> Bounds:
     """The bounds, worked out once for plans that differ in the levels of their stages alone."""
     fits = not shortage_again(placement, costs, limits, [levels] * placement.num_stages)
-    leanest = min(level.kept for level in levels)
-    kept = tuple(round(leanest * held) for held in costs.held_after_f)
+    kept = tuple(round(min(level.kept_in(stage) for level in levels) * held) for stage, held in enumerate(costs.held_after_f))
     pending = tuple(map(min, kept, costs.held_after_b))
     lean = replace(costs, held_after_f=kept, held_after_b=pending)
     span, makespan = lower_bounds(placement, num_microbatches, lean, limits if fits else None)
@@ -82,7 +81,7 @@ def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: S
     for stage, rank in enumerate(placement.routes[0]):
         saved = costs.held_after_f[stage]
         needed[rank] = max(needed[rank], kept[rank] + saved)
-        kept[rank] += min(round(level.kept * saved) for level in levels[stage])
+        kept[rank] += min(round(level.kept_in(stage) * saved) for level in levels[stage])
     return "; ".join(
         f"rank {rank} needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
         for rank, (need, limit) in enumerate(zip(needed, limits.memory, strict=True))
@@ -141,10 +140,11 @@ def _most_before(costs: Costs, stages: Iterable[int], room: int | None, microbat
 
     `room` is the rank's limit in bytes, None without one.
     """
-    columns = [(costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
+    columns = [(stage, costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
     # Whose R is done before, too, holds everything and leaves nothing for later.
     options = [
-        [(saved, time), *((round(level.kept * saved), time - round(level.extra * time)) for level in levels)] for time, saved in columns
+        [(saved, time), *((round(level.kept_in(stage) * saved), time - round(level.extra_in(stage) * time)) for level in levels)]
+        for stage, time, saved in columns
     ]
     if room is None:
         return microbatches * sum(max(won for _, won in own) for own in options)
@@ -174,7 +174,7 @@ def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Pri
     saved, forward, backward = costs.held_after_f[stage], costs.forward[stage], costs.backward[stage]
     pending = min(saved, costs.held_after_b[stage]) * costs.weight[stage]
     stay = starts[Op(Kind.B, stage, 0)] + backward - starts[Op(Kind.F, stage, 0)]
-    kept, again = round(level.kept * saved), round(level.extra * forward)
+    kept, again = round(level.kept_in(stage) * saved), round(level.extra_in(stage) * forward)
     if kept == saved:
         return Price(again, saved * stay + pending)
     full = again + backward

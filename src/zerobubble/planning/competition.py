@@ -213,7 +213,8 @@ def plan(
         shares: a factor for each microbatch on the times and bytes of its passes, where they are of unequal cost. The microbatches of the
             schedule are then in the places that make it short; see `planning.order_microbatches` for a schedule that stays.
         recompute: "full" computes every forward again, "auto" what pays within the memory, by stage and microbatch; "none" nothing.
-        levels: how much may be computed again; if not given, `costs.SELECTIVE` and `costs.FULL`.
+        levels: how much may be computed again; if not given, the levels that were measured with the costs, where some were, and else
+            `costs.SELECTIVE` and `costs.FULL`.
         progress: called now and then with how far the search is.
 
     >>> import zerobubble as zb
@@ -224,7 +225,9 @@ def plan(
     >>> found.schedule.placement.name
     'vee'
     """
-    tried, offered = placements_for(work, placements), levels_for(recompute, levels)
+    tried = placements_for(work, placements)
+    measured = work.levels if isinstance(work, Costs) and recompute != "none" else ()
+    offered = levels_for(recompute, measured or None if levels is None else levels)
     if isinstance(work, Costs) and work.shares:
         shares, work = shares or work.shares, replace(work, shares=())
     if shares and (baseline is not None or sharded is not None):

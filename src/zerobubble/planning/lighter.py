@@ -12,7 +12,7 @@ from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
-from zerobubble.costs import NONE, Level
+from zerobubble.costs import NONE
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.attempt import Budget, shorter
 from zerobubble.planning.problem import Problem, Solved
@@ -84,16 +84,16 @@ def _light(solved: Solved) -> Solved:
 def _with_cheaper_levels(problem: Problem, schedule: Schedule) -> Problem:
     """The problem with, for one stage after the other, the quickest level with which the schedule fits the limits."""
     assert problem.recomputation is not None
-    by_time = sorted((level for level in problem.recomputation.offered if level != NONE), key=lambda level: level.extra)
+    levels = [level for level in problem.recomputation.offered if level != NONE]
     chosen = list(problem.recomputation.chosen)
     for rank, row in enumerate(schedule.rows):
         held, stays = held_bytes(row, problem.costs), list(_stays(row))
         for stage in sorted({stay.stage for stay in stays}):
             saved = problem.costs.held_after_f[stage]
-            for level in by_time:
-                if level.extra >= chosen[stage].extra:
+            for level in sorted(levels, key=lambda level: level.extra_in(stage)):
+                if level.extra_in(stage) >= chosen[stage].extra_in(stage):
                     break
-                more = _kept(level, saved) - _kept(chosen[stage], saved)
+                more = round(level.kept_in(stage) * saved) - round(chosen[stage].kept_in(stage) * saved)
                 lighter = _with_more(held, [stay for stay in stays if stay.stage == stage], more)
                 if max(lighter) <= problem.limits.memory[rank]:
                     held, chosen[stage] = lighter, level
@@ -139,7 +139,3 @@ def _with_more(held: Sequence[int], stays: Iterable[Stay], more: int) -> list[in
         changes[stay.start] += more
         changes[stay.stop] -= more
     return [number + extra for number, extra in zip(held, accumulate(changes[:-1]), strict=True)]
-
-
-def _kept(level: Level, saved: int) -> int:
-    return round(level.kept * saved)

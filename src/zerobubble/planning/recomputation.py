@@ -47,7 +47,9 @@ class Recomputation:
             raise InputError(f"a stage has level {foreign[0]!r}, but those that may be chosen are {', '.join(names)}")
 
     def require_fit(self, costs: Costs) -> None:
-        """Raise `InputError` unless the columns of `costs` are those of the chosen levels."""
+        """Raise `InputError` unless the levels are for as many stages as `costs`, whose columns are those of the chosen ones."""
+        for level in self.offered:
+            level.require_fit(costs.num_stages)
         if costs.shares:
             raise InputError("microbatches of unequal cost are planned without recomputation: leave one of the two out")
         if costs != costs.with_recompute(self.chosen):
@@ -62,15 +64,23 @@ class Recomputation:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: the levels that may be chosen, and the name of that of each stage; `from_dict` reads it back."""
-        offered = [{"name": level.name, "extra": level.extra, "kept": level.kept} for level in self.offered]
+        offered = [{"name": level.name, "extra": _plain(level.extra), "kept": _plain(level.kept)} for level in self.offered]
         return {"offered": offered, "chosen": [level.name for level in self.chosen]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recomputation:
         """Read the JSON form, within the form of a plan; raises `InputError` or what a missing part raises."""
-        offered = [Level(line(each["name"]), float(each["extra"]), float(each["kept"])) for each in data["offered"]]
+        offered = [Level(line(each["name"]), _shares(each["extra"]), _shares(each["kept"])) for each in data["offered"]]
         known = {level.name: level for level in offered}
         return cls(tuple(offered), tuple(known[line(name)] for name in data["chosen"]))
+
+
+def _plain(shares: float | tuple[float, ...]) -> float | list[float]:
+    return list(shares) if isinstance(shares, tuple) else shares
+
+
+def _shares(given: Any) -> float | tuple[float, ...]:
+    return tuple(map(float, given)) if isinstance(given, list) else float(given)
 
 
 def levels_for(mode: str, levels: Sequence[Level] | None) -> tuple[Level, ...]:
@@ -136,7 +146,7 @@ def choices_by_leg(placement: Placement, offered: Sequence[Level]) -> Iterator[t
     What an earlier stage of a rank holds it holds for longer, so of many stages the earlier ones keep no more than the later ones.
     """
     legs, leg = max(placement.stages_per_rank, 1), _legs(placement)
-    leanest_first = sorted(offered, key=lambda level: level.kept)
+    leanest_first = sorted(offered, key=lambda level: level.mean_kept)
     several = product(leanest_first, repeat=legs) if legs <= MOST_FREE_LEGS else combinations_with_replacement(leanest_first, legs)
     for levels in several:
         yield tuple(levels[leg[stage]] for stage in range(placement.num_stages))

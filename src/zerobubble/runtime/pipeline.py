@@ -365,7 +365,12 @@ class Pipeline:
         passes and messages are measured undisturbed, B apart from W, in the memory of one microbatch. Times are medians over
         microbatches and steps. Gradients, buffers and torch's random state are put back after it, to the bit, `losses` stay what they
         were, and `on_loss` and hooks hear of none. Every rank must call it. `progress(done, total)` hears of every step; without one, a bar
-        on rank 0's terminal does. Raises `InputError` for less than 1 step, and `PipelineError` as `step` does.
+        on rank 0's terminal does.
+
+        Where `recompute` is given, be it {}, all stages are measured at each of its levels and in full, too, in as many steps each:
+        `costs.levels` tells, and `zb.plan(costs, recompute="auto")` chooses among them.
+
+        Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice, and `PipelineError` as `step` does.
         """
         return trials.profile(self._steps, self._lent(StepInputs(inputs, targets, kwargs))[0], steps, progress)
 

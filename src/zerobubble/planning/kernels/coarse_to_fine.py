@@ -61,8 +61,9 @@ def coarsened(problem: Problem, ranks: int, microbatches: int) -> Problem:
     small = Problem(placement, microbatches, Costs(forward, backward, weight, comm, after_f, after_b), limits, problem.objective)
     if again is None:
         return small
-    chosen = tuple(again.chosen[stage] for stage in stages)
-    return replace(small, costs=small.costs.with_recompute(chosen), recomputation=replace(again, chosen=chosen))
+    offered = tuple(level.on(stages) for level in again.offered)
+    chosen = tuple(again.chosen[stage].on(stages) for stage in stages)
+    return replace(small, costs=small.costs.with_recompute(chosen), recomputation=replace(again, offered=offered, chosen=chosen))
 
 
 def coarse_problems(problem: Problem) -> list[Problem]:

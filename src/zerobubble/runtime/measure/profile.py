@@ -25,14 +25,17 @@ Progress = Callable[[int, int], object]
 _TIMES = ("forward", "backward", "weight", "comm")
 
 
-def one_by_one(schedule: Schedule) -> Schedule:
+def one_by_one(schedule: Schedule, *, computes_all_again: bool = False) -> Schedule:
     """The placement of `schedule` with a microbatch at a time: down through all stages and back, then each rank's W.
 
-    Stages some of whose forwards `schedule` computes again have all of them computed again, right before their backward.
+    Stages some of whose forwards `schedule` computes again have all of them computed again, right before their backward, and with
+    `computes_all_again` all stages have.
 
     A rank computes nothing while it waits for a message, but for W of a microbatch that is on its way elsewhere.
     """
     again = {stage: kind for row in schedule.rows for (stage, _), kind in recomputed(row).items()}
+    if computes_all_again:
+        again = dict.fromkeys(range(schedule.num_stages), Kind.R)
     rows = tuple(
         tuple(op for microbatch in range(schedule.num_microbatches) for op in _passes(schedule, rank, microbatch, again))
         for rank in range(schedule.num_ranks)
@@ -96,3 +99,15 @@ def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline])
     names = [*_TIMES, *(name for name in steps[0].time_columns if name in dict(steps[0].further))]
     times = {name: tuple(map(median_low, zip(*(step.column(name) for step in steps), strict=True))) for name in names}
     return replace(fit_costs(metered).with_columns(**times), placement=placement)
+
+
+def with_level_of(costs: Costs, name: str, measured: Costs) -> Costs:
+    """`costs` with a level of recomputation, of which `measured` are those of steps in which all stages have it.
+
+    What R takes and F keeps are taken as shares of the times and bytes of the same steps: so are a machine's slower and faster minutes out
+    of them.
+    """
+    pairs = zip(measured.column("recompute"), measured.forward, costs.forward, strict=True)
+    again = [round(own * time / forward) if forward else time for time, forward, own in pairs]
+    kept = zip(measured.column("held_input"), measured.held_after_f, costs.held_after_f, strict=True)
+    return costs.with_level(name, again, [round(own * held / saved) if saved else held for held, saved, own in kept])

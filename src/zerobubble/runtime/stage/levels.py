@@ -70,11 +70,12 @@ class ComputedAgain(NamedTuple):
 class RecomputeLevels:
     """The levels that users `given`, by name, and `of_stage` those that the stages of a schedule have; without it they have the only one.
 
-    Raises `InputError` for names that mean something else.
+    `measured` are those that a profile measures, none where none are given. Raises `InputError` for names that mean something else.
     """
 
     def __init__(self, given: GivenLevels | None, of_stage: Sequence[str] | None = None) -> None:
         self.given: GivenLevels = given or {}
+        self.measured: tuple[str, ...] = () if given is None else (*given, FULL.name)
         self.of_stage = of_stage
         for name in (FULL.name, NONE.name):
             if name in self.given:

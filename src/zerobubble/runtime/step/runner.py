@@ -132,6 +132,15 @@ class StepRunner:
             yield self._nothing
 
     @property
+    def levels_to_measure(self) -> tuple[str, ...]:
+        """The levels of recomputation that a profile is to measure."""
+        return self._stages.levels.measured
+
+    def fault_in_levels(self) -> str:
+        """Why stages of this rank cannot be computed again, where levels are to be measured; empty where they can."""
+        return self._stages.fault_in_computing_again() if self.levels_to_measure else ""
+
+    @property
     def hooks(self) -> Sequence[StepHook]:
         """The hooks attached so far, in order."""
         return self.step_hooks.attached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from itertools import starmap
 from statistics import median_low
@@ -10,7 +10,7 @@ from statistics import median_low
 from zerobubble.arguments import WHOLE, shown
 from zerobubble.costs import OFFLOADABLE, Costs
 from zerobubble.errors import InputError
-from zerobubble.runtime.measure.profile import Progress, costs_of, telling
+from zerobubble.runtime.measure.profile import Progress, costs_of, telling, with_level_of
 from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
@@ -29,14 +29,22 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
         _agree_on_steps(runner, steps)
     runner.settle()
     runner.choose(None)
+    levels = runner.levels_to_measure
+    num_steps = (1 + len(levels)) * (steps + 1)
+    with runner.activity("while profiling"), runner.untouched(), telling(progress, runner.rank) as tell:
+        costs = _costs_one_by_one(runner, given, steps, None, lambda done: tell(done, num_steps))
+        for place, level in enumerate(levels, 1):
+            before = place * (steps + 1)
+            measured = _costs_one_by_one(runner, given, steps, level, lambda done, before=before: tell(before + done, num_steps))  # type: ignore[misc]
+            costs = with_level_of(costs, level, measured)
+    return costs
+
+
+def _costs_one_by_one(runner: StepRunner, given: StepInputs, steps: int, level: str | None, tell: Callable[[int], object]) -> Costs:
+    """The costs that a metered step and then timed `steps` tell, in which microbatches come one by one."""
     timelines: list[Timeline] = []
     movable: dict[int, list[MovableBytes]] = {}
-    with (
-        runner.activity("while profiling"),
-        runner.untouched(),
-        telling(progress, runner.rank) as tell,
-        runner.programs.one_by_one() as compiled,
-    ):
+    with runner.programs.one_by_one(level) as compiled:
         assert compiled.train is not None
         for index, stage in compiled.stages.items():
             movable[index] = [MovableBytes(runner.device) for _ in range(compiled.schedule.num_microbatches)]
@@ -44,7 +52,7 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
         while len(timelines) <= steps:
             runner.train_unheard(compiled, given, measures_memory=not timelines)
             timelines.append(runner.timeline_of(compiled.train))
-            tell(len(timelines), steps + 1)
+            tell(len(timelines))
     costs = costs_of(runner.schedule.placement, timelines[0], timelines[1:])
     return costs.with_columns(**{OFFLOADABLE: _offloadable(runner, movable)})
 
@@ -58,14 +66,18 @@ def _offloadable(runner: StepRunner, movable: Mapping[int, list[MovableBytes]]) 
 
 
 def _agree_on_steps(runner: StepRunner, steps: int) -> None:
-    """Raise `InputError` on every rank where one of them is given no number of steps, or another one."""
-    told = runner.gather(steps if WHOLE.accepts(steps) else shown(steps), "comparing how many steps to profile")
+    """Raise `InputError` on every rank where one of them is given no number of steps, or another one, or cannot compute again."""
+    faults = runner.gather((steps if WHOLE.accepts(steps) else shown(steps), runner.fault_in_levels()), "comparing how to profile")
+    told = [count for count, _ in faults]
     wrong = [count for count in told if not (WHOLE.accepts(count) and count >= 1)]
     if wrong:
         raise InputError(f"a profile takes at least 1 step, got {wrong[0]}")
     if len(set(told)) > 1:
         listed = ", ".join(f"rank {rank} has {count}" for rank, count in zip(runner.peers.members, told, strict=True))
         raise InputError(f"ranks disagree on the steps of a profile: {listed}")
+    unable = [fault for _, fault in faults if fault]
+    if unable:
+        raise InputError(f"a profile measures the levels of recompute in every stage: {unable[0]}; or leave recompute out while profiling")
 
 
 def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
