@@ -325,10 +325,11 @@ def test_another_number_of_microbatches_trains_without_offload_alone(world: Rank
 
 
 def play_plan(group: Any, found: zb.planning.OffloadedPlan) -> tuple[bool, list[int]]:
-    """Whether a plan with offload leaves what its schedule does without, and the peaks that are metered."""
+    """Whether a plan with offload leaves what its schedule does without, from its file, too, and the peaks that are metered."""
     plain, _ = leave(group, found.schedule, 8)
     moved, timeline = leave(group, found, 8)
-    return equal(plain, moved), [rank.peak_bytes or 0 for rank in timeline.ranks]
+    saved, _ = leave(group, zb.io.loads(zb.io.dumps(found.solved)), 8)
+    return equal(plain, moved) and equal(plain, saved), [rank.peak_bytes or 0 for rank in timeline.ranks]
 
 
 def test_a_plan_with_offload_is_given_as_the_schedule(world: Ranks) -> None:

@@ -26,6 +26,7 @@ COSTS = zb.Costs.from_dict(WORK.costs(SCHEDULE.placement).to_dict() | {"placemen
 VALUES = {
     "plan": FOUND.best,
     "plan with a head": zb.planning.plan_head(WORK, 4, (9, 9, 9), 6, placements="vee", seconds=0).best.solved,
+    "plan with offload": zb.planning.plan_offloaded(WORK, 4, 1.5, zb.offload.HostLink(4e9, 4e9), placements="linear", seconds=0).solved,
     "schedule": SCHEDULE,
     "costs": COSTS,
     "timeline": zb.simulate(SCHEDULE, COSTS),
@@ -46,6 +47,7 @@ TEXTS = {
 SHOWN: dict[str, list[str]] = {
     "plan": ["show FILE", "check FILE", "plan --costs FILE --evaluations 0", "make FILE --format svg"],
     "plan with a head": ["show FILE", "compare FILE 1f1b", "plan --costs FILE --evaluations 0"],
+    "plan with offload": ["show FILE", "compare FILE 1f1b", "plan --costs FILE --evaluations 0"],
     "schedule": ["show FILE", "check FILE"],
     "costs": ["show plan.json --costs FILE", "plan --costs FILE --microbatches 4 --evaluations 0"],
     "timeline": ["diff plan.json FILE"],

@@ -117,6 +117,79 @@ def test_the_command_of_the_page_says_what_the_page_says() -> None:
     assert " ".join(answer.replace("\n> ", " ").split()) in " ".join(told(*shlex.split(command)).split())
 
 
+def small_plan() -> OffloadedPlan:
+    return plan_offloaded(zb.Workload.uniform(3, (10, 10, 10)), 6, 1.5, LINK, placements=["linear", "vee"], seconds=0)
+
+
+def test_a_plan_with_offload_survives_its_file(tmp_path: Path) -> None:
+    found, file = small_plan(), tmp_path / "plan.json"
+    zb.io.save_plan(found, file)
+    loaded = zb.io.load_plan(file)
+    assert loaded.offloads == found.offloads
+    assert any(rank.offloads for rank in loaded.offloads)
+    assert (loaded.problem, loaded.schedule, loaded.bound) == (found.problem, found.schedule, found.solved.bound)
+    assert loaded.timeline == found.timeline
+    assert loaded.makespan == found.timeline.makespan
+    assert loaded.peaks == tuple(rank.peak_bytes for rank in found.offloads)
+    assert zb.io.loads(zb.io.dumps(loaded)) == loaded
+
+
+def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Path) -> None:
+    file, again = tmp_path / "plan.json", tmp_path / "again.json"
+    shape = "plan -p 3 -m 6 --times 10,10,10 --memory 1.5 --offload 3 --placement linear,vee --evaluations 0"
+    answer = told(*shape.split(), "-o", str(file))
+    loaded = zb.io.load_plan(file)
+    assert loaded.offloads == small_plan().offloads
+    shown = json.loads(told("show", str(file), "--json"))
+    assert shown["makespan"] == (loaded.makespan or 0) / 1e6
+    assert [rank["bytes"] for rank in shown["offload"]["ranks"]] == [rank.bytes for rank in loaded.offloads]
+    assert "copies: > to the host, < back" in told("show", str(file))
+    with_copies, plain = json.loads(told("compare", str(file), "1f1b", "--json"))
+    assert with_copies["makespan"] == shown["makespan"]
+    idle = 3 * with_copies["makespan"] - 3 * 6 * 30
+    assert sum(with_copies["idle"].values()) == pytest.approx(idle)
+    assert sum(sum(rank.values()) for rank in with_copies["idle_per_rank"]) == pytest.approx(idle)
+    assert "copies" not in plain["idle"]
+    assert max(with_copies["peak_microbatches"]) <= 1.5
+    assert " copies " in told("compare", str(file), "1f1b")
+    anew = told("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again))
+    assert anew.split("What offload buys")[1] == answer.split("What offload buys")[1]
+    assert zb.io.load_plan(again).problem == loaded.problem
+    assert zb.io.load_plan(again).offloads == loaded.offloads
+    refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
+    assert "is a plan with offload, and pareto plans without" in " ".join(refused.output.split())
+
+
+def test_a_file_whose_offloads_cannot_be_is_refused() -> None:
+    data = json.loads(zb.io.dumps(small_plan().solved))
+    rank, moved = next((rank, one["offloads"]) for rank, one in enumerate(data["offloads"]) if one["offloads"])
+
+    def changed(**parts: object) -> list[dict[str, object]]:
+        return [one | (parts if place == rank else {}) for place, one in enumerate(data["offloads"])]
+
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"offloads": data["offloads"][1:]}, "has 3 ranks, offloads are given for 2"),
+        ({"offloads": changed(offloads=[moved[0], *moved])}, "2 times: name it once"),
+        ({"offloads": changed(offloads=[[*moved[0][:2], 10**6, *moved[0][3:]]])}, "as if it were made in step 1000000"),
+        ({"offloads": changed(offloads=[moved[0][:5]])}, "not a list of what each rank moves to the host"),
+        ({"offloads": changed(offloads=[], bound=0)}, f"rank {rank} holds up to"),
+        ({"offloads": changed(bound=10**15)}, "and cannot have to move 1000000000000000"),
+        ({"offloads": 3}, "not a list of what each rank moves to the host"),
+        ({"host": None}, "bytes"),
+        ({"host": data["host"] | {"to_host": 0}}, "the bytes that go to the host in a second must be above 0"),
+        ({"host": 3}, "a link to the host in JSON form is an object"),
+    ]
+    for change, message in cases:
+        with pytest.raises(zb.InputError) as raised:
+            zb.io.loads(json.dumps(data | change))
+        assert message in str(raised.value)
+
+
+def test_the_search_refuses_a_link_to_the_host() -> None:
+    with pytest.raises(zb.InputError, match="take plan_offloaded"):
+        zb.planning.solve(small_plan().problem, seconds=0)
+
+
 def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
     picture = tmp_path / "offload.svg"
     data = json.loads(told(*VERB, "--offload", "2,3", "--json", "--svg", str(picture)))
@@ -142,7 +215,6 @@ def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
         ),
         (("--offload", "1", "--weights", "1GB"), "--offload is not planned together with --weights"),
         (("--offload", "1", "--objective", "span"), "--offload is planned for the makespan: leave out --objective span"),
-        (("--offload", "1", "-o", "plan.json"), "a plan file holds no offloads: save the order with --format text"),
         (("--offload", "1", "--html", "plan.html"), "pages do not draw copies to the host: write --svg"),
         (("--offload", "25GB"), "times tell none: give --microbatch-bytes, or the ms"),
         (("--offload", "fast"), "'fast' is neither bytes a second with their unit"),

@@ -10,7 +10,7 @@ from zerobubble.explain import Causes, Idle, attribute
 from zerobubble.ir import Schedule
 from zerobubble.kinds import MOVES
 from zerobubble.lowering.messages import messages_of
-from zerobubble.simulation import peak_memory, simulate
+from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 from zerobubble.verify import checked
@@ -18,13 +18,17 @@ from zerobubble.verify import checked
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One schedule played: its timeline, its idle time against the makespan, peak bytes per rank and messages between ranks."""
+    """One schedule played: its timeline, its idle time against the makespan, peak bytes per rank and messages between ranks.
+
+    `copies` is by how many ns copies to the host and back make the makespan longer, for which each rank is idle besides.
+    """
 
     costed: Costed
     timeline: Timeline
     idle: Idle
     peaks: tuple[int, ...]
     messages: int
+    copies: int = 0
 
     @property
     def schedule(self) -> Schedule:
@@ -34,6 +38,13 @@ class Evaluation:
     def peak_microbatches(self) -> list[float]:
         """The peaks of the ranks, in microbatches."""
         return self.costed.in_microbatches(self.peaks)
+
+    def idle_by(self, cause: str) -> int:
+        """The idle time of all ranks together by that cause, in ns."""
+        if cause == COPIES:
+            return self.copies * self.schedule.num_ranks
+        found: int = getattr(self.idle.overall, cause)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +67,15 @@ class Cell:
 def evaluate(costed: Costed) -> Evaluation:
     """Everything that is said of a schedule under its costs; raises as `simulate` does."""
     schedule, costs = costed.schedule, costed.costs
-    timeline = simulate(schedule, costs)
+    timeline = costed.timeline
     graph, _ = checked(schedule)
     # What passes of a divided head put together is of other sizes, so it does not count as a message here.
     messages = sum(message.value.stuff in MOVES for message in messages_of(graph, schedule.num_stages))
-    return Evaluation(costed, timeline, attribute(schedule, costs), peak_memory(schedule, costs), messages)
+    idle = attribute(schedule, costs)
+    if costed.link is None:
+        return Evaluation(costed, timeline, idle, peak_memory(schedule, costs), messages)
+    peaks = tuple(plan.peak_bytes for plan in costed.offloads)
+    return Evaluation(costed, timeline, idle, peaks, messages, timeline.makespan - metrics(schedule, costs).makespan)
 
 
 def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[Column]:
@@ -78,8 +93,18 @@ def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[C
     return found
 
 
-CAUSES = Causes._fields
-"""Why ranks are idle; the last one is for schedules with sums over replicas."""
+COPIES = "copies"
+CAUSES = (*Causes._fields, COPIES)
+"""Why ranks are idle; the last two are for schedules with sums over replicas, and with copies to the host and back."""
+
+
+def causes_of(evaluations: Sequence[Evaluation]) -> tuple[str, ...]:
+    """Why ranks may be idle, without what none of these schedules has."""
+    absent = {
+        CAUSES[-2]: not any(evaluation.timeline.reductions for evaluation in evaluations),
+        COPIES: not any(evaluation.costed.link for evaluation in evaluations),
+    }
+    return tuple(cause for cause in CAUSES if not absent.get(cause))
 
 
 def idle_columns(causes: Sequence[str]) -> list[Column]:
@@ -89,8 +114,7 @@ def idle_columns(causes: Sequence[str]) -> list[Column]:
 
 def _idle_column(cause: str) -> Column:
     def share(evaluation: Evaluation) -> float:
-        part: int = getattr(evaluation.idle.overall, cause)
-        return part / max(1, evaluation.timeline.num_ranks * evaluation.timeline.makespan)
+        return evaluation.idle_by(cause) / max(1, evaluation.timeline.num_ranks * evaluation.timeline.makespan)
 
     return Column(cause, share, lambda evaluation: show_percent(share(evaluation)))
 
@@ -117,7 +141,7 @@ def table_rows(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> 
 
 def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dict[str, object]:
     """The figures of one schedule; times in ms, bytes where they are real."""
-    timeline = evaluation.timeline
+    timeline, causes = evaluation.timeline, CAUSES if evaluation.costed.link else Causes._fields
     peak_bytes = {"peak_bytes": list(evaluation.peaks)} if evaluation.costed.in_bytes else {}
     sent = {} if message_bytes is None else {"sent_bytes": evaluation.messages * message_bytes}
     return {
@@ -132,8 +156,11 @@ def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dic
         **peak_bytes,
         "messages": evaluation.messages,
         **sent,
-        "idle": {cause: ms(getattr(evaluation.idle.overall, cause)) for cause in CAUSES},
-        "idle_per_rank": [{cause: ms(getattr(causes, cause)) for cause in CAUSES} for causes in evaluation.idle.ranks],
+        "idle": {cause: ms(evaluation.idle_by(cause)) for cause in causes},
+        "idle_per_rank": [
+            {cause: ms(evaluation.copies if cause == COPIES else getattr(rank, cause)) for cause in causes}
+            for rank in evaluation.idle.ranks
+        ],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from zerobubble.cli.files import is_file, parse_document, read_costs, read_text, require_size
@@ -12,10 +13,13 @@ from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
+from zerobubble.offload import HostLink, RankOffloads, play_offloads
 from zerobubble.planning.head import Head
 from zerobubble.planning.problem import Problem, Solved, microbatch_bytes
 from zerobubble.planning.workload import Workload
 from zerobubble.schedules import known_schedules, make
+from zerobubble.simulation import simulate
+from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_range
 
 INPUT_HELP = "a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin"
@@ -23,12 +27,17 @@ INPUT_HELP = "a known schedule by name, or a file: a schedule (text or JSON), a 
 
 @dataclass(frozen=True)
 class Given:
-    """A schedule as a verb was given it: `problem` is what a plan answers, None for anything else; `text` is its file, None for a name."""
+    """A schedule as a verb was given it: `solved` is the plan it comes from, None for anything else; `text` its file, None for a name."""
 
     name: str
     schedule: Schedule
-    problem: Problem | None = None
+    solved: Solved | None = None
     text: str | None = None
+
+    @property
+    def problem(self) -> Problem | None:
+        """What the plan answers, None without one."""
+        return None if self.solved is None else self.solved.problem
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Costed:
 
     Bytes are real in costs that were measured; costs made from times alone count the memory of a stage and microbatch as `UNIT_BYTES`,
     and memory is then shown in microbatches only. `limits` are the bytes that each rank may hold, empty where the schedule is no plan.
+    `offloads` are what each rank moves over the `link` to its host, in a plan that says so and with the costs that it was made for.
     """
 
     schedule: Schedule
@@ -44,6 +54,15 @@ class Costed:
     source: str
     is_measured: bool = False
     limits: tuple[int, ...] = ()
+    offloads: tuple[RankOffloads, ...] = ()
+    link: HostLink | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What runs when, copies to the host and back included; raises as `simulate` does."""
+        if self.link is None:
+            return simulate(self.schedule, self.costs)
+        return play_offloads(self.schedule, self.costs, self.offloads, self.link)
 
     @property
     def in_bytes(self) -> bool:
@@ -90,7 +109,7 @@ def read_schedule(file: str) -> Given:
         schedule = schedule_of(document)
     except InputError as error:
         raise InputError(f"cannot read a schedule from {file}: {error}") from error
-    return Given(file, schedule, document.problem if isinstance(document, Solved) else None, text)
+    return Given(file, schedule, document if isinstance(document, Solved) else None, text)
 
 
 def make_schedule(name: str, shape: Shape) -> Schedule:
@@ -220,7 +239,15 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
         shares = first.problem.costs.shares
         shared = [_with_head(_again(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
         costed = [Costed(each.schedule, replace(costs, shares=shares), source) for each, costs in zip(inputs, shared, strict=True)]
-    return [replace(one, limits=each.problem.limits.memory if each.problem else ()) for one, each in zip(costed, inputs, strict=True)]
+    return [_within_limits(one, each.solved) for one, each in zip(costed, inputs, strict=True)]
+
+
+def _within_limits(costed: Costed, solved: Solved | None) -> Costed:
+    """The schedule with the memory and the offloads of the plan that it comes from."""
+    if solved is None:
+        return costed
+    moved = solved.offloads if costed.costs == solved.problem.costs else ()
+    return replace(costed, limits=solved.problem.limits.memory, offloads=moved, link=solved.problem.host if moved else None)
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:

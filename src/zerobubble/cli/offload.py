@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 from rich.text import Text
@@ -11,7 +11,7 @@ from rich.text import Text
 from zerobubble.cli.inputs import Costed
 from zerobubble.cli.options import Bytes, microbatches_or_bytes, option_group
 from zerobubble.costs import NS_PER_MS, Limits
-from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offloads
+from zerobubble.offload import HostLink, RankOffloads, plan_offloads
 from zerobubble.simulation import metrics
 from zerobubble.timeline import Copy, Copying, Timeline
 from zerobubble.units import NS_PER_S, counted, read_bytes, show_bytes, show_ms
@@ -28,6 +28,19 @@ class OffloadOptions:
 
     offload: Rates | None
     memory: float | Bytes | None
+
+    def added(self, costed: Costed) -> Costed:
+        """The schedule with offloads that keep each rank within its memory, where some are asked for: instead of those of its plan."""
+        if self.offload is None and self.memory is None:
+            return costed
+        if self.offload is None or self.memory is None:
+            missing, there = ("--memory", "--offload") if self.memory is None else ("--offload", "--memory")
+            raise click.UsageError(
+                f"{there} needs {missing}, too: what is to go to the host follows from the memory, and when from the rate"
+            )
+        link, limits = self.link(costed), self.limits(costed)
+        plans = plan_offloads(costed.schedule, costed.costs, limits, link)
+        return replace(costed, limits=limits.memory, offloads=plans, link=link)
 
     def limits(self, costed: Costed) -> Limits:
         """What the device of each rank may hold, in bytes."""
@@ -111,16 +124,11 @@ class Offloaded:
     without: int
 
 
-def offloaded(costed: Costed, given: OffloadOptions) -> Offloaded | None:
-    """The schedule with offloads that keep each rank within its memory; None where none are asked for."""
-    if given.offload is None and given.memory is None:
+def offloaded(costed: Costed) -> Offloaded | None:
+    """What the ranks of the schedule move to the host; None where it has no link to one."""
+    if costed.link is None:
         return None
-    if given.offload is None or given.memory is None:
-        missing, there = ("--memory", "--offload") if given.memory is None else ("--offload", "--memory")
-        raise click.UsageError(f"{there} needs {missing}, too: what is to go to the host follows from the memory, and when from the rate")
-    schedule, costs, link = costed.schedule, costed.costs, given.link(costed)
-    plans = plan_offloads(schedule, costs, given.limits(costed), link)
-    return Offloaded(plans, play_offloads(schedule, costs, plans, link), metrics(schedule, costs).makespan)
+    return Offloaded(costed.offloads, costed.timeline, metrics(costed.schedule, costed.costs).makespan)
 
 
 def as_dicts(found: Offloaded) -> list[dict[str, object]]:

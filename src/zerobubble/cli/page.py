@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import le
 
-from zerobubble.cli.evaluation import CAUSES, Cell, Column, Evaluation, idle_columns, table_rows, time_and_memory_columns
+from zerobubble.cli.evaluation import Cell, Column, Evaluation, causes_of, idle_columns, table_rows, time_and_memory_columns
 from zerobubble.cli.files import write_text
 from zerobubble.cli.options import PictureFiles
 from zerobubble.export.svg import timeline_svg
@@ -17,11 +17,6 @@ NOTE = (
     "holds least to the one that holds most. {causes} are why ranks are idle; they add up to the "
     "makespan's bubble."
 )
-
-
-def causes_of(evaluations: Sequence[Evaluation]) -> tuple[str, ...]:
-    """Why ranks may be idle: the last cause is for schedules with sums over replicas."""
-    return CAUSES if any(evaluation.timeline.reductions for evaluation in evaluations) else CAUSES[:-1]
 
 
 def column_groups(evaluations: Sequence[Evaluation], message_bytes: int | None = None) -> tuple[list[Column], list[Column]]:

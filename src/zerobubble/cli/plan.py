@@ -29,7 +29,7 @@ from zerobubble.cli.options import (
     picture_options,
     refuse_beside,
 )
-from zerobubble.cli.plan_offload import plan_question, refuse_beside_offload, tell
+from zerobubble.cli.plan_offload import link_asked, plan_question, refuse_beside_offload, tell
 from zerobubble.cli.plan_page import write_plan
 from zerobubble.cli.workload import (
     Question,
@@ -241,10 +241,11 @@ def plan_verb(
             planned_with_head = plan_with_head(asked, question, _room(question, work, options), search, progress)
         tell_of_head(asked, planned_with_head, output, pictures, form, as_json)
         return
-    if offload is not None and question is not None:
+    if question is not None and (link := link_asked(question, offload, work)):
+        refuse_beside_offload(search)
         with progress_bar(search) as progress:
-            found = plan_question(question, _room(question, work, options), offload, work, search, progress)
-        tell(found, {} if found.plan.best.schedule is None else plan_to_dict(found.plan), pictures, form, as_json)
+            found = plan_question(question, _room(question, work, options), link, work, search, progress)
+        tell(found, {} if found.plan.best.schedule is None else plan_to_dict(found.plan), output, pictures, form, as_json)
         return
     if options.layers is not None:
         refuse_sizes_for_layers(sharded)

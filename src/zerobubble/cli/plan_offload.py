@@ -19,6 +19,7 @@ from zerobubble.export.svg import timeline_svg
 from zerobubble.offload import HostLink
 from zerobubble.planning import Objective, OffloadedPlan, Workload, plan_offloaded
 from zerobubble.planning.attempt import ProgressCallback
+from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem import microbatch_bytes
 from zerobubble.planning.reasons import NOTE_WIDTH
 
@@ -29,10 +30,6 @@ def refuse_beside_offload(search: SearchOptions) -> None:
         raise click.UsageError(f"--offload is not planned together with {', '.join(flags)}: leave out one or the other")
     if search.objective == Objective.SPAN:
         raise click.UsageError("--offload is planned for the makespan: leave out --objective span")
-    if given_flags("output"):
-        raise click.UsageError(
-            "a plan file holds no offloads: save the order with --format text and its offloads with --json, and leave out --output"
-        )
     if given_flags("html"):
         raise click.UsageError("pages do not draw copies to the host: write --svg, or leave out --offload")
 
@@ -40,7 +37,7 @@ def refuse_beside_offload(search: SearchOptions) -> None:
 def plan_question(
     question: Question,
     memory: Limits | float | None,
-    rates: Rates,
+    link: HostLink,
     work: WorkOptions,
     search: SearchOptions,
     progress: ProgressCallback | None,
@@ -58,7 +55,7 @@ def plan_question(
         question.work,
         question.microbatches,
         memory,
-        _link(question, rates, work),
+        link,
         placements=question.tried,
         seconds=search.budget,
         seed=search.seed,
@@ -67,8 +64,10 @@ def plan_question(
     )
 
 
-def _link(question: Question, rates: Rates, work: WorkOptions) -> HostLink:
-    """The link of each rank to its host, in the bytes that the costs count."""
+def link_asked(question: Question, rates: Rates | None, work: WorkOptions) -> HostLink | None:
+    """The link of each rank to its host, in the bytes that the costs count: of the options, or else of the plan that is made anew."""
+    if rates is None:
+        return None if question.problem is None else question.problem.host
     if isinstance(question.work, Workload):
         size = max(question.work.held_after_f)
     else:
@@ -87,8 +86,12 @@ def _link(question: Question, rates: Rates, work: WorkOptions) -> HostLink:
     return host_link(rates, size, bytes_a_second)
 
 
-def tell(found: OffloadedPlan, without: dict[str, object], pictures: PictureFiles, form: str | None, as_json: bool) -> None:
-    """Print and draw the plan; `without` is the JSON form of the one without offload."""
+def tell(
+    found: OffloadedPlan, without: dict[str, object], output: str | None, pictures: PictureFiles, form: str | None, as_json: bool
+) -> None:
+    """Print, save and draw the plan; `without` is the JSON form of the one without offload."""
+    if output is not None:
+        write_text(output, plan_text(found))
     schedule, costs = found.schedule, found.problem.costs
     costed = Costed(schedule, costs, "", is_measured=found.problem.workload is None)
     if pictures.svg is not None:

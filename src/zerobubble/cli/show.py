@@ -27,7 +27,6 @@ from zerobubble.cli.windows import told as windows_told
 from zerobubble.cli.windows import windows_of, windows_option
 from zerobubble.export.svg import timeline_svg
 from zerobubble.gathers import RankGathers
-from zerobubble.simulation import simulate
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 
@@ -68,9 +67,10 @@ def show(
 
     NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan is
     drawn with the costs that it was made for, unless --times, --comm, --held, --overlap, --reduce, --buckets or --costs is given, and with
-    the gathers of weights in shards that it was made for, unless --weights is given. Of V stages on a rank each takes 1/V of --times.
-    With --offload and --memory, what waits for its backward pass goes to the host where memory is short, and the copies are drawn. With
-    --vocabulary the head is divided over all ranks; without costs of its own it is as heavy as the first stage.
+    the gathers of weights in shards that it was made for, unless --weights is given, and with its copies to the host. Of V stages on a
+    rank each takes 1/V of --times. With --offload and --memory, what waits for its backward pass goes to the host where memory is short,
+    and the copies are drawn. With --vocabulary the head is divided over all ranks; without costs of its own it is as heavy as the first
+    stage.
 
     \b
     Examples:
@@ -87,7 +87,8 @@ def show(
     found = with_head_divided(find_schedule(name, shape), vocabulary)
     (costed,) = with_costs([found], given)
     divided = sharded.sharded(found.problem)
-    away = offloaded(costed, offloading)
+    costed = offloading.added(costed)
+    away = offloaded(costed)
     if away is not None and divided is not None:
         raise click.UsageError(
             "gathers and offloads are not played together: leave out --offload or --weights, and what a plan has of them"
@@ -99,7 +100,7 @@ def show(
     if with_windows and pictures.html is not None:
         raise click.UsageError("pages do not draw windows: write --svg, or leave out --windows")
     idle = windows_of(costed) if with_windows else ()
-    timeline = simulate(costed.schedule, costed.costs) if away is None else away.timeline
+    timeline = costed.timeline
     gathers = planned(costed.schedule, divided)
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes

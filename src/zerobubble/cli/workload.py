@@ -205,8 +205,9 @@ def _named_placement(work: WorkOptions, search: SearchOptions, costs: Costs) -> 
 
 def _of_plan(verb: str, work: WorkOptions, search: SearchOptions, problem: Problem) -> Question:
     """What a plan was made for, but for what the options say otherwise; its limits hold unless they only left room for everything."""
-    if problem.head is not None and verb != "plan":
-        raise InputError(f"{work.costs_file} is a plan with a head, and {verb} plans without: give --times or --per-rank instead")
+    if (problem.head is not None or problem.host is not None) and verb != "plan":
+        what = "a head" if problem.host is None else "offload"
+        raise InputError(f"{work.costs_file} is a plan with {what}, and {verb} plans without: give --times or --per-rank instead")
     ranks = problem.placement.num_ranks
     if work.ranks not in (None, ranks):
         raise InputError(f"--ranks {work.ranks} does not fit {work.costs_file}, a plan for {ranks} ranks: leave the option out")

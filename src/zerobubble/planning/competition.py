@@ -136,7 +136,7 @@ def solve(
     The seconds are for seeds, search and the last check together, compiling the search apart. With 0 of either it is the best of
     `seeds` and the published schedules. `baseline` names a planner of the papers to ask instead.
     Ctrl-C gives the best so far. The answer is checked and played anew in plain Python. Raises `InputError` for a negative budget, and for
-    a head divided over ranks, which `plan_head` plans.
+    a head divided over ranks and a link to the host, which `plan_head` and `plan_offloaded` plan for.
 
     >>> import zerobubble as zb
     >>> problem = zb.planning.Problem(zb.Placement.vee(2), 4, zb.Costs.uniform(4), zb.Limits((4_000_000,) * 2))
@@ -145,6 +145,8 @@ def solve(
     """
     if problem.has_divided_head:
         raise InputError("solve orders the passes of stages alone, and this problem has a head divided over the ranks: take plan_head")
+    if problem.host is not None:
+        raise InputError("solve keeps all that waits on the device, and this problem has a link to the host: take plan_offloaded")
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if baseline is not None:
         return attempt_by_baseline(name, baseline, problem).solved

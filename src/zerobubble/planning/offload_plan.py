@@ -22,7 +22,7 @@ from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offlo
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
 from zerobubble.planning.attempt import Budget, ProgressCallback
 from zerobubble.planning.competition import MICROBATCHES, SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
-from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.problem import Objective, Problem, Solved
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import fits_memory, fitting, promising, serial_schedule
 from zerobubble.planning.workload import Workload
@@ -53,19 +53,42 @@ MOST_PASSES = 20_000
 class OffloadedPlan(Displayed):
     """The quickest schedule found within the memory, with what its ranks move to the host, and the best `plan` without offload.
 
-    `schedule` is the order on the placement of `problem`, found by `how`, `offloads` what each rank moves and `timeline` both, played.
-    `without` is the least makespan in ns found without offload, None where nothing fits so. No schedule on any placement tried has a
-    makespan below `bound`, whatever goes to the host: it holds for any memory.
+    `solved` is that schedule with its offloads, which a file can keep. `without` is the least makespan in ns found without offload, None
+    where nothing fits so. No schedule on any placement tried has a makespan below `bound`, whatever goes to the host: it holds for any
+    memory.
     """
 
     plan: Plan
-    problem: Problem
-    schedule: Schedule
-    how: str
-    offloads: tuple[RankOffloads, ...]
-    timeline: Timeline
+    solved: Solved
     without: int | None
     bound: Bound
+
+    @property
+    def problem(self) -> Problem:
+        """What was planned for, on the placement of the schedule."""
+        return self.solved.problem
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the passes."""
+        assert self.solved.schedule is not None
+        return self.solved.schedule
+
+    @property
+    def how(self) -> str:
+        """What found the order."""
+        return self.solved.how
+
+    @property
+    def offloads(self) -> tuple[RankOffloads, ...]:
+        """What each rank moves."""
+        return self.solved.offloads
+
+    @property
+    def timeline(self) -> Timeline:
+        """What runs when, the copies included."""
+        assert self.solved.timeline is not None
+        return self.solved.timeline
 
     @property
     def gain(self) -> float | None:
@@ -201,10 +224,11 @@ def plan_offloaded(
     if not found:
         raise InputError(f"no schedule fits, even with all that waits on the host: give more memory; without offload {best.reason}")
     _, _, (_, problem, schedule, how), offloads = min(found, key=lambda priced: priced.price)
-    timeline = play_offloads(schedule, problem.costs, offloads, link)
+    hosted = replace(problem, host=link)
+    solved = Solved.of(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
     without = min((one.makespan for one in found if not one.moved), default=None)
     plan = replace(plans[0], interrupted=is_cut_short or ctrl_c.came)
-    return OffloadedPlan(plan, problem, schedule, how, offloads, timeline, without, bound)
+    return OffloadedPlan(plan, solved, without, bound)
 
 
 def _part(budget: Budget, share: float) -> Budget:

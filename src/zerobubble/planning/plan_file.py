@@ -10,18 +10,19 @@ from zerobubble.errors import InputError, ParseError, ZeroBubbleError, parsed_js
 from zerobubble.planning.competition import Plan
 from zerobubble.planning.head_plan import HeadPlan
 from zerobubble.planning.layer_plan import LayersPlan
+from zerobubble.planning.offload_plan import OffloadedPlan
 from zerobubble.planning.problem import Solved
 
-AnyPlan = Solved | Plan | LayersPlan | HeadPlan
+AnyPlan = Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan
 """What a plan file can be written from."""
 
 
-@takes(plan=instance(Solved, Plan, LayersPlan, HeadPlan), file=instance(str, Path))
+@takes(plan=instance(Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan), file=instance(str, Path))
 def save_plan(plan: AnyPlan, file: str | Path) -> None:
     """Write `plan`, of several placements or places of a head the winner, to `file` as JSON.
 
     The file holds everything the plan was made from: costs, placement, limits, objective, and the workload or the layers of each stage,
-    and a head beside them.
+    and a head, or what goes to the host and over which link.
     Raises `InputError` when there is no schedule or the file cannot be written.
 
     >>> import zerobubble as zb, tempfile
@@ -49,6 +50,8 @@ def plan_text(plan: AnyPlan) -> str:
 def _winner(plan: AnyPlan) -> Solved:
     if isinstance(plan, HeadPlan):
         return plan.best.solved
+    if isinstance(plan, OffloadedPlan):
+        return plan.solved
     if isinstance(plan, LayersPlan):
         plan = plan.plan
     return plan.best if isinstance(plan, Plan) else plan

@@ -17,6 +17,8 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.kinds import traits_of
+from zerobubble.offload import HostLink, RankOffloads, offload_faults, play_offloads
+from zerobubble.offload.form import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
 from zerobubble.planning.head import Head
 from zerobubble.planning.recomputation import Recomputation
 from zerobubble.planning.sharded import Sharded
@@ -58,7 +60,8 @@ class Problem(Displayed):
     `layers_per_stage` says how many layers of the model each stage has, `layer_names` what all of these are called, where they have names.
     None of it changes the answer. Where weights are `sharded`, `zb.plan` chooses among the shortest by their gathers. With
     `recomputation` the costs have the columns of the levels that its stages have, and bounds hold for all that they may have. With a `head`
-    beside the workload the costs have it too, whole in the last stage or divided over the ranks.
+    beside the workload the costs have it too, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may move
+    over it what waits for its backward pass, and bounds hold for any memory.
     Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
 
     >>> import zerobubble as zb
@@ -77,6 +80,7 @@ class Problem(Displayed):
     sharded: Sharded | None = None
     recomputation: Recomputation | None = None
     head: Head | None = None
+    host: HostLink | None = None
 
     def __post_init__(self) -> None:
         for name, wanted in _PARTS.items():
@@ -172,7 +176,9 @@ class Problem(Displayed):
 
     @property
     def shortage_reason(self) -> str:
-        """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits."""
+        """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits, or goes to the host."""
+        if self.host is not None:
+            return ""
         if self.recomputation is not None:
             return shortage_again(self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen])
         return shortage(self.placement, self.costs, self.limits)
@@ -184,7 +190,7 @@ class Problem(Displayed):
         """
         if self.recomputation is not None:
             return bounds_again(self.placement, self.num_microbatches, self.costs, self.limits, self.recomputation.offered)
-        limits = None if self.shortage_reason else self.limits
+        limits = None if self.shortage_reason or self.host is not None else self.limits
         if self.has_divided_head:
             return bounds_divided(self.placement, self.num_microbatches, self.costs, limits)
         return lower_bounds(self.placement, self.num_microbatches, self.costs, limits)
@@ -210,6 +216,7 @@ _PARTS: dict[str, Wanted | type] = {
     "sharded": optional(Sharded),
     "recomputation": optional(Recomputation),
     "head": optional(Head),
+    "host": optional(HostLink),
 }
 """What the parts of a `Problem` must be."""
 
@@ -227,7 +234,8 @@ class Solved(Displayed):
     """The best schedule found, and how far from perfect it can be at most.
 
     `time` is the problem's objective in ns and `bound` a proven lower bound on it. `how` names what found the schedule in `seconds`,
-    `reason` says why there is none. Of two that are equally short, the one with the smaller `makespan` in ns is better.
+    `reason` says why there is none. Of two that are equally short, the one with the smaller `makespan` in ns is better. `offloads` are what
+    each rank moves to the host, empty where nothing goes there.
     """
 
     problem: Problem
@@ -239,20 +247,29 @@ class Solved(Displayed):
     how: str
     reason: str = ""
     makespan: int | None = None
+    offloads: tuple[RankOffloads, ...] = ()
 
     @classmethod
-    def of(cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str) -> Solved:
-        """`schedule` as an answer to `problem`, checked and played anew; raises `ScheduleError` when it breaks the rules or the limits."""
-        played = metrics(schedule, problem.costs)
+    def of(
+        cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str, offloads: Sequence[RankOffloads] = ()
+    ) -> Solved:
+        """`schedule` as an answer to `problem`, checked and played anew, with what its ranks move to the host.
+
+        Raises `ScheduleError` when it breaks the rules or the limits.
+        """
+        played = _played(problem, schedule, offloads)
         time = problem.objective.of(played)
         if schedule.has_divided_head != problem.has_divided_head:
             has, of = ("a divided head", "a whole one or none") if schedule.has_divided_head else ("no divided head", "one")
             raise InputError(f"the schedule has {has}, and the problem {of}: plan with the head that the schedule has")
-        faults = memory_faults(schedule, problem.costs, problem.limits)
+        if offloads:
+            faults = offload_faults(schedule, problem.costs, offloads, problem.limits)
+        else:
+            faults = memory_faults(schedule, problem.costs, problem.limits)
         if faults:
             raise ScheduleError(faults, schedule.name)
         status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
-        return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan)
+        return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan, offloads=tuple(offloads))
 
     def _summary(self) -> str:
         where = f"on {self.problem.placement.name} over {counted(self.problem.placement.num_ranks, 'rank')}"
@@ -268,8 +285,11 @@ class Solved(Displayed):
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """What runs when; None without a schedule."""
-        return None if self.schedule is None else simulate(self.schedule, self.problem.costs)
+        """What runs when, copies to the host and back included; None without a schedule."""
+        if self.schedule is None:
+            return None
+        played = _played(self.problem, self.schedule, self.offloads)
+        return played if isinstance(played, Timeline) else simulate(self.schedule, self.problem.costs)
 
     @property
     def gap(self) -> float | None:
@@ -296,7 +316,9 @@ class Solved(Displayed):
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """The most bytes that each rank holds; empty without a schedule."""
+        """The most bytes that each rank holds on its device; empty without a schedule."""
+        if self.offloads:
+            return tuple(rank.peak_bytes for rank in self.offloads)
         return () if self.schedule is None else peak_memory(self.schedule, self.problem.costs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -326,13 +348,15 @@ class Solved(Displayed):
             "sharded": self.problem.sharded and self.problem.sharded.to_dict(),
             "recomputation": self.problem.recomputation and self.problem.recomputation.to_dict(),
             "head": self.problem.head and self.problem.head.to_dict(),
+            "host": self.problem.host and link_to_dict(self.problem.host),
+            "offloads": offloads_to_list(self.offloads),
             "schedule": self.schedule.to_dict(),
         }
 
     @property
     def _version(self) -> int:
         """The oldest version of the JSON form that says all."""
-        if self.problem.head is not None:
+        if self.problem.head is not None or self.problem.host is not None:
             return 4
         return 2 if self.problem.recomputation is None else 3
 
@@ -349,7 +373,8 @@ class Solved(Displayed):
             if not isfinite(seconds):
                 raise ParseError(f"it took {seconds} seconds, which is not a finite number")
             try:
-                solved = cls.of(problem, bound, schedule, seconds, line(data["how"]))
+                offloads = offloads_from_list(data.get("offloads", ()), schedule, problem.costs) if problem.host is not None else ()
+                solved = cls.of(problem, bound, schedule, seconds, line(data["how"]), offloads)
             except ScheduleError as error:
                 raise ParseError(str(error)) from error
             if solved.time is not None and solved.time < bound.time:
@@ -357,9 +382,18 @@ class Solved(Displayed):
         return solved
 
 
+def _played(problem: Problem, schedule: Schedule, offloads: Sequence[RankOffloads]) -> Metrics | Timeline:
+    """What `schedule` takes, with the copies of `offloads` where there are some; raises as those do."""
+    if not offloads:
+        return metrics(schedule, problem.costs)
+    if problem.host is None:
+        raise InputError("ranks move something to the host, and the problem has no link to it: give its host")
+    return play_offloads(schedule, problem.costs, offloads, problem.host)
+
+
 def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
     """The problem in the JSON form of a plan whose schedule is `schedule`."""
-    workload, sharded, again, head = (data.get(name) for name in ("workload", "sharded", "recomputation", "head"))
+    workload, sharded, again, head, host = (data.get(name) for name in ("workload", "sharded", "recomputation", "head", "host"))
     return Problem(
         schedule.placement,
         schedule.num_microbatches,
@@ -372,6 +406,7 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
         None if sharded is None else Sharded.from_dict(sharded),
         None if again is None else Recomputation.from_dict(again),
         None if head is None else Head.from_dict(head),
+        None if host is None else link_from_dict(host),
     )
 
 

@@ -198,7 +198,7 @@ def ordering_fault(options: PipelineOptions) -> str:
 
 def offload_fault(options: PipelineOptions) -> str:
     """Why a pipeline with these options cannot move to the host what waits, empty where it can or is not to."""
-    is_planned = isinstance(options.schedule, OffloadedPlan)
+    is_planned = bool(_planned_offloads(options.schedule))
     if options.offload is None and not is_planned:
         return "" if options.link is None else "link is for the copies of offloads: give offload, or leave link out"
     if options.offload is not None and is_planned:
@@ -214,7 +214,7 @@ def offload_fault(options: PipelineOptions) -> str:
 
 def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None:
     """What ranks move to the host in `schedule`, None for nothing; raises `InputError` with all that is wrong with it."""
-    ranks = options.schedule.offloads if isinstance(options.schedule, OffloadedPlan) else options.offload
+    ranks = _planned_offloads(options.schedule) or options.offload
     if ranks is None:
         return None
     require_offloads(schedule, Costs.uniform(schedule.num_stages), ranks)
@@ -228,7 +228,7 @@ def divided_head_fault(options: PipelineOptions) -> str:
     reasons = {
         "'auto', which plans for the head in the last stage": options.schedule == "auto" or isinstance(options.schedule, Auto),
         "order_by, which plays plans without passes of the head": options.order_by is not None,
-        "offload, which is for schedules of stages alone": options.offload is not None,
+        "offload, which is for schedules of stages alone": options.offload is not None or bool(_planned_offloads(options.schedule)),
         "survive, for the parts of ranks that are gone are nowhere else": options.survive,
         "cuda_graphs, for nobody has tried both together": options.cuda_graphs,
         f"a mesh with {', '.join(map(repr, other))}, where stages themselves are divided": bool(other),
@@ -242,7 +242,7 @@ def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     given = options.schedule
     if not isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan)):
         return options.pace, None
-    problem = given.problem if isinstance(given, OffloadedPlan) else _solved(given).problem
+    problem = _solved(given).problem
     return problem.costs, problem.limits
 
 
@@ -264,8 +264,6 @@ def usable_timeout(options: PipelineOptions) -> float:
 
 def planned_schedule(given: Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan) -> Schedule:
     """The schedule of a plan; raises `InputError` for one that found none."""
-    if isinstance(given, OffloadedPlan):
-        return given.schedule
     solved = _solved(given)
     if solved.schedule is None:
         raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
@@ -295,7 +293,12 @@ def room_for_weights(options: PipelineOptions) -> int | None:
     return None if sharded is None else sharded.memory
 
 
-def _solved(given: Solved | Plan | LayersPlan | HeadPlan) -> Solved:
+def _planned_offloads(given: object) -> tuple[RankOffloads, ...]:
+    """What the ranks of a plan move to the host, empty for what moves nothing or is no plan."""
+    return _solved(given).offloads if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan)) else ()
+
+
+def _solved(given: Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan) -> Solved:
     if isinstance(given, HeadPlan):
         return given.best.solved
-    return given.solved if isinstance(given, LayersPlan) else given.best if isinstance(given, Plan) else given
+    return given.solved if isinstance(given, (LayersPlan, OffloadedPlan)) else given.best if isinstance(given, Plan) else given
