@@ -48,7 +48,10 @@ class Picture:
         left, top, width = self.browser.run(
             "(() => { const b = document.querySelector('.stage').getBoundingClientRect(); return [b.left, b.top, b.width]; })()"
         )
-        pitches = [self.row + (4 if timeline.reductions else 0) + (1 if self.row < 14 else 3) for timeline in self.timelines]
+        pitches = [
+            self.row + (4 if timeline.reductions else 0) + (7 if timeline.copies else 0) + (1 if self.row < 14 else 3)
+            for timeline in self.timelines
+        ]
         above = sum(CAPTION + t.num_ranks * pitch + BETWEEN for t, pitch in zip(self.timelines[:n], pitches, strict=False))
         total = max(timeline.makespan for timeline in self.timelines)
         x = left + LEFT + (time - self.timelines[n].start) / total * (width - LEFT - RIGHT)

@@ -9,8 +9,11 @@ import pytest
 
 from tests.browser.chromium import Browser
 from tests.browser.picture import Picture
-from zerobubble import Costs, make, simulate
+from zerobubble import Costs, Limits, make, simulate
 from zerobubble.explain import attribute, critical_path
+from zerobubble.export.palette import COPY_COLOURS
+from zerobubble.offload import HostLink, plan_offloads, play_offloads
+from zerobubble.timeline import Copying
 from zerobubble.view import Viewed, comparison_html
 
 COSTS = Costs.uniform(4, times=(10, 10, 8), comm=2)
@@ -185,6 +188,42 @@ def test_the_critical_path_is_that_of_the_simulation(opened: Picture) -> None:
     for span in reversed(path[:-1]):
         opened.browser.key("Enter")
         assert f"pass\t{span.op} on rank" in opened.tip
+
+
+def test_copies_are_drawn_below_their_rank_and_told(browser: Browser, tmp_path: Path) -> None:
+    schedule, costs, link = make("1f1b", 3, 6), Costs.uniform(3, times=(10, 10, 10)), HostLink(5e7, 5e7)
+    plans = plan_offloads(schedule, costs, Limits((2 * MICROBATCH,) * 3), link)
+    timeline = play_offloads(schedule, costs, plans, link)
+    seen = [Viewed(timeline, costs, limits=[2 * MICROBATCH] * 3)]
+    page = Picture(browser, tmp_path, comparison_html("Copies", ["makespan"], [["a"]], seen, "A note."), seen)
+    for theme in ("light", "dark"):
+        assert browser.run("document.documentElement.dataset.theme") == theme
+        for copy in timeline.copies[0]:
+            x, y = page.place(0, 0, (copy.start + copy.end) / 2, share=1)
+            down = 2.5 if copy.copying is Copying.TO_HOST else 5.5
+            assert colour_at(browser, x, y + down) == COPY_COLOURS[copy.copying]
+        browser.click("#dark")
+    legend = str(browser.run("document.querySelector('.legend').innerText"))
+    assert "copy to host" in legend
+    assert "copy from host" in legend
+    page.point_at_pass(0, "0F1")
+    assert "what the forward saved goes to the host from 20.000 ms to 40.000 ms" in page.tip
+    assert "what the forward saved comes back from the host from 70.000 ms to 90.000 ms" in page.tip
+    page.point_at_pass(0, "0F2")
+    assert "waited for a copy to the host or back" in page.tip
+    page.point_at(0, 0, 30_000_000)
+    assert "20.000 ms until a copy to the host or back is done, which 0F2 waits for" in page.tip
+    assert "A faster link to the host" in page.tip
+    assert browser.errors == []
+
+
+def colour_at(browser: Browser, x: float, y: float) -> str:
+    """The colour of the picture at a place in the window."""
+    pixel = browser.run(
+        "(() => { const canvas = document.querySelector('canvas.base'), box = canvas.getBoundingClientRect();"
+        f" return [...canvas.getContext('2d').getImageData({x} - box.left, {y} - box.top, 1, 1).data]; }})()"
+    )
+    return "#" + "".join(f"{part:02x}" for part in pixel[:3])
 
 
 def test_sixty_four_ranks_and_512_microbatches_fit_and_answer(browser: Browser, tmp_path: Path) -> None:

@@ -325,7 +325,6 @@ def test_show_tells_copies_in_text_and_json() -> None:
         (("--memory", "2GB", "--offload", "1"), "--memory in bytes needs costs in bytes"),
         (("--memory", "0.5", "--offload", "1"), "even with all that waits on the host, more than its limit of"),
         (("--memory", "2", "--offload", "1", "--weights", "1GB"), "gathers and offloads are not played together"),
-        (("--memory", "2", "--offload", "1", "--html", "x.html"), "pages do not draw copies to the host"),
     ],
 )
 def test_wrong_offloads_are_told(words: tuple[str, ...], told: str) -> None:

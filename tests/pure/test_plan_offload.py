@@ -215,7 +215,6 @@ def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
         ),
         (("--offload", "1", "--weights", "1GB"), "--offload is not planned together with --weights"),
         (("--offload", "1", "--objective", "span"), "--offload is planned for the makespan: leave out --objective span"),
-        (("--offload", "1", "--html", "plan.html"), "pages do not draw copies to the host: write --svg"),
         (("--offload", "25GB"), "times tell none: give --microbatch-bytes, or the ms"),
         (("--offload", "fast"), "'fast' is neither bytes a second with their unit"),
     ],

@@ -7,11 +7,13 @@ from textwrap import fill
 
 import click
 
+from zerobubble.cli.evaluation import evaluate
 from zerobubble.cli.files import write_text
 from zerobubble.cli.forms import print_schedule
 from zerobubble.cli.inputs import Costed
 from zerobubble.cli.offload import Offloaded, Rates, as_dicts, host_link, told_of_rank
 from zerobubble.cli.options import PLANNED_APART, Bytes, PictureFiles, given_flags
+from zerobubble.cli.page import write_page
 from zerobubble.cli.workload import Question, SearchOptions, WorkOptions
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
@@ -30,8 +32,6 @@ def refuse_beside_offload(search: SearchOptions) -> None:
         raise click.UsageError(f"--offload is not planned together with {', '.join(flags)}: leave out one or the other")
     if search.objective == Objective.SPAN:
         raise click.UsageError("--offload is planned for the makespan: leave out --objective span")
-    if given_flags("html"):
-        raise click.UsageError("pages do not draw copies to the host: write --svg, or leave out --offload")
 
 
 def plan_question(
@@ -93,7 +93,11 @@ def tell(
     if output is not None:
         write_text(output, plan_text(found))
     schedule, costs = found.schedule, found.problem.costs
-    costed = Costed(schedule, costs, "", is_measured=found.problem.workload is None)
+    problem = found.problem
+    is_measured, limits = problem.workload is None, problem.limits.memory
+    costed = Costed(schedule, costs, "what was planned for", is_measured, limits, found.offloads, problem.host)
+    if pictures.html is not None:
+        write_page(pictures.html, [evaluate(costed)])
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
         write_text(pictures.svg, timeline_svg(found.timeline, memory=bool(found.timeline.peak_bytes), microbatch_bytes=unit))

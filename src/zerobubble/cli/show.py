@@ -93,8 +93,6 @@ def show(
         raise click.UsageError(
             "gathers and offloads are not played together: leave out --offload or --weights, and what a plan has of them"
         )
-    if away is not None and pictures.html is not None:
-        raise click.UsageError("pages do not draw copies to the host: write --svg, or leave out --offload")
     if away is not None and with_windows:
         raise click.UsageError("windows are found without copies: leave out --offload or --windows")
     if with_windows and pictures.html is not None:

@@ -12,11 +12,15 @@ from zerobubble.errors import InputError
 from zerobubble.explain import Gap, WaitsFor, critical_path
 from zerobubble.export.svg import caption
 from zerobubble.kinds import KINDS
-from zerobubble.timeline import Doing, Span, Timeline
+from zerobubble.timeline import Copy, Copying, Doing, Span, Timeline
 from zerobubble.view.packing import packed
 
 WAITS = tuple(WaitsFor)
 """What idle time is spent waiting for; a page has the place in this tuple."""
+
+
+COPYING = tuple(Copying)
+"""The ways of copies; a page has the place in this tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,18 @@ def timeline_columns(viewed: Viewed) -> dict[str, Any]:
         "gaps": _gaps(viewed),
         "marks": _marks(timeline),
         "sums": [[[one.stage, one.start - timeline.start, one.end - timeline.start] for one in row] for row in timeline.reductions],
+        "copies": [[_copy(one, timeline.start) for one in row] for row in timeline.copies],
         "delays": _delays(viewed.costs),
         "limits": list(viewed.limits),
         "layers": {name: list(sizes) for name, sizes in viewed.layers.items()},
         "microbatchBytes": list(viewed.microbatch_bytes),
         "memoryUnit": viewed.memory_unit,
     }
+
+
+def _copy(copy: Copy, start: int) -> list[int]:
+    """Which way, of which stage and microbatch, from when to when."""
+    return [COPYING.index(copy.copying), copy.stage, copy.microbatch, copy.start - start, copy.end - start]
 
 
 def _pass_columns(timeline: Timeline, spans: Sequence[Span]) -> dict[str, list[int]]:

@@ -8,12 +8,12 @@ from html import escape
 from typing import Any
 
 from zerobubble.explain import WaitsFor
-from zerobubble.export.palette import REDUCTION_COLOUR, WAIT_COLOURS, ink, num_shades, shade
+from zerobubble.export.palette import COPY_COLOURS, REDUCTION_COLOUR, WAIT_COLOURS, ink, num_shades, shade
 from zerobubble.kinds import KINDS
 from zerobubble.rules import gathered, given_to
 from zerobubble.timeline import Doing, Timeline
 from zerobubble.view.assets import asset, script
-from zerobubble.view.columns import WAITS, Viewed, timeline_columns
+from zerobubble.view.columns import COPYING, WAITS, Viewed, timeline_columns
 
 WAITING = {
     WaitsFor.PASS: "waiting for a pass of another rank",
@@ -38,6 +38,10 @@ LAID_OUT = "laid out"
 
 LEFT_IDLE = {"colour": "#c2a878", "text": "idle though the next pass could run"}
 """For a timeline that was laid out."""
+
+
+FOR_COPY = {"colour": "#4f9d86", "text": "waiting for a copy to the host or back"}
+"""For a simulated timeline with offloads."""
 
 
 def page(
@@ -100,8 +104,9 @@ def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ())
     return {
         "kinds": _kinds([each.timeline for each in viewed]),
         "timelines": [timeline_columns(each) for each in viewed],
-        "waiting": [*({"colour": WAIT_COLOURS[waiting], "text": WAITING[waiting]} for waiting in WAITS), EITHER, LEFT_IDLE],
+        "waiting": [*({"colour": WAIT_COLOURS[waiting], "text": WAITING[waiting]} for waiting in WAITS), EITHER, LEFT_IDLE, FOR_COPY],
         "summing": REDUCTION_COLOUR,
+        "copying": [{"colour": COPY_COLOURS[way], "text": f"copy {way}"} for way in COPYING],
         "doing": [{"colour": DOING[doing][0], "text": DOING[doing][1]} for doing in Doing],
         "losses": losses,
     }

@@ -70,10 +70,12 @@ function legend(timelines, data) {
   data.waiting.forEach(({ colour, text }, what) => {
     if (what === 2 && !timelines.some((t) => t.gaps?.what.includes(2))) return;
     if (what === 3 && timelines.every((t) => t.gaps || ["simulated", "laid out"].includes(t.source))) return;
+    if (what === 5 && !timelines.some((t) => t.copies.length && t.source === "simulated")) return;
     if (what === 4 && !timelines.some((t) => t.source === "laid out")) return;
     made.append(labelled(colour, text));
   });
   if (timelines.some((t) => t.sums.length)) made.append(labelled(data.summing, "sum over replicas"));
+  if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ colour, text }) => labelled(colour, text)));
   if (shades > 1) made.append(element("li", "lighter: the rank's later stages"));
   if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ colour, text }) => shownWith("lanes", labelled(colour, text))));
   made.append(...memoryLegend(timelines));

@@ -1,6 +1,6 @@
 // Where everything stands: timelines above each other, a row per rank, strips below a row for messages and for memory, one time axis.
 
-export const LEFT = 58, RIGHT = 6, CAPTION = 28, AXIS = 26, BETWEEN = 14, LANE = 6;
+export const LEFT = 58, RIGHT = 6, CAPTION = 28, AXIS = 26, BETWEEN = 14, LANE = 6, COPY = 3;
 
 export class Layout {
   constructor(timelines) {
@@ -26,13 +26,17 @@ export class Layout {
     this.height = y - BETWEEN + AXIS;
   }
 
-  // A row with its strips and the space below; sums over replicas have a strip where a timeline has them.
+  // A row with its strips and the space below; sums over replicas and copies have a strip where a timeline has them.
   pitch(timeline) {
-    return this.row + this.sumStrip(timeline) + this.lane + this.memory + this.space;
+    return this.row + this.sumStrip(timeline) + this.copyStrip(timeline) + this.lane + this.memory + this.space;
   }
 
   sumStrip(timeline) {
     return timeline.sums.length ? 4 : 0;
+  }
+
+  copyStrip(timeline) {
+    return timeline.copies.length ? 2 * COPY + 1 : 0;
   }
 
   y(n, rank) {
@@ -43,12 +47,16 @@ export class Layout {
     return this.y(n, rank) + this.row + 1;
   }
 
+  copyY(n, rank) {
+    return this.sumY(n, rank) + this.sumStrip(this.timelines[n]);
+  }
+
   laneY(n, rank) {
-    return this.y(n, rank) + this.row + this.sumStrip(this.timelines[n]) + 1;
+    return this.copyY(n, rank) + this.copyStrip(this.timelines[n]);
   }
 
   memoryY(n, rank) {
-    return this.y(n, rank) + this.row + this.sumStrip(this.timelines[n]) + this.lane + 1;
+    return this.laneY(n, rank) + this.lane;
   }
 
   // Top and height of a pass in its row: two that overlap share it.

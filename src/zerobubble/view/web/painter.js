@@ -1,6 +1,6 @@
-// Draws what is in view: the axis, rows as boxes or densities, idle time, sums over replicas, messages on their way, memory.
+// Draws what is in view: the axis, rows as boxes or densities, idle time, sums over replicas, copies, messages on their way, memory.
 
-import { AXIS, LANE, LEFT, RIGHT } from "./layout.js";
+import { AXIS, COPY, LANE, LEFT, RIGHT } from "./layout.js";
 import { stroke } from "./rows.js";
 import { roundStep } from "./words.js";
 
@@ -137,6 +137,7 @@ export class Painter {
     const { layout } = this;
     if (!isDense) this.drawNamesOfPasses(timeline, n, low, stop);
     if (timeline.sums.length) this.drawSums(timeline, n, rank);
+    if (timeline.copies.length) this.drawCopies(timeline, n, rank);
     if (layout.lane) this.drawMessages(timeline, n, rank, low, Math.min(high, stop + 64));
     if (layout.memory && timeline.memory) this.drawMemory(timeline, n, rank);
   }
@@ -187,6 +188,19 @@ export class Painter {
     g.fillStyle = view.summing;
     const y = layout.sumY(n, rank);
     for (const [, start, end] of timeline.sums[rank]) g.fillRect(view.x(start), y, Math.max(0.5, view.x(end) - view.x(start) - 0.4), 3);
+  }
+
+  // Copies to the host above those back, on one lane that both share.
+  drawCopies(timeline, n, rank) {
+    const { g, view, layout } = this;
+    const y = layout.copyY(n, rank);
+    g.fillStyle = this.theme.colours.idle;
+    g.fillRect(view.x(0), y, view.x(timeline.makespan) - view.x(0), 2 * COPY);
+    for (const { way, start, end } of timeline.copies[rank]) {
+      if (end < view.from || start > view.to) continue;
+      g.fillStyle = view.copying[way].colour;
+      g.fillRect(view.x(start), y + way * COPY, Math.max(0.5, view.x(end) - view.x(start) - 0.4), COPY);
+    }
   }
 
   // Messages that this rank waits for or takes, from the end of their pass until they are here.

@@ -3,7 +3,7 @@
 import { summed, unpack } from "./columns.js";
 import { showTime } from "./words.js";
 
-export const PASS = 0, MESSAGE = 1, HOST = 2, UNKNOWN = 3, LAID_OUT = 4;
+export const PASS = 0, MESSAGE = 1, HOST = 2, UNKNOWN = 3, LAID_OUT = 4, COPYING = 5;
 
 // What idle time is for once nothing is waited for, by the source of the timeline.
 const REST = { "simulated": MESSAGE, "laid out": LAID_OUT };
@@ -23,8 +23,8 @@ export class Passes {
   }
 
   constructor(head, kinds, { kind, stage, microbatch, wait, time, back }) {
-    const { name, source, caption, unit, makespan, first, sums, delays, limits, layers, last, microbatchBytes, memoryUnit } = head;
-    Object.assign(this, { name, source, caption, unit, makespan, first, sums, delays, limits, layers, last, microbatchBytes, memoryUnit, kinds, kind, stage });
+    const { name, source, caption, unit, makespan, first, sums, copies, delays, limits, layers, last, microbatchBytes, memoryUnit } = head;
+    Object.assign(this, { name, source, caption, unit, makespan, first, sums, copies: copies.map((row) => row.map(copyOf)), delays, limits, layers, last, microbatchBytes, memoryUnit, kinds, kind, stage });
     this.microbatch = summed(microbatch);
     this.back = back || null;
     this.count = kind.length;
@@ -204,7 +204,19 @@ export class Passes {
     if (this.gaps) return this.recorded(this.rank[number], from, to);
     const edge = Math.min(Math.max(from, this.made(number)), to);
     const rest = REST[this.source] ?? UNKNOWN;
-    return [[from, edge, PASS], [edge, to, rest]].filter(([a, b]) => b > a);
+    const rested = rest === MESSAGE && this.copies.length ? Math.min(Math.max(edge, this.arrived(number)), to) : to;
+    return [[from, edge, PASS], [edge, rested, rest], [rested, to, COPYING]].filter(([a, b]) => b > a);
+  }
+
+  // When the last of the messages that the step of `number` uses is here.
+  arrived(number) {
+    return Math.max(0, ...this.senders(number).map((sender) => this.arrival(sender)));
+  }
+
+  // The copies to the host and back of what the forward of a pass's stage and microbatch saved.
+  copiesOf(number) {
+    const row = this.copies[this.rank[number]] || [];
+    return row.filter((copy) => copy.stage === this.stage[number] && copy.microbatch === this.microbatch[number]);
   }
 
   // When the last of the messages that the step of `number` uses was made; remembered, as every frame asks for all in view.
@@ -253,6 +265,10 @@ export class Passes {
     }
     return this.works[rank];
   }
+}
+
+function copyOf([way, stage, microbatch, start, end]) {
+  return { way, stage, microbatch, start, end };
 }
 
 async function unpackAll({ first, ...columns }) {

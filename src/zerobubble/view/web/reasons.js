@@ -1,6 +1,6 @@
 // Why a rank is idle, and what would remove it, told from the passes alone.
 
-import { HOST, LAID_OUT, MESSAGE, PASS, UNKNOWN } from "./passes.js";
+import { COPYING, HOST, LAID_OUT, MESSAGE, PASS, UNKNOWN } from "./passes.js";
 
 const MOST_LOOKED_AT = 4000;
 
@@ -31,6 +31,7 @@ function tellPart(passes, [from, to, what], number, cause) {
   if (what === PASS) return `${time} until ${named} is done, which ${blocked} needs`;
   if (what === MESSAGE) return `${time} while the message of ${cause < 0 ? "it" : passes.nameOf(cause)} is on its way`;
   if (what === LAID_OUT) return `${time} though ${blocked} could run: the block has it later`;
+  if (what === COPYING) return `${time} until a copy to the host or back is done, which ${blocked} waits for`;
   if (what === HOST) return `${time} until the host starts ${blocked}, for which all is there`;
   if (what === UNKNOWN && cause >= 0) return `${time} for the message of ${passes.nameOf(cause)}, or for the host`;
   return `${time} until the host starts ${blocked}`;
@@ -39,6 +40,7 @@ function tellPart(passes, [from, to, what], number, cause) {
 // The first thing that would help most: an own pass that fits, a faster link or host, even work, or the pass waited for earlier.
 function remedy(passes, number, cause, parts) {
   if (parts.some(([, , what]) => what === LAID_OUT)) return "Squeezing: it has each pass run as soon as all that it uses is there.";
+  if (parts.some(([, , what]) => what === COPYING)) return "A faster link to the host, or more room on the device: then less goes there, or goes earlier.";
   const filler = findFiller(passes, number);
   if (filler) return tellFiller(passes, number, filler);
   const [, , most] = parts.reduce((a, b) => (b[1] - b[0] > a[1] - a[0] ? b : a), [0, 0, UNKNOWN]);

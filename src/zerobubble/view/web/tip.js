@@ -1,5 +1,6 @@
 // What is told of a selected pass, bubble or moment of memory.
 
+import { COPYING } from "./passes.js";
 import { explainIdle } from "./reasons.js";
 import { element, showBytes } from "./words.js";
 
@@ -27,11 +28,18 @@ function describePass(timeline, number) {
   const beside = timeline.step(number).filter((one) => one !== number);
   if (beside.length) rows.push(["overlapped with", timeline.nameOf(beside[0])]);
   rows.push(["idle before", timeline.show(Math.max(0, timeline.start[timeline.step(number)[0]] - timeline.free(number)))]);
-  return [title, table(rows), element("p", tellCause(timeline, number)), ...tellUsers(timeline, number)];
+  const lines = [tellCause(timeline, number), ...timeline.copiesOf(number).map((copy) => tellCopy(timeline, copy))];
+  return [title, table(rows), ...lines.map((line) => element("p", line)), ...tellUsers(timeline, number)];
+}
+
+function tellCopy(timeline, { way, start, end }) {
+  const what = way ? "comes back from the host" : "goes to the host";
+  return `what the forward saved ${what} from ${timeline.show(start)} to ${timeline.show(end)}`;
 }
 
 function tellCause(timeline, number) {
   const cause = timeline.cause(number);
+  if (timeline.waits(number).some(([, , what]) => what === COPYING)) return "waited for a copy to the host or back";
   if (cause < 0) return "started at once";
   if (timeline.rank[cause] !== timeline.rank[number]) return `waited for the message of ${timeline.nameOf(cause)}, on rank ${timeline.rank[cause]}`;
   const idle = timeline.start[timeline.step(number)[0]] > timeline.free(number);

@@ -10,7 +10,7 @@ const SHORTEST = 1000; // ns in view at least
 
 export class Viewer {
   constructor(host, timelines, data, theme) {
-    Object.assign(this, { host, timelines, theme, waiting: data.waiting, summing: data.summing, doing: data.doing });
+    Object.assign(this, { host, timelines, theme, waiting: data.waiting, summing: data.summing, copying: data.copying, doing: data.doing });
     this.layout = new Layout(timelines);
     this.shows = { messages: false, critical: false };
     this.total = Math.max(1, ...timelines.map((t) => t.makespan));
