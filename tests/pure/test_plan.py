@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from zerobubble import Costs, InputError, Kind, Limits, Placement, ScheduleError
 from zerobubble.errors import ParseError
 from zerobubble.planning import Problem, Solved, Status, attempt, competition, rounds, solve
 from zerobubble.planning import search as engine
-from zerobubble.planning.attempt import Budget
+from zerobubble.planning.attempt import FAR_FROM_BOUND, Budget, start_attempt, with_list_schedule
 from zerobubble.planning.pareto import pareto
 from zerobubble.planning.placements import FAMILIES, family, placements_to_try
 from zerobubble.planning.seeds import SEARCH_SECONDS, STEADY_MICROBATCHES, lengthened, promising, published, serial_schedule, split
@@ -477,3 +478,16 @@ def test_splitting_takes_overlapped_steps_apart() -> None:
     assert schedule.overlaps == frozenset()
     assert Kind.BW not in {op.kind for _, _, op in schedule.ops()}
     assert zb.schedule_faults(schedule) == ()
+
+
+def test_a_seed_far_from_the_bound_gives_way_to_a_list_schedule_before_any_round_of_search() -> None:
+    problem = problem_on("wave-3")
+    serial = serial_schedule(problem.placement, problem.num_microbatches)
+    far = start_attempt("wave-3", problem, Budget(1.0, 0), [serial])
+    listed = with_list_schedule(far)
+    assert far.solved.time is not None
+    assert listed.solved.time is not None
+    assert far.solved.time > FAR_FROM_BOUND * problem.bound().time > listed.solved.time
+    assert with_list_schedule(listed) is listed
+    searched = replace(far, searched=True)
+    assert with_list_schedule(searched) is searched

@@ -184,7 +184,7 @@ def test_where_b_leaves_more_than_f_saved_the_plan_is_the_best_of_all_orders(see
 def test_where_the_list_scheduler_makes_nothing_the_rows_known_before_are_searched_on() -> None:
     """Bytes that no stage keeps free for what B adds leave no room for F: every due date ends in memory that nothing frees."""
     kernels = load_kernels()
-    from zerobubble.planning.kernels.policy import full_speed_policy  # compiled, so imported where it is needed
+    from zerobubble.planning.kernels.policy import NEVER, full_speed_policy  # compiled, so imported where it is needed
 
     placement = Placement.vee(2)
     costs = Costs((1,) * 4, (1,) * 4, (1,) * 4, (0,) * 3, (10,) * 4, (25,) * 4)
@@ -192,7 +192,7 @@ def test_where_the_list_scheduler_makes_nothing_the_rows_known_before_are_search
     tables = kernels.tables_of(problem)
     state = kernels.SearchState(tables, 0, kernels.BudgetMeter(0.0, 10_000), lambda time, how: None)
     state.order = kernels.order_of(one_at_a_time(placement, 3))
-    assert (state.improve_due_dates(full_speed_policy(2, 1.0), 5) == state.order).all()
+    assert (state.improve_due_dates(full_speed_policy(2, 1.0, NEVER), 5) == state.order).all()
     assert check(problem, search(problem, bound(problem), seconds=0, evaluations=30_000)) == 30
 
 
@@ -238,11 +238,9 @@ def test_a_lead_says_how_far_a_rank_may_be_ahead_of_its_next_leg(placement: Plac
 
     def farthest_ahead(leads: float) -> list[int]:
         """By stage, the most microbatches that its rank was ahead on it of the rank's next stage, or of its B."""
-        policy = full_speed_policy(legs, 1.0)
-        policy[4 * legs : 5 * legs] = leads
         tables = kernels.tables_of(problem)
         state = kernels.SearchState(tables, 0, kernels.BudgetMeter(0.0, 1), lambda time, how: None)
-        state.improve_policies(PolicyPool.of(policy[None]), 1)
+        state.improve_policies(PolicyPool.of(full_speed_policy(legs, 1.0, leads)[None]), 1)
         assert state.order is not None
         schedule = kernels.schedule_of_order("made", problem, tables, state.order)
         assert not schedule_faults(schedule)

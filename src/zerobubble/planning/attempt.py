@@ -65,6 +65,9 @@ PASSES_WITHOUT_CLOCK = 60_000
 PASSES_PER_SECOND = 30_000
 """Passes that the heuristics order in a second."""
 
+FAR_FROM_BOUND = 1.3
+"""How long a seed is as a multiple of the bound where one pass of the list scheduler may well be shorter."""
+
 CHECK_SECONDS = 4e-6
 """Seconds for each pass of an answer to check and play it."""
 
@@ -133,8 +136,10 @@ def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]
 
 
 def with_list_schedule(attempt: Attempt) -> Attempt:
-    """The attempt with a schedule of the list scheduler, if it has none yet."""
-    return _search(attempt, (), Budget(0.0), 0, None) if attempt.has_no_schedule else attempt
+    """The attempt with a schedule of the list scheduler, if it has none yet, or none but seeds that are far from the bound."""
+    solved = attempt.solved
+    is_far = solved.time is not None and not attempt.searched and solved.time > FAR_FROM_BOUND * solved.bound.time
+    return _search(attempt, (), Budget(0.0), 0, None) if attempt.can_improve and (attempt.has_no_schedule or is_far) else attempt
 
 
 def with_serial_schedule(attempt: Attempt) -> Attempt:

@@ -12,7 +12,7 @@ import numpy as np
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.ir import Placement
-from zerobubble.planning.kernels.policy import NEVER, for_twice_the_ranks, full_speed_policy
+from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, for_twice_the_ranks, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Floats, Tables, tables_of
@@ -90,7 +90,9 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
     The search ends when the `share` of the budget of `state` is spent.
     """
     legs = num_legs(state.tables)
-    pool = PolicyPool.of(np.array([full_speed_policy(legs, 1.0), full_speed_policy(legs, NEVER)] * (POOL_SIZE // 2)))
+    # Mostly without leads: with half of them, the bound of the V in V-Half's memory (p=8, m=64) is not met in 150,000 schedules.
+    leads = (NEVER, NEVER, NEVER, AS_1F1B)
+    pool = PolicyPool.of(np.array([full_speed_policy(legs, allowance, lead) for lead in leads for allowance in (1.0, NEVER)]))
     levels = coarse_problems(problem)
     for level, small in enumerate(levels):
         budget = _budget_until(state.budget, share * (level + 1) / len(levels))

@@ -37,11 +37,19 @@ _STEP = np.array([0.3, 1.0, 10.0, 1.0, 0.3, 3.0, 10.0])
 """How far a change moves each parameter: the standard deviation of a change of the largest size is half of it."""
 
 
-def full_speed_policy(legs: int, allowance: float) -> Floats:
-    """The policy with every microbatch at full speed, one each period; `allowance` as in `DISPATCH`, in units of a policy."""
+AS_1F1B = 0.5
+"""The lead with which ranks with one stage each are as far ahead of their B as with 1F1B; it is a good start for others, too."""
+
+
+def full_speed_policy(legs: int, allowance: float, lead: float) -> Floats:
+    """The policy with every microbatch at full speed, one each period, and the same lead on all legs.
+
+    `allowance` is as in `DISPATCH`, and both are in units of a policy; `NEVER` switches either off.
+    """
     policy = np.full(5 * legs + NUM_PARAMETERS, NEVER)
     policy[: 2 * legs] = 1.0
     policy[2 * legs : 4 * legs] = 0.0
+    policy[4 * legs : 5 * legs] = lead
     parameters = policy[5 * legs :]
     parameters[PERIOD] = 1.0
     parameters[PATIENCE] = 0.0

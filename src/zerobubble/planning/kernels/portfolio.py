@@ -12,7 +12,7 @@ import numpy as np
 
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.coarse_to_fine import POOL_SIZE, policies_from_coarse
-from zerobubble.planning.kernels.policy import full_speed_policy
+from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Ints, tables_of
@@ -87,7 +87,7 @@ def compile_all(problem: Problem) -> None:
     """Call everything compiled once, which compiles it or loads what was compiled before."""
     state = SearchState(tables_of(problem), 0, BudgetMeter(0.0, 1 << 62), lambda time, how: None)
     seed_random(0)
-    pool = PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0)[None])
+    pool = PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0, AS_1F1B)[None])
     state.improve_policies(pool, 2)
     state.anneal_order(state.improve_due_dates(pool.policies[0], 1), 1, 1.0)
 
@@ -102,7 +102,8 @@ def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float
 def _first_order(state: SearchState) -> None:
     """A few passes of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
     fresh = RANDOM_POLICIES if state.tables.size <= LARGE else 0
-    state.improve_policies(PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0)[None]), max(1, fresh), fresh)
+    start = full_speed_policy(num_legs(state.tables), NEVER, AS_1F1B)
+    state.improve_policies(PolicyPool.of(start[None]), max(1, fresh), fresh)
     if state.order is None:
         state.offer(serial_order(state), "one microbatch after the other")
 
