@@ -20,6 +20,7 @@ from tests.procs.test_graph_split import REFUSED, ROUNDED
 from tests.thinned import every
 from zerobubble.runtime.split import capture
 from zerobubble.runtime.stage import rank_stages
+from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.gradients import IN_GRAD
 
@@ -146,5 +147,5 @@ def test_on_a_cpu_it_is_refused(world: Ranks) -> None:
 def test_stages_that_are_not_traced_are_refused() -> None:
     held = {0: nn.Linear(2, 2), 3: nn.Linear(2, 2)}
     with mock.patch.object(rank_stages, "_device", return_value=torch.device("cuda")), pytest.raises(zb.InputError) as caught:
-        rank_stages.Stages(held, {3: "whole"}, IN_GRAD, cuda_graphs=True)
+        rank_stages.Stages(held, {3: "whole"}, IN_GRAD, RecomputeLevels(None), cuda_graphs=True)
     assert "but stage 0 is 'deferred', stage 3 is 'whole': give split='graph' or 'compiled'" in str(caught.value)

@@ -385,6 +385,6 @@ def make_divided(group: Any) -> str:
     return str(caught.value)
 
 
-def test_a_divided_head_is_refused_on_all_ranks(world: Ranks) -> None:
+def test_a_divided_head_with_another_loss_is_refused_on_all_ranks(world: Ranks) -> None:
     for text in world.run(make_divided, ranks=2):
-        assert "has S and T passes, of a head that ranks divide by its vocabulary: these are planned and simulated, not yet run" in text
+        assert "has passes of a head that ranks divide by its vocabulary: give loss_fn=zb.nn.DividedHead(...)" in text

@@ -80,9 +80,8 @@ def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
         "figures",
         "marks",
     }
-    optional |= (
-        {"placement", "workload", "layers_per_stage", "layer_names", "sharded", "recomputation"} if kind in (Costs, Solved) else set()
-    )
+    of_plans = {"placement", "workload", "layers_per_stage", "layer_names", "sharded", "recomputation", "head", "host", "offloads"}
+    optional |= of_plans if kind in (Costs, Solved) else set()
     for key in FORMS[kind].keys() - optional:
         form = {k: v for k, v in FORMS[kind].items() if k != key}
         with pytest.raises(InputError, match=f"lacks the key '{key}'"):

@@ -43,6 +43,7 @@ class Tensor:
 
 
 Call = Callable[[], Any]
+SAVE = "save_plan: plan must be a Solved or a Plan or a LayersPlan or a HeadPlan or an OffloadedPlan, got"
 WRONG: list[tuple[Call, str]] = [
     # make, register, Recipe
     (lambda: make("zb-v"), "make: missing a required argument: 'num_ranks'; call it as make(name, num_ranks, num_microbatches, stages_"),
@@ -178,9 +179,9 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: load_plan(SCHEDULE), "load_plan: file must be a str or a Path, got a Schedule"),
     (
         lambda: save_plan("plan.json", solved()),
-        "save_plan: plan must be a Solved or a Plan or a LayersPlan, got 'plan.json': give the plan first",
+        f"{SAVE} 'plan.json': give the plan first",
     ),
-    (lambda: save_plan(SCHEDULE, "plan.json"), "save_plan: plan must be a Solved or a Plan or a LayersPlan, got a Schedule"),
+    (lambda: save_plan(SCHEDULE, "plan.json"), f"{SAVE} a Schedule"),
     (lambda: timeline_svg([zb.simulate(SCHEDULE, COSTS)]), "timelines must be a list or tuple of Timeline, got"),
     (lambda: to_torch_csv("zb-v"), "to_torch_csv: schedule must be a Schedule, got 'zb-v'"),
 ]

@@ -373,7 +373,7 @@ class Solved(Displayed):
             if not isfinite(seconds):
                 raise ParseError(f"it took {seconds} seconds, which is not a finite number")
             try:
-                offloads = offloads_from_list(data.get("offloads", ()), schedule, problem.costs) if problem.host is not None else ()
+                offloads = offloads_from_list(data["offloads"], schedule, problem.costs) if problem.host is not None else ()
                 solved = cls.of(problem, bound, schedule, seconds, line(data["how"]), offloads)
             except ScheduleError as error:
                 raise ParseError(str(error)) from error
