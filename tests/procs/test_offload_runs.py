@@ -26,7 +26,7 @@ from tests.procs.models import Block, batch, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
-from tests.procs.test_recompute_runs import Checkpointed, Everything
+from tests.procs.test_recompute_runs import Checkpointed, Everything, train_in_half_precision
 from tests.procs.versions import needs_fsdp2_on_cpu
 from tests.pure.problems import schedules
 from tests.thinned import every
@@ -202,28 +202,11 @@ class PartlyCheckpointed(Checkpointed):
         return super().forward(self.first(x).tanh().square())
 
 
-def leave_in_half_precision(group: Any, schedule: zb.Schedule, **options: Any) -> list[Tensor]:
-    """Losses and weights of steps under autocast, with checkpoints in the stages, whose optimizer takes some of them back."""
-    torch.manual_seed(group.rank())
-    data = torch.Generator().manual_seed(0)
-    with zb.Pipeline(lambda stage, _: PartlyCheckpointed(stage), schedule, 4, nn.functional.mse_loss, group=group, **options) as pipe:
-        optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.05, undo="copy")
-        losses = []
-        for _ in range(4):
-            x, y = torch.randn(2, 8, 16, generator=data)
-            with torch.autocast("cpu", torch.bfloat16):
-                losses.append(pipe.step(x, y).detach().clone())
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.settle()
-        return [*losses, *(parameter.detach().clone() for parameter in pipe.parameters())]
-
-
 def half_precision(group: Any, name: str) -> bool:
     schedule = zb.make(name, group.size(), 4)
-    plain, plans = leave_in_half_precision(group, schedule), everything(schedule)
+    plain, plans = train_in_half_precision(group, PartlyCheckpointed, schedule), everything(schedule)
     with moving_small_ones() as sizes:
-        same = equal(plain, leave_in_half_precision(group, schedule, offload=plans))
+        same = equal(plain, train_in_half_precision(group, PartlyCheckpointed, schedule, offload=plans))
     return same and all(sizes) and len(sizes) >= 2 * 4 * len(plans[group.rank()].offloads)  # more where a step starts over
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from operator import truediv
 from typing import Any
@@ -99,11 +100,11 @@ class Checkpointed(nn.Module):
         return x + checkpoint(self.body, x, use_reentrant=False)
 
 
-def train_in_half_precision(group: Any, schedule: zb.Schedule) -> list[Tensor]:
+def train_in_half_precision(group: Any, stage: Callable[[int], nn.Module], schedule: zb.Schedule, **options: Any) -> list[Tensor]:
     """The losses and weights after steps under autocast, whose norms are clipped without a barrier."""
     torch.manual_seed(group.rank())
     data = torch.Generator().manual_seed(0)
-    with zb.Pipeline(lambda stage, _: Checkpointed(stage), schedule, 4, nn.functional.mse_loss, group=group) as pipe:
+    with zb.Pipeline(lambda index, _: stage(index), schedule, 4, nn.functional.mse_loss, group=group, **options) as pipe:
         optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.05, undo="copy")
         losses = []
         for _ in range(4):
@@ -118,7 +119,7 @@ def train_in_half_precision(group: Any, schedule: zb.Schedule) -> list[Tensor]:
 
 def with_and_without(group: Any, name: str) -> bool:
     plain = zb.make(name, group.size(), 4)
-    pairs = zip(train_in_half_precision(group, plain), train_in_half_precision(group, with_recompute(plain)), strict=True)
+    pairs = zip(*(train_in_half_precision(group, Checkpointed, schedule) for schedule in (plain, with_recompute(plain))), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
 
