@@ -1,0 +1,96 @@
+"""Write into docs/planner.md what its four commands print and the table above them: plans of the Zero Bubble paper's models.
+
+.venv/bin/python docs/planner.py           takes 10 s a model, and wants a machine that does nothing else
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import zerobubble as zb
+
+PAGE = Path(__file__).with_suffix(".md")
+BEGIN, END = "<!-- plans: docs/planner.py writes what stands here -->", "<!-- end of plans -->"
+SECONDS = 10
+
+
+class Model(NamedTuple):
+    """A model of the paper: ranks and microbatches, and the times of F, B, W and a message in ms."""
+
+    name: str
+    ranks: int
+    microbatches: int
+    times: tuple[float, float, float]
+    comm: float
+
+    @property
+    def command(self) -> str:
+        """The command that plans it with the memory of 1F1B."""
+        times = ",".join(map(str, self.times))
+        return (
+            f"zerobubble plan --ranks {self.ranks} --microbatches {self.microbatches} --times {times} --comm {self.comm} "
+            f"--memory {self.ranks} --budget {SECONDS}"
+        )
+
+    def published(self, placement: zb.Placement, baseline: str) -> str:
+        """The bubble of a schedule or a planner of the papers."""
+        work = zb.Workload.uniform(self.ranks, self.times, self.comm)
+        problem = zb.planning.Problem(placement, self.microbatches, work.costs(placement), work.limits(self.ranks))
+        solved = zb.planning.solve(problem, baseline=baseline)
+        assert solved.time is not None
+        return percent(problem.bubble(solved.time))
+
+
+MODELS = [
+    Model("1.5B", 8, 24, (18.522, 18.086, 9.337), 0.601),
+    Model("6.2B", 8, 24, (29.718, 29.444, 19.927), 0.527),
+    Model("14.6B", 16, 48, (11.347, 11.248, 8.132), 0.377),
+    Model("28.3B", 32, 96, (10.419, 10.207, 7.715), 0.408),
+]
+
+
+def percent(bubble: float) -> str:
+    """A share as the tables write it."""
+    return f"{100 * bubble:.2f} %"
+
+
+def one_f_one_b(model: Model) -> str:
+    """The bubble of 1F1B."""
+    schedule = zb.schedules.one_f_one_b(model.ranks, model.microbatches)
+    work = zb.Workload.uniform(model.ranks, model.times, model.comm)
+    return percent(zb.simulate(schedule, work.costs(schedule.placement)).bubble_span)
+
+
+HEADER = "| model | ranks, microbatches | 1F1B | ZB-1p | ZB-V | plan | on | its bound |\n|---|---|---|---|---|---|---|---|"
+WORDS = """Bubbles of the span; ZB-1p and ZB-V are the papers' planners (`--baseline zb-heuristic`, `--baseline zb-v-greedy`), and the
+bounds prove that each is the best on its placement. These are the commands and what they print; what a search finds depends on the
+machine and the seconds, so run it with your own times."""
+
+
+def told(model: Model) -> tuple[str, str]:
+    """A row of the table, and what the model's command prints."""
+    command = [sys.executable, "-m", "zerobubble.cli", *shlex.split(model.command)[1:]]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    placement, plan, _, bound = re.split(r" {2,}", printed.splitlines()[1])[:4]
+    zb_1p = model.published(zb.Placement.linear(model.ranks), "zb-heuristic")
+    zb_v = model.published(zb.Placement.vee(model.ranks), "zb-v-greedy")
+    cells = model.name, f"{model.ranks}, {model.microbatches}", one_f_one_b(model), zb_1p, zb_v, f"**{plan}**", placement, bound
+    row = " | ".join(cells)
+    return f"| {row} |", f"<details><summary>{model.name}: <code>{model.command}</code></summary>\n\n```text\n{printed}\n```\n\n</details>"
+
+
+def main() -> None:
+    """Run the commands, and write the page."""
+    rows, details = zip(*map(told, MODELS), strict=True)
+    before, after = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    text = "\n\n".join(["\n".join([HEADER, *rows]), WORDS, *details])
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
