@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerobubble.arguments import NUMBER, require, require_ms
-from zerobubble.costs import HEAD_TIMES, NS_PER_MS, Costs
+from zerobubble.arguments import NUMBER, require, require_ms, takes
+from zerobubble.costs import COLLECTIVE, HEAD_TIMES, NS_PER_MS, Costs
 from zerobubble.display import Displayed
 from zerobubble.errors import reading
 
@@ -59,6 +59,21 @@ class Head(Displayed):
         names = ("forward", "backward", "weight")
         columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, self.times, strict=True)}
         return costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(self.held)))
+
+    @classmethod
+    @takes(costs=Costs)
+    def of_parts(cls, costs: Costs) -> Head:
+        """The head that is put together from the parts in `costs`, such as `Pipeline.profile` measures where ranks divide it.
+
+        Its times and bytes are those of all parts added up, so a part needs no more than its even share of them. Whole it would take less
+        than that, as larger products run better. Raises `InputError` for costs without the columns of a divided head.
+
+        >>> import zerobubble as zb
+        >>> zb.planning.Head.of_parts(zb.Costs.uniform(4).with_divided_head((3, 2, 2), collective=0.1))
+        <Head of 12 ms, 8 ms and 8 ms, a part 1 times its share>
+        """
+        forward, backward, weight = (sum(costs.column(name)) / NS_PER_MS for name in ("head_forward", "head_backward", "head_weight"))
+        return cls((forward, backward, weight), float(sum(costs.column("held_head"))), max(costs.column(COLLECTIVE)) / NS_PER_MS)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; `from_dict` reads it back."""

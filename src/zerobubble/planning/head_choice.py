@@ -74,9 +74,8 @@ def place_head(
     """Whether the head goes whole onto the last stage of `schedule` or is divided over its ranks, played in all ways and compared.
 
     Each rank's part of a divided head takes an even share of its times, times `slowdown`: parts of a small matrix run less well. Published
-    are 1.07 to 1.24 for algorithm 1, and 1.13 to 1.32 for algorithm 2, on 8 to 32 GPUs (arXiv 2411.05288, table 3). Divided heads are
-    planned and simulated, not yet run. Raises as `with_vocabulary` does, and `InputError` for what is negative or not finite, a slowdown
-    below 1, and where no way fits the limits.
+    are 1.07 to 1.24 for algorithm 1, and 1.13 to 1.32 for algorithm 2, on 8 to 32 GPUs (arXiv 2411.05288, table 3). Raises as
+    `with_vocabulary` does, and `InputError` for what is negative or not finite, a slowdown below 1, and where no way fits the limits.
 
     Arguments:
         schedule: what trains the stages, such as 1F1B or V-Half.

@@ -368,7 +368,9 @@ class Pipeline:
         on rank 0's terminal does.
 
         Where `recompute` is given, be it {}, all stages are measured at each of its levels and in full, too, in as many steps each:
-        `costs.levels` tells, and `zb.plan(costs, recompute="auto")` chooses among them.
+        `costs.levels` tells, and `zb.plan(costs, recompute="auto")` chooses among them. Where ranks divide the head, so many steps are
+        played by either algorithm, and `costs` have the columns of `Costs.with_divided_head`, each part's own where it is: see
+        `zb.planning.Head.of_parts`.
 
         Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice, and `PipelineError` as `step` does.
         """

@@ -60,6 +60,12 @@ def with_vocabulary(schedule: Schedule, algorithm: int = 2, costs: Costs | None 
     return Schedule(f"{schedule.name}, vocabulary {algorithm}", schedule.placement, schedule.num_microbatches, tuple(rows))
 
 
+def algorithm_of(schedule: Schedule) -> int:
+    """The algorithm, 1 or 2, by which `schedule` divides its head, as it does."""
+    kinds = {op.kind for row in schedule.rows for op in row}
+    return next(algorithm for algorithm, passes in PASSES.items() if not kinds.isdisjoint(passes))
+
+
 def _is_last(op: Op, made: Stuff, num_stages: int) -> bool:
     return op.stage == num_stages - 1 and op.kind in kinds_making(made)
 

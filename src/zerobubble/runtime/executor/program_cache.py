@@ -153,12 +153,13 @@ class ProgramCache:
             self._keep(self._compile(now))
 
     @contextmanager
-    def one_by_one(self, level: str | None = None) -> Iterator[CompiledProgram]:
+    def one_by_one(self, level: str | None = None, algorithm: int | None = None) -> Iterator[CompiledProgram]:
         """Inside, a program that takes microbatches one by one through the stages of `now`, for a profile.
 
-        With a `level` of recomputation all stages have it. After an error it is kept, for `close` to let go of what it has in flight.
+        With a `level` of recomputation all stages have it. A divided head is divided by `algorithm`, by default as in `now`. After an
+        error the program is kept, for `close` to let go of what it has in flight.
         """
-        schedule = one_by_one(self.now.schedule, computes_all_again=level is not None)
+        schedule = one_by_one(self.now.schedule, computes_all_again=level is not None, algorithm=algorithm)
         stages = self._stages.of(schedule, level)
         handshake = StepHandshake(schedule, self._peers)
         self._trial = Executor(proved(schedule), stages, self._peers, handshake, self._pace, gathered_bytes=self._gathered_bytes)

@@ -16,8 +16,11 @@ from torch import nn
 from zerobubble.costs import Costs
 from zerobubble.fit import fit_comm, fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.kinds import Collective, traits_of
 from zerobubble.rules import recomputed
+from zerobubble.runtime.measure.measured_head import without_head
 from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Timeline
 
 Progress = Callable[[int, int], object]
@@ -25,29 +28,44 @@ Progress = Callable[[int, int], object]
 _TIMES = ("forward", "backward", "weight", "comm")
 
 
-def one_by_one(schedule: Schedule, *, computes_all_again: bool = False) -> Schedule:
+def one_by_one(schedule: Schedule, *, computes_all_again: bool = False, algorithm: int | None = None) -> Schedule:
     """The placement of `schedule` with a microbatch at a time: down through all stages and back, then each rank's W.
 
     Stages some of whose forwards `schedule` computes again have all of them computed again, right before their backward, and with
-    `computes_all_again` all stages have.
+    `computes_all_again` all stages have. Where `schedule` divides the head, parts of it are computed between the last forward and the last
+    backward, by the `algorithm` that is given or else by its own; T, for which no backward waits, comes with W.
 
     A rank computes nothing while it waits for a message, but for W of a microbatch that is on its way elsewhere.
     """
     again = {stage: kind for row in schedule.rows for (stage, _), kind in recomputed(row).items()}
     if computes_all_again:
         again = dict.fromkeys(range(schedule.num_stages), Kind.R)
+    parts = _parts_of_head(schedule, algorithm)
     rows = tuple(
-        tuple(op for microbatch in range(schedule.num_microbatches) for op in _passes(schedule, rank, microbatch, again))
+        tuple(op for microbatch in range(schedule.num_microbatches) for op in _passes(schedule, rank, microbatch, again, parts))
         for rank in range(schedule.num_ranks)
     )
     return Schedule(f"{schedule.name} (one by one)", schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
 
 
-def _passes(schedule: Schedule, rank: int, microbatch: int, again: Mapping[int, Kind]) -> list[Op]:
+def _parts_of_head(schedule: Schedule, algorithm: int | None) -> dict[int, list[tuple[Kind, int]]]:
+    """By rank the passes of its part of the head, as (kind, stage); none where `schedule` does not divide it."""
+    if not schedule.has_divided_head:
+        return {}
+    kinds = PASSES[algorithm or algorithm_of(schedule)]
+    return {schedule.rank_of(stage, 0): [(kind, stage) for kind in kinds] for stage in schedule.head_parts}
+
+
+def _passes(
+    schedule: Schedule, rank: int, microbatch: int, again: Mapping[int, Kind], parts: Mapping[int, list[tuple[Kind, int]]]
+) -> list[Op]:
     """What `rank` does for one microbatch, one after another, where stages are computed `again` by passes of these kinds."""
     down = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage, microbatch) == rank]
     back = [(kind, stage) for stage in down[::-1] for kind in (again.get(stage), Kind.B) if kind is not None]
-    order = [*((Kind.F, stage) for stage in down), *back, *((Kind.W, stage) for stage in down[::-1])]
+    part = parts.get(rank, [])
+    before = [each for each in part if Collective.GRADIENT in traits_of(each[0]).gives or each == part[0]]
+    after = [each for each in part if each not in before]
+    order = [*((Kind.F, stage) for stage in down), *before, *back, *after, *((Kind.W, stage) for stage in down[::-1])]
     return [Op(kind, stage, microbatch) for kind, stage in order]
 
 
@@ -93,12 +111,12 @@ def telling(progress: Progress | None, rank: int) -> Iterator[Progress]:
 def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline]) -> Costs:
     """The costs on `placement` that steps one by one tell: the bytes held in the `metered` one, and the times of the `timed` ones.
 
-    Times are medians over the microbatches of a step, and over the steps.
+    Times are medians over the microbatches of a step, and over the steps. Passes of a divided head are left out; see `with_measured_head`.
     """
-    steps = [replace(fit_costs(timeline), comm=fit_comm(timeline)) for timeline in timed]
+    steps = [replace(fit_costs(without_head(timeline)), comm=fit_comm(timeline)) for timeline in timed]
     names = [*_TIMES, *(name for name in steps[0].time_columns if name in dict(steps[0].further))]
     times = {name: tuple(map(median_low, zip(*(step.column(name) for step in steps), strict=True))) for name in names}
-    return replace(fit_costs(metered).with_columns(**times), placement=placement)
+    return replace(fit_costs(without_head(metered)).with_columns(**times), placement=placement)
 
 
 def with_level_of(costs: Costs, name: str, measured: Costs) -> Costs:

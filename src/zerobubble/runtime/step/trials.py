@@ -6,45 +6,69 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from itertools import starmap
 from statistics import median_low
+from typing import NamedTuple
 
 from zerobubble.arguments import WHOLE, shown
 from zerobubble.costs import OFFLOADABLE, Costs
 from zerobubble.errors import InputError
+from zerobubble.ir import Placement
+from zerobubble.runtime.measure.measured_head import MeasuredHead, with_measured_head
 from zerobubble.runtime.measure.profile import Progress, costs_of, telling, with_level_of
 from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
+from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Timeline
+
+
+class _Round(NamedTuple):
+    """Steps one by one: all stages at a `level` of recomputation, or as the pipeline has them, and a divided head by `algorithm`."""
+
+    level: str | None
+    algorithm: int | None
+
+
+class _Measured(NamedTuple):
+    """What the steps of a round told: one with its memory metered, others that were timed, and the bytes that can go to the host."""
+
+    metered: Timeline
+    timed: list[Timeline]
+    offloadable: list[int]
+
+    def costs(self, placement: Placement) -> Costs:
+        """The costs of the stages."""
+        return costs_of(placement, self.metered, self.timed).with_columns(**{OFFLOADABLE: self.offloadable})
 
 
 def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> Costs:
     """What the passes and messages of each stage take and hold, as `Pipeline.profile` describes it."""
     with runner.alike():
-        if runner.schedule.has_divided_head:
-            raise InputError(
-                f"a profile is of stages alone, and schedule {runner.schedule.name!r} divides the head over ranks: profile a pipeline that "
-                "has the head whole in its last stage, and plan with zb.planning.plan_head"
-            )
         _agree_on_steps(runner, steps)
     runner.settle()
     runner.choose(None)
-    levels = runner.levels_to_measure
-    num_steps = (1 + len(levels)) * (steps + 1)
+    schedule = runner.schedule
+    algorithm = algorithm_of(schedule) if schedule.has_divided_head else None
+    rounds = [_Round(None, one) for one in ([None] if algorithm is None else PASSES)]
+    rounds += [_Round(level, algorithm) for level in runner.levels_to_measure]
     with runner.activity("while profiling"), runner.untouched(), telling(progress, runner.rank) as tell:
-        costs = _costs_one_by_one(runner, given, steps, None, lambda done: tell(done, num_steps))
-        for place, level in enumerate(levels, 1):
-            before = place * (steps + 1)
-            measured = _costs_one_by_one(runner, given, steps, level, lambda done, before=before: tell(before + done, num_steps))  # type: ignore[misc]
-            costs = with_level_of(costs, level, measured)
-    return costs
+        measured = {}
+        for place, each in enumerate(rounds):
+            done = place * (steps + 1)
+            measured[each] = _one_by_one(runner, given, steps, each, lambda more, done=done: tell(done + more, len(rounds) * (steps + 1)))  # type: ignore[misc]
+    costs = measured[_Round(None, algorithm)].costs(schedule.placement)
+    for level in runner.levels_to_measure:
+        costs = with_level_of(costs, level, measured[_Round(level, algorithm)].costs(schedule.placement))
+    if algorithm is None:
+        return costs
+    return with_measured_head(costs, algorithm, {one: MeasuredHead(*measured[_Round(None, one)][:2]) for one in PASSES})
 
 
-def _costs_one_by_one(runner: StepRunner, given: StepInputs, steps: int, level: str | None, tell: Callable[[int], object]) -> Costs:
-    """The costs that a metered step and then timed `steps` tell, in which microbatches come one by one."""
+def _one_by_one(runner: StepRunner, given: StepInputs, steps: int, each: _Round, tell: Callable[[int], object]) -> _Measured:
+    """What a metered step and then timed `steps` tell, in which microbatches come one by one."""
     timelines: list[Timeline] = []
     movable: dict[int, list[MovableBytes]] = {}
-    with runner.programs.one_by_one(level) as compiled:
+    with runner.programs.one_by_one(each.level, each.algorithm) as compiled:
         assert compiled.train is not None
         for index, stage in compiled.stages.items():
             movable[index] = [MovableBytes(runner.device) for _ in range(compiled.schedule.num_microbatches)]
@@ -53,8 +77,7 @@ def _costs_one_by_one(runner: StepRunner, given: StepInputs, steps: int, level: 
             runner.train_unheard(compiled, given, measures_memory=not timelines)
             timelines.append(runner.timeline_of(compiled.train))
             tell(len(timelines))
-    costs = costs_of(runner.schedule.placement, timelines[0], timelines[1:])
-    return costs.with_columns(**{OFFLOADABLE: _offloadable(runner, movable)})
+    return _Measured(timelines[0], timelines[1:], _offloadable(runner, movable))
 
 
 def _offloadable(runner: StepRunner, movable: Mapping[int, list[MovableBytes]]) -> list[int]:
