@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -219,6 +220,28 @@ def test_what_is_changed_in_place_is_told_as_torch_tells_it(when: str, is_held: 
     saved.come_back()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
         torch.autograd.grad(z.sum(), x)
+
+
+def test_a_compiled_module_saves_as_one_that_is_not() -> None:
+    part = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    part.compile(backend="aot_eager")
+    x = torch.randn(64, 64, requires_grad=True)
+    for changed in (False, True):  # what a compiled hook would take for the version is that of the first tensor
+        saved, hidden = SavedTensors(CPU, LateLane()), x * 1
+        with saved.saving(meter := Meter([x, *part.parameters()])):
+            y = part(hidden).sum()
+        held = meter.bytes
+        saved.choose()
+        saved.begin_to_host()
+        if changed:
+            with torch.no_grad():
+                hidden.mul_(2)
+        saved.let_go()
+        assert 0 < meter.bytes < held
+        saved.begin_back()
+        saved.come_back()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") if changed else nullcontext():
+            y.backward()
 
 
 def test_what_is_no_plain_tensor_stays() -> None:

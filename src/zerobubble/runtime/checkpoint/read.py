@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
@@ -154,6 +153,10 @@ def open_checkpoint(path: Path) -> Saved:
 
 
 def _read(room: dict[str, Tensor], reader: FileSystemReader) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        read_tensors(room, storage_reader=reader, no_dist=True)
+    """What `torch.distributed.checkpoint.load` does with nobody else but this rank, which older versions of torch cannot be told."""
+    planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
+    planner.set_up_planner(room, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, UntypedStorage
 
+from zerobubble.runtime.measure.saving_hooks import saving_through
 from zerobubble.runtime.measure.storages import addresses_of, storages_of
 
 
@@ -67,5 +67,5 @@ class Meter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what autograd saves inside."""
-        with torch.autograd.graph.saved_tensors_hooks(self.hold, lambda held: held.tensor):
+        with saving_through(self.hold, lambda held: held.tensor):
             yield

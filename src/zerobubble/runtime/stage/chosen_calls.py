@@ -12,20 +12,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
+from zerobubble.runtime.measure.saving_hooks import saving_through
 from zerobubble.runtime.split.weight_work import pass_in_progress
 from zerobubble.runtime.stage.found_state import FoundState
 from zerobubble.runtime.values.hold import Hold, here
 from zerobubble.runtime.values.payload import tensors_in
 
-T = TypeVar("T")
 _CHECKPOINT = "torch.utils.checkpoint"
 _LEAVE_OUT = "leave the module out of what the level computes again"
 
@@ -157,7 +156,7 @@ class _Call:
             places.append(weakref.ref(place))
             return place
 
-        with saved_tensors_hooks(_uncompiled(leave_out), _Place.tensor_in):
+        with saving_through(leave_out, _Place.tensor_in):
             output = self._own(*self._args, **self._kwargs)
         self._state.first_run_is_over()
         return output
@@ -170,7 +169,7 @@ class _Call:
         if not filling.num_needed:
             return
         try:
-            with self._found_again(), saved_tensors_hooks(_uncompiled(filling.fill), _refuse_to_go_back):
+            with self._found_again(), saving_through(filling.fill, _refuse_to_go_back):
                 self._own(*self._args, **self._kwargs)
         except _AllIsThereError:
             return
@@ -254,14 +253,6 @@ class _Filling:
             place.keep(tensor, self._meter)
         if self.num_filled == self.num_needed:
             raise _AllIsThereError
-
-
-def _uncompiled(hook: Callable[[Tensor], T]) -> Callable[[Tensor], T]:
-    """`hook` as it is: called by a compiled module it would be compiled, too, with the numbers of the first tensor in it."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes seconds
-        return hook
-    uncompiled: Callable[[Tensor], T] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return uncompiled
 
 
 def _refuse_to_go_back(_: None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zerobubble.runtime.measure.memory_meter import Held, Meter
+from zerobubble.runtime.measure.saving_hooks import saving_through
 from zerobubble.runtime.stage.copy_lane import Copied, CopyLane
 from zerobubble.timeline import Copying
 
@@ -134,7 +135,7 @@ class KeptForAutograd:
     def saving(self, meter: Meter | None) -> AbstractContextManager[object]:
         """Around the forward; `meter` counts what is kept."""
         self._meter = meter
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, _Saved.read)
+        return saving_through(self._keep, _Saved.read)
 
     def _keep(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor, self._meter)
