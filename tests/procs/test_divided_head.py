@@ -48,7 +48,8 @@ def ignoring(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
 class OneDevice:
     """The model whole: `step` leaves the gradients of all, and gives the losses of the microbatches and their mean."""
 
-    def __init__(self, num_stages: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, num_stages: int, dtype: torch.dtype = torch.float64, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
         self.stages = [body(stage, num_stages, dtype) for stage in range(num_stages)]
         self.head = linear(dtype)
         self.model = nn.Sequential(*self.stages, self.head)
@@ -56,7 +57,7 @@ class OneDevice:
     def step(self, inputs: Tensor, targets: Tensor, num_microbatches: int) -> tuple[Tensor, Tensor]:
         losses = []
         for x, y in zip(inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
-            losses.append(functional.cross_entropy(self.model(x).flatten(0, 1), y.flatten()))
+            losses.append(functional.cross_entropy(self.model(x).flatten(0, 1), y.flatten(), label_smoothing=self.label_smoothing))
             (losses[-1] / num_microbatches).backward()
         each = torch.stack(losses).detach()
         return each, each.mean()
@@ -83,12 +84,15 @@ class OneDevice:
         return whole[rows]
 
 
-def train(group: Any, schedule: zb.Schedule, steps: int, dtype: torch.dtype, **options: Any) -> tuple[float, float]:
+def train(
+    group: Any, schedule: zb.Schedule, steps: int, dtype: torch.dtype, label_smoothing: float = 0.0, **options: Any
+) -> tuple[float, float]:
     """The worst errors of losses and gradients in some steps with an optimizer, and of the parameters after them."""
     count = schedule.num_microbatches
-    whole, worst = OneDevice(schedule.num_stages, dtype), 0.0
+    whole, worst = OneDevice(schedule.num_stages, dtype, label_smoothing), 0.0
+    head = zb.nn.DividedHead(linear(dtype), label_smoothing=label_smoothing)
     there = torch.optim.SGD(whole.model.parameters(), lr=0.1, momentum=0.9)
-    with zb.Pipeline(partial(body, dtype=dtype), schedule, count, zb.nn.DividedHead(linear(dtype)), group=group, **options) as pipe:
+    with zb.Pipeline(partial(body, dtype=dtype), schedule, count, head, group=group, **options) as pipe:
         assert sum(p.numel() for p in pipe.parameters()) == sum(p.numel() for m in pipe.modules.values() for p in m.parameters())
         here = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         for seed in range(steps):
@@ -120,6 +124,13 @@ def test_a_divided_head_trains_with_the_numbers_of_one_device(
 def test_it_does_so_in_single_precision(world: Ranks) -> None:
     for errors in world.run(train, with_vocabulary(zb.make("1f1b", 4, 4)), 2, torch.float32, ranks=4):
         assert max(errors) <= 2e-5
+
+
+@pytest.mark.parametrize(("algorithm", "dtype", "most"), [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12), (2, torch.float32, 2e-5)])
+def test_it_smoothes_labels_as_one_device(world: Ranks, algorithm: int, dtype: torch.dtype, most: float) -> None:
+    schedule = with_vocabulary(zb.make("zb-h1", 2, 4), algorithm)
+    for errors in world.run(train, schedule, 2, dtype, 0.2, ranks=2):
+        assert max(errors) <= most
 
 
 @pytest.mark.parametrize("seed", every(4, range(8)))
@@ -157,9 +168,9 @@ def test_other_ways_to_run_stages_and_messages_do_so(world: Ranks, which: str, r
 def evaluate_and_look(group: Any, count: int) -> tuple[float, float, float, float, list[str], set[str]]:
     """Errors of an evaluation and of the clipped norm, a loss without targets, what on_loss heard, and the kinds in the timeline."""
     schedule = with_vocabulary(zb.make("zb-v", group.size(), count))
-    whole, heard = OneDevice(schedule.num_stages), []
+    whole, heard = OneDevice(schedule.num_stages, label_smoothing=0.1), []
     inputs, targets = ignoring(count, 0)
-    head = zb.nn.DividedHead(lambda first, end: rows_of(linear(), first, end), ROWS)
+    head = zb.nn.DividedHead(lambda first, end: rows_of(linear(), first, end), ROWS, label_smoothing=0.1)
     with zb.Pipeline(
         body, schedule, count, head, group=group, on_loss=lambda j, loss: heard.append(str(j)), main_grad=torch.float64
     ) as pipe:
@@ -430,6 +441,12 @@ def test_a_head_that_is_none_is_refused(arguments: Any, words: str) -> None:
     with pytest.raises(zb.InputError) as caught:
         zb.nn.DividedHead(*arguments)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.5, float("nan"), "0.1"])
+def test_smoothing_beyond_0_to_1_is_refused(smoothing: Any) -> None:
+    with pytest.raises(zb.InputError, match="label_smoothing must be a number from 0 to 1, got "):
+        zb.nn.DividedHead(linear(), label_smoothing=smoothing)
 
 
 def test_the_page_s_program_runs(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zerobubble.arguments import NUMBER, shown
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.stage.head_part import BuildRows, HeadPart
@@ -29,11 +30,14 @@ class DividedHead:
             alone, with `end_row - first_row` outputs.
         vocabulary: how many rows there are in all, where `head` is a function.
         ignore_index: the target of tokens that do not count.
+        label_smoothing: how much of each target goes to all rows alike, from 0 to 1, as in `torch.nn.functional.cross_entropy`.
 
-    Raises `InputError` for a head that is neither, and for a vocabulary that is missing, or given beside a whole head.
+    Raises `InputError` for a head that is neither, for a vocabulary that is missing, or given beside a whole head, and for other smoothing.
     """
 
-    def __init__(self, head: nn.Linear | BuildRows, vocabulary: int | None = None, *, ignore_index: int = -100) -> None:
+    def __init__(
+        self, head: nn.Linear | BuildRows, vocabulary: int | None = None, *, ignore_index: int = -100, label_smoothing: float = 0.0
+    ) -> None:
         is_whole = isinstance(head, nn.Module)
         if (is_whole and type(head) is not nn.Linear) or not callable(head):
             raise InputError(f"head must be an nn.Linear, or a function (first_row, end_row) -> nn.Linear, got {type(head).__name__}")
@@ -41,17 +45,21 @@ class DividedHead:
             raise InputError(f"vocabulary is the number of rows in all, for a function that makes some of them, got {vocabulary!r}")
         if type(ignore_index) is not int:
             raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
+        if not NUMBER.accepts(label_smoothing) or not 0 <= label_smoothing <= 1:
+            raise InputError(f"label_smoothing must be a number from 0 to 1, got {shown(label_smoothing)}")
         self._head = head
         self.vocabulary: int = head.out_features if isinstance(head, nn.Linear) else vocabulary  # type: ignore[assignment]
         self.ignore_index = ignore_index
+        self.label_smoothing = float(label_smoothing)
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean loss of a microbatch on one device."""
         whole = self._head if isinstance(self._head, nn.Linear) else self._rows(0, self.vocabulary)
-        return functional.cross_entropy(whole(output).flatten(0, -2), target.flatten(), ignore_index=self.ignore_index)
+        logits, smoothing = whole(output).flatten(0, -2), self.label_smoothing
+        return functional.cross_entropy(logits, target.flatten(), ignore_index=self.ignore_index, label_smoothing=smoothing)
 
     def __str__(self) -> str:
-        return f"{self.vocabulary} rows, ignore_index {self.ignore_index}"
+        return f"{self.vocabulary} rows, ignore_index {self.ignore_index}, label_smoothing {self.label_smoothing:g}"
 
     def parts(self, stages: tuple[int, ...], modules: Mapping[int, nn.Module], gradients: Gradients) -> dict[int, HeadPart]:
         """The parts that go by those of `stages` that this rank has `modules` of, as parameters of these.
@@ -66,10 +74,11 @@ class DividedHead:
         if sharded:
             raise InputError(f"stage {sharded[0]} is divided by FSDP2 and has a part of a divided head: leave out one of both")
         starts = [-(-number * self.vocabulary // len(stages)) for number in range(len(stages) + 1)]
+        counts = 1 - self.label_smoothing, self.label_smoothing / self.vocabulary
         found = {}
         for stage, (first, end) in zip(stages, pairwise(starts), strict=True):
             if stage in modules:
-                found[stage] = HeadPart(modules[stage], self._rows, first, end, gradients)
+                found[stage] = HeadPart(modules[stage], self._rows, first, end, gradients, *counts)
         return found
 
     def _rows(self, first: int, end: int) -> nn.Linear:

@@ -1,8 +1,9 @@
 """A rank's part of a head that is divided by its vocabulary: some rows of the weight, and what passes compute with them.
 
 The loss is the cross entropy of `output @ weight.T + bias`. No rank has all logits of a token. Each knows the largest of its own, the sum
-of their exponentials beside that, and the logit of the target where it has it; from these three numbers of every part each can tell by how
-much its own softmax has to be corrected (Vocabulary Parallelism, arXiv 2411.05288, sections 4.2 to 4.4):
+of their exponentials beside that, and the logit of the target where it has it (with label smoothing, its own logits as far as the loss asks
+for them); from these three numbers of every part each can tell by how much its own softmax has to be corrected (Vocabulary Parallelism,
+arXiv 2411.05288, sections 4.2 to 4.4):
 
     S    softmax over its own rows, times these rows: a part of the gradient for the output, to be corrected
     T    the corrected softmax gives the gradients of the rows
@@ -86,10 +87,23 @@ class HeadPart:
 
     So they are trained, summed over replicas, clipped and saved like all that this module has. They have names that no other part has. A
     module that has them already goes on with them; otherwise `build` makes them. Gradients are added where `gradients` are.
+
+    The target of a token counts `of_target` and each row of the whole vocabulary `of_each`, as label smoothing wants it.
     """
 
-    def __init__(self, module: nn.Module, build: BuildRows, first_row: int, end_row: int, gradients: Gradients) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        build: BuildRows,
+        first_row: int,
+        end_row: int,
+        gradients: Gradients,
+        of_target: float = 1.0,
+        of_each: float = 0.0,
+    ) -> None:
         self.first_row = first_row
+        self._of_target = of_target
+        self._of_each = of_each
         self._module = module
         self._name = f"head_rows_{first_row}_to_{end_row}"
         self._gradients = gradients
@@ -127,22 +141,30 @@ class HeadPart:
             exponentials = (exact - largest[:, None]).exp_()
             total = exponentials.sum(1)
             target = exact.gather(1, row[:, None])[:, 0].where(has_target, 0)
+            if self._of_each:
+                target = self._of_target * target + self._of_each * exact.sum(1)
             softmax = exponentials.div_(total[:, None])
             held = [] if meter is None else [meter.hold(softmax), meter.hold(given.output)]
             return Softmax(given, softmax, row, has_target, torch.stack((largest, total, target)), logits.dtype, held)
 
     def gradient_to_correct(self, found: Softmax) -> Tensors:
-        """What S gives to the gradient for the output: its sums, the rows of the targets with a minus, and what is to be corrected."""
+        """What S gives to the gradient for the output: its sums, the rows that targets want with a minus, and what is to be corrected."""
         with torch.no_grad():
             weight = self.weight.to(found.dtype)
             rows = weight[found.row].where(found.has_target[:, None], 0)
+            if self._of_each:
+                every = self.weight.sum(0, dtype=found.softmax.dtype).mul_(self._of_each)
+                rows = rows.mul_(self._of_target).add_(every.to(rows.dtype))
             return found.sums, rows.neg_(), found.in_layers_type @ weight
 
     def correct(self, found: Softmax, correction: Correction, part: int) -> None:
         """Make of the softmax over the rows of this part, the number `part`, the derivative of the loss of each token by its logits."""
         with torch.no_grad():
             found.softmax.mul_(correction.factors[part][:, None])
-            found.softmax.scatter_add_(1, found.row[:, None], found.has_target[:, None].to(found.softmax.dtype).neg_())
+            of_target = found.has_target[:, None].to(found.softmax.dtype).mul_(-self._of_target)
+            found.softmax.scatter_add_(1, found.row[:, None], of_target)
+            if self._of_each:
+                found.softmax.sub_(self._of_each)
 
     def gradient(self, found: Softmax) -> Tensors:
         """What TX gives to the gradient for the output, once the softmax is corrected: its sums, and what needs no correction."""
