@@ -84,6 +84,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/unequal/run.py
 	$(RUN)/python benchmarks/unequal/steps.py
 	$(RUN)/python benchmarks/recompute/run.py
+	$(RUN)/python benchmarks/recompute/bytes.py
 	$(RUN)/python benchmarks/vocabulary/run.py
 	$(RUN)/python benchmarks/divided_head/run.py
 	$(RUN)/python benchmarks/offload/run.py

@@ -1,0 +1,104 @@
+"""What ranks hold in steps that compute forwards again, against what one profile predicts, and whether every number is the same.
+
+A GPT on four ranks is profiled once for each schedule, with the levels of its stages. From that alone the bytes at the peak of each rank
+are predicted where nothing is computed again, attention, the perceptrons, or all of every stage, and where neighbouring stages have unlike
+levels. The same steps then run. Bytes are those of our own meter, which counts storages that are held, and are the same on every machine.
+Writes `bytes.json` next to this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerobubble as zb
+from zerobubble.costs import NONE
+from zerobubble.schedules import with_recompute
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPTConfig, build_stage, loss_fn
+from ranks import in_ranks, machine, show
+
+SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v")
+RANKS, MICROBATCHES, MICROBATCH_SIZE, STEPS = 4, 8, 2, 2
+MODEL = GPTConfig(layers=8, width=128, heads=4, context=64)
+PARTS = {"attention": ["*.attention"], "mlp": ["*.mlp"]}
+"""The modules that each level computes again; beside these there are `none` and `full`."""
+
+LEVELS = {
+    "none": ("none",),
+    "attention": ("attention",),
+    "mlp": ("mlp",),
+    "full": ("full",),
+    "none, attention, full in turn": ("none", "attention", "full"),
+    "full, mlp, attention, none in turn": ("full", "mlp", "attention", "none"),
+}
+"""Levels of the stages, which stage after stage takes in turn."""
+
+WITHIN = 0.05
+
+
+def main() -> None:
+    """Train at every choice of levels and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    rows = [show(row) for name in SCHEDULES for row in in_ranks(compare, RANKS, name)]
+    worst = max(abs(error) for row in rows for error in row["errors"])
+    holds = worst <= WITHIN and all(row["equal"] for row in rows)
+    results = {"machine": machine(), "worst_error": worst, "holds": holds, "runs": rows}
+    Path(__file__).with_name("bytes.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def compare(name: str) -> list[dict[str, Any]]:
+    """Bytes at the peak of each rank, predicted and metered, for each choice of levels; and whether all numbers are those of `none`."""
+    tokens = torch.randint(0, 256, (MICROBATCHES * MICROBATCH_SIZE, MODEL.context + 1), generator=torch.Generator().manual_seed(0))
+    given = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    with pipeline(name, recompute=PARTS) as pipe:
+        plain, costs = pipe.schedule, pipe.profile(*given, steps=1)
+    known = {level.name: level for level in (NONE, *costs.levels)}
+    rows = []
+    first: list[Tensor] = []
+    for title, turn in LEVELS.items():
+        by_stage = [turn[stage % len(turn)] for stage in range(plain.num_stages)]
+        again = [stage for stage, level in enumerate(by_stage) if level != NONE.name]
+        schedule = with_recompute(plain, stages=again) if again else plain
+        predicted = zb.simulation.peak_memory(schedule, costs.with_recompute([known[level] for level in by_stage]))
+        parts = {stage: PARTS[level] for stage, level in enumerate(by_stage) if level in PARTS}
+        with pipeline(schedule, recompute={"by stage": parts} if parts else None) as pipe:
+            pipe.metering = True
+            numbers = trained(pipe, *given)
+            metered = [rank.peak_bytes or 0 for rank in pipe.timeline().ranks]
+        first = first or numbers
+        equal = [False] * RANKS
+        dist.all_gather_object(equal, all(torch.equal(one, other) for one, other in zip(first, numbers, strict=True)))
+        errors = [round(told / found - 1, 4) for told, found in zip(predicted, metered, strict=True)]
+        row = {"schedule": name, "levels": title, "predicted": list(predicted), "metered": metered, "errors": errors, "equal": all(equal)}
+        rows.append(row)
+    return rows
+
+
+def pipeline(schedule: str | zb.Schedule, **options: Any) -> zb.Pipeline:
+    return zb.Pipeline(lambda stage, stages: build_stage(MODEL, stage, stages), schedule, MICROBATCHES, loss_fn, **options)
+
+
+def trained(pipe: zb.Pipeline, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """The losses of some steps, and the parameters and gradients that they leave."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(pipe.step(inputs, targets).detach())
+        optimizer.step()
+    parts = [part for parameter in pipe.parameters() for part in (parameter, parameter.grad)]
+    return [*losses, *(part.detach().clone() for part in parts if part is not None)]
+
+
+if __name__ == "__main__":
+    main()
