@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from tests.pure.golden import TABLE_5, Profile
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid, stage_counts
+from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
 from zerobubble.bounds.chain import chain_needs, earliest_starts, passes_by_rank
@@ -46,11 +47,12 @@ def hold(schedule: Schedule, costs: Costs) -> None:
 # Never above the truth.
 
 
+@every_and_all(2)
 @pytest.mark.parametrize("name", ONE_ROUTE)
-def test_no_published_schedule_beats_a_bound(name: str) -> None:
+def test_no_published_schedule_beats_a_bound(name: str, nth: int) -> None:
     dice = random.Random(name)
     for stages_per_rank in stage_counts(name):
-        for ranks, microbatches in grid(name, stages_per_rank, SHAPES):
+        for ranks, microbatches in grid(name, stages_per_rank, SHAPES[::nth]):
             schedule = make(name, ranks, microbatches, stages_per_rank=stages_per_rank)
             hold(schedule, Costs.uniform(schedule.num_stages, (1.0, 1.1, 0.6), dice.choice((0.0, 0.3)), held=dice.choice((0.4, 1.0))))
             hold(schedule, uneven(schedule.num_stages, dice))
@@ -244,8 +246,9 @@ def test_zb_1p_cannot_be_beaten_with_a_stage_a_rank(profile: Profile) -> None:
     assert round(bound[0] / 100, 4) == profile.rates["zb-h1"]
 
 
-def test_bounds_of_the_papers_instances() -> None:
-    for line in Path(__file__).with_name("bounds.txt").read_text().splitlines()[2:]:
+@every_and_all(5)
+def test_bounds_of_the_papers_instances(nth: int) -> None:
+    for line in Path(__file__).with_name("bounds.txt").read_text().splitlines()[2::nth]:
         model, ranks, microbatches, kind, limit, memory, *wanted = line.split()
         slots = round(float(limit) * int(ranks) * (2 if kind == "vee" else 1)) / (2 if kind == "vee" else 1)
         found = rates(FIRST[model], int(microbatches), kind, slots, FLASH if memory == "flash" else PAPER[model])
