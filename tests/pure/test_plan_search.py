@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid
+from tests.pure.test_bounds import outcomes
 from tests.pure.test_plan_papers import brute_force
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
@@ -179,6 +180,21 @@ def test_where_b_leaves_more_than_f_saved_the_plan_is_the_best_of_all_orders(see
     problem = Problem(placement, 2, costs, limits, dice.choice(list(Objective)))
     found = search(problem, bound(problem), seconds=0, evaluations=2000)
     assert check(problem, found) == brute_force(problem)
+
+
+def test_of_orders_with_the_least_span_the_one_with_the_least_makespan_is_found() -> None:
+    """By all orders of a tiny problem in which the makespans of the quickest differ."""
+    placement = Placement.linear(2)
+    costs = Costs((6, 3), (7, 1), (2, 9), (0,), (1, 1), (1, 1))
+    every = outcomes(placement, 3, costs)
+    for memory in (2, 3):
+        problem = Problem(placement, 3, costs, Limits((memory,) * 2))
+        fitting = [(span, makespan) for peaks, span, makespan in every if max(peaks) <= memory]
+        least, _ = min(fitting)
+        assert len({makespan for span, makespan in fitting if span == least}) > 1
+        for seed in range(4):
+            timeline = simulate(search(problem, 0, seconds=0, evaluations=3000, seed=seed).schedule, costs)
+            assert (timeline.span, timeline.makespan) == min(fitting)
 
 
 def test_where_the_list_scheduler_makes_nothing_the_rows_known_before_are_searched_on() -> None:

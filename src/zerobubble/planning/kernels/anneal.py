@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, initial_play_state, play_rows, update_held
+from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, initial_play_state, makespan_of, play_rows, update_held
 from zerobubble.planning.kernels.samples import Times, aim, copy_times, draw_sample, duration_of, in_sample, time_of_rank
 from zerobubble.planning.kernels.tables import Ints, Tables
 
@@ -42,12 +42,14 @@ class MoveScratch(NamedTuple):
     resume: Ints
     path: Ints
     play: PlayState
+    makespan: Ints
+    """One number, the makespan (ns) of the best order: one that is as good with a smaller makespan takes its place. With 0, none does."""
 
 
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
     """Room to move passes of `rows`, which have been played."""
     resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
-    return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, initial_play_state(tables, rows))
+    return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, initial_play_state(tables, rows), np.zeros(1, np.int64))
 
 
 # The loop over moves is one function, since what it keeps from move to move (cost, critical path) must stay in registers.
@@ -100,8 +102,10 @@ def anneal(
             continue
         path_length, cost = 0, new_cost
         reached = aim(rows.end, longest, cost)
-        if reached < goal:
+        if reached < goal or (reached == goal and makespan_of(tables, rows.end) < scratch.makespan[0]):
             goal = reached
+            if scratch.makespan[0] > 0:
+                scratch.makespan[0] = makespan_of(tables, rows.end)
             copy_into(best, rows.code)
             if goal <= target:
                 return goal, cost, tried + 1

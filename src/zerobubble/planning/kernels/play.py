@@ -201,6 +201,16 @@ def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: 
     return outcome(rows.end, longest, total, share)
 
 
+@inlined
+def makespan_of(tables: Tables, end: Times) -> int:
+    """When the last rank ends (ns), given when each pass does; 0 with samples, where nothing is chosen by it."""
+    last = 0
+    if end.ndim == 1:
+        for r in range(len(tables.ranks)):
+            last = max(last, end[tables.ranks[r].stop - 1])
+    return last
+
+
 def longest_time(tables: Tables, rows: Rows) -> int:
     """The time of the longest rank in ns, -1 if the rows stop."""
     return int(play_rows(tables, rows, initial_play_state(tables, rows), 0.0, np.inf, np.inf)[0])

@@ -10,7 +10,7 @@ import numpy as np
 
 from zerobubble.planning.kernels.anneal import anneal, move_scratch
 from zerobubble.planning.kernels.list_scheduler import list_scratch
-from zerobubble.planning.kernels.play import Rows, all_ranks_fit, initial_play_state, play_rows, rows_of
+from zerobubble.planning.kernels.play import Rows, all_ranks_fit, initial_play_state, makespan_of, play_rows, rows_of
 from zerobubble.planning.kernels.priorities import apply_policy, empty_priorities, legs_of, mean_pass
 from zerobubble.planning.kernels.priority_search import search_dates, search_policies
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables
@@ -57,18 +57,21 @@ class PolicyPool:
 
 
 class SearchState:
-    """A problem being searched. `order` and `time` are the best rows and their objective, `report` hears of every new best."""
+    """A problem being searched. `order`, `time` and `makespan` are the best rows with their objective and their makespan.
+
+    Of rows with the same objective those with the smaller makespan are the best. `report` hears of every better objective.
+    """
 
     def __init__(self, tables: Tables, bound: int, budget: BudgetMeter, report: Callable[[int, str], None]) -> None:
         self.tables, self.bound, self.budget, self.report = tables, bound, budget, report
         self.order: Ints | None = None
-        self.time, self.how = 1 << 62, ""
+        self.time, self.makespan, self.how = 1 << 62, 1 << 62, ""
         self._leg, self._scratch, self._priorities = legs_of(tables), list_scratch(tables), empty_priorities(tables)
 
     def with_tables(self, tables: Tables, budget: BudgetMeter) -> SearchState:
         """The search with other tables of the same problem, in which the best rows take no longer, and another budget."""
         other = SearchState(tables, self.bound, budget, self.report)
-        other.order, other.time, other.how = self.order, self.time, self.how
+        other.order, other.time, other.makespan, other.how = self.order, self.time, self.makespan, self.how
         return other
 
     @property
@@ -78,9 +81,10 @@ class SearchState:
     def offer(self, order: Ints, how: str) -> int:
         """Play `order` and keep it if it is the best; its longest time, -1 if it stops or does not fit."""
         rows = self.played(order)
-        longest = -1 if rows is None else int(self._times_of_ranks(rows).max())
-        if longest >= 0:
-            self._keep(order, longest, how)
+        if rows is None:
+            return -1
+        longest = int(self._times_of_ranks(rows).max())
+        self._keep(order, longest, int(makespan_of(self.tables, rows.end)), how)
         return longest
 
     def played(self, order: Ints) -> Rows | None:
@@ -97,10 +101,17 @@ class SearchState:
         times: Ints = self.tables.ranks["work"] + rows.idle[self.tables.ranks["stop"] - 1]
         return times
 
-    def _keep(self, order: Ints, longest: int, how: str) -> None:
-        if longest < self.time:
-            self.order, self.time, self.how = order.copy(), longest, how
-            self.report(longest, how)
+    def _keep(self, order: Ints, longest: int, makespan: int, how: str) -> None:
+        if (longest, makespan) < (self.time, self.makespan):
+            is_shorter = longest < self.time
+            self.order, self.time, self.makespan, self.how = order.copy(), longest, makespan, how
+            if is_shorter:
+                self.report(longest, how)
+
+    def _keep_listed(self, order: Ints, longest: int, how: str) -> None:
+        """Keep what the list scheduler made, if it is the best."""
+        if longest < self.time and (rows := self.played(order)) is not None:
+            self._keep(order, longest, int(makespan_of(self.tables, rows.end)), how)
 
     def improve_policies(self, pool: PolicyPool, tries: int, fresh: int = 0) -> None:
         """Try what is in the pool and not known, then `fresh` policies at random, then some near those of the pool, which gets better.
@@ -114,7 +125,7 @@ class SearchState:
             longest, used = search_policies(self.tables, self._leg, *room, self.time, self.bound, chunk, fresh - tried)
             self.budget.used += used
             tried += chunk
-            self._keep(best, longest, "list scheduling")
+            self._keep_listed(best, longest, "list scheduling")
 
     def improve_due_dates(self, policy: Floats, tries: int) -> Ints:
         """The best rows that so many small changes to the due dates of `policy` lead to; those known before where no schedule comes out."""
@@ -129,7 +140,7 @@ class SearchState:
             )
             self.budget.used += used
             tried += chunk
-            self._keep(best, longest, "due dates")
+            self._keep_listed(best, longest, "due dates")
         return best
 
     def anneal_order(self, order: Ints, moves: int, hot: float, share: float = 1.0) -> Ints:
@@ -142,6 +153,7 @@ class SearchState:
         scratch = move_scratch(self.tables, rows)
         share_of_sum = 1 / len(self.tables.ranks)
         times = self._times_of_ranks(rows)
+        scratch.makespan[0] = makespan_of(self.tables, rows.end)
         goal, cost = int(times.max()), float(times.max() + share_of_sum * times.sum())
         start, mean = self.budget.spent, mean_pass(self.tables)
         tried, over = 0, 0.0
@@ -153,5 +165,5 @@ class SearchState:
             self.budget.used += used
             tried += chunk
             over = max(next_over, (self.budget.spent - start) / share)
-            self._keep(best, goal, "annealing")
+            self._keep(best, goal, int(scratch.makespan[0]), "annealing")
         return best
