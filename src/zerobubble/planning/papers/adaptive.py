@@ -35,7 +35,7 @@ REORDERED = 50
 FINALISTS = 3
 """Blocks that become schedules of all microbatches."""
 
-FULL_EFFORT_PASSES = 1_000
+FULL_EFFORT_PASSES = 4_000
 """Passes of a schedule up to which so many blocks are tried; fewer are of larger ones, so that they take no longer."""
 
 Gaps = tuple[int, ...]
