@@ -232,6 +232,22 @@ def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyP
     assert len(given) == 1
 
 
+@pytest.mark.parametrize(("budget", "searches"), [(Budget(0.9), 0), (Budget(1.1), 1), (Budget(0.9, 10), 1)])
+def test_no_search_begins_where_the_seconds_end_before_its_check(budget: Budget, searches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = attempt.start_attempt("vee", problem_on("vee", 6), Budget(0.0))
+    assert begun.can_improve
+    monkeypatch.setattr(attempt, "CHECK_SECONDS", 1 / begun.solved.problem.num_passes)
+    calls = list[float]()
+
+    def search(problem: Problem, bound: int, seeds: Any, *, seconds: float, **rest: Any) -> engine.SearchResult:
+        calls.append(seconds)
+        return engine.SearchResult(seeds[0], "nothing", 0, seconds)
+
+    monkeypatch.setattr(engine, "search", search)
+    assert attempt.improve(begun, budget).searched == bool(searches)
+    assert len(calls) == searches
+
+
 def test_too_little_memory_is_infeasible_with_the_rank() -> None:
     problem = problem_on("vee")
     limits = Limits((*problem.limits.memory[:5], 100, *problem.limits.memory[6:]))

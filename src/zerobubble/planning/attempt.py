@@ -55,6 +55,10 @@ class Budget(NamedTuple):
         """Seconds that may go into making seeds; without end where the clock must not decide."""
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
+    def lasts_for_check(self, problem: Problem) -> bool:
+        """Whether there is time for more than to check an answer; always where the clock must not decide."""
+        return self.evaluations is not None or self.seconds > CHECK_SECONDS * problem.num_passes
+
 
 PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second: they always get that."""
@@ -153,10 +157,13 @@ def with_serial_schedule(attempt: Attempt) -> Attempt:
 
 
 def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
-    """The attempt after a search, never worse; checking the answer counts, and so does compiling the search unless it is done before."""
-    if budget.is_empty or not attempt.can_improve:
-        return attempt
+    """The attempt after a search, never worse; checking the answer counts, and so does compiling the search unless it is done before.
+
+    An attempt with a schedule stays as it is where the budget would be over before a better one was checked.
+    """
     best = attempt.solved.schedule
+    if budget.is_empty or not attempt.can_improve or (best is not None and not budget.lasts_for_check(attempt.solved.problem)):
+        return attempt
     seeds = attempt.seeds if best is None else (best, *attempt.seeds)
     return replace(_search(attempt, seeds, budget, seed, on_progress), searched=True)
 
