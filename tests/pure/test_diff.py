@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import problems
-from zerobubble import Costs, InputError, Kind, Op, Schedule, Timeline, diff, make, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Schedule, Timeline, diff, make, offload, simulate
 from zerobubble.costs import NS_PER_MS
 from zerobubble.explain import WaitsFor, attribute, gaps
 from zerobubble.explain.replay import measured, planned
@@ -192,3 +192,20 @@ def test_marks_survive_json_and_older_files_have_none() -> None:
         replace(timeline, marks=marks[:1])
     with pytest.raises(InputError, match="not a timeline"):
         Timeline.from_dict(data | {"marks": [[["dance", 1, 2, ""]], []]})
+
+
+def test_waiting_for_copies_is_told_apart_from_the_host() -> None:
+    """1F1B within two microbatches, over a link so slow that passes wait: nothing of it is the host."""
+    schedule, costs = make("1f1b", 3, 6), Costs.uniform(3)
+    link = offload.HostLink(to_host=2.5e8, from_host=2.5e8)
+    plans = offload.plan_offloads(schedule, costs, Limits((2_000_000,) * 3), link)
+    run = offload.play_offloads(schedule, costs, plans, link)
+    found = diff(schedule, costs, run)
+    assert found.extra > 10 * NS_PER_MS
+    for account in found.accounts:
+        assert (account.copies + account.comm, account.host, account.total) == (found.extra, 0, run.makespan)
+        assert account.copies == 7 * NS_PER_MS  # for the rest a message was waited for, too, and no mark tells when it was taken
+    assert "waiting for copies to the host and back" in str(found)
+    last = run.rows[0][-1]
+    late = replace(run, rows=((*run.rows[0][:-1], last._replace(start=last.start + NS_PER_MS, end=last.end + NS_PER_MS)), *run.rows[1:]))
+    assert {account.host for account in diff(schedule, costs, late).accounts} == {NS_PER_MS}

@@ -29,6 +29,7 @@ PARTS = (
     "noise, idle",
     "messages",
     "host",
+    "copies",
     "replicas",
 )
 """What an account adds up, as titles: the plan's work and its idle time by cause, then what the plan did not know."""
@@ -51,7 +52,8 @@ class Account(Displayed):
 
     `work` are its passes as planned, `plan` the idle time of the plan by its causes. The rest the plan did not know, and may be
     negative: `passes` that take longer by the median, `noise` of single ones around it, `comm` for messages later than planned,
-    `host` for the time in which a rank had all it needed and yet did not start, `reduction` for sums over replicas that end later than
+    `host` for the time in which a rank had all it needed and yet did not start, `copies` for that in which copies to
+    the host and back kept it, `reduction` for sums over replicas that end later than
     planned.
     """
 
@@ -62,6 +64,7 @@ class Account(Displayed):
     noise: ExtraTime
     comm: int
     host: int
+    copies: int
     reduction: int
 
     def _summary(self) -> str:
@@ -75,12 +78,12 @@ class Account(Displayed):
     @property
     def extra(self) -> int:
         """What the run took beyond the plan."""
-        return self.passes.total + self.noise.total + self.comm + self.host + self.reduction
+        return self.passes.total + self.noise.total + self.comm + self.host + self.copies + self.reduction
 
     @property
     def idle(self) -> int:
         """The rank's idle time in the run."""
-        return self.plan.total + self.passes.idle + self.noise.idle + self.comm + self.host + self.reduction
+        return self.plan.total + self.passes.idle + self.noise.idle + self.comm + self.host + self.copies + self.reduction
 
     @property
     def total(self) -> int:
@@ -88,7 +91,7 @@ class Account(Displayed):
 
     def parts(self) -> tuple[int, ...]:
         """The summands of `total`, in the order of `PARTS`."""
-        return (self.work, *self.plan, *self.passes, *self.noise, self.comm, self.host, self.reduction)
+        return (self.work, *self.plan, *self.passes, *self.noise, self.comm, self.host, self.copies, self.reduction)
 
 
 class Drift(NamedTuple):
@@ -165,6 +168,7 @@ def _account_to_dict(account: Account) -> dict[str, Any]:
         "noise": account.noise._asdict(),
         "comm": account.comm,
         "host": account.host,
+        "copies": account.copies,
         "reduction": account.reduction,
         "total": account.total,
     }
@@ -191,6 +195,7 @@ def _sentence(account: Account, drifts: Sequence[Drift]) -> str:
         (account.noise.idle, "waiting by noise in passes of other ranks"),
         (account.comm, "waiting for messages"),
         (account.host, "host overhead"),
+        (account.copies, "waiting for copies to the host and back"),
         (account.reduction, "summing gradients over replicas"),
     ]
     told = [(time, f"{_ms(abs(time))} {'' if time > 0 else 'less '}{what}") for time, what in causes if abs(time) >= _SHORTEST]

@@ -11,7 +11,7 @@ from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.explain.account import Account, Difference, Drift, ExtraTime, Passes
 from zerobubble.explain.idle import attribute
-from zerobubble.explain.replay import TimedOrder, measured, planned
+from zerobubble.explain.replay import TimedOrder, measured, planned, waits_for_copies
 from zerobubble.ir import Kind, Schedule
 from zerobubble.timeline import Timeline
 
@@ -20,13 +20,14 @@ from zerobubble.timeline import Timeline
 def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     """Every ns of a measured `run` of `schedule` against its simulation under `costs`, by cause; the causes add up exactly.
 
-    The order of the schedule is played six times, each time with one more part of the plan's times exchanged for the run's. What
+    The order of the schedule is played seven times, each time with one more part of the plan's times exchanged for the run's. What
     makespan and work of a rank change by is put to that part:
 
     - passes: the medians of each kind of pass and stage, one after another by stage (the drifts); costs that were wrong all along.
     - noise: the time each single pass took.
     - comm: when each message was there, as `explain.replay.measured` tells it.
     - host: the time between the moment a rank was free and had its messages, and the start of its pass: Python, sending, the system.
+    - copies: of that time, what lies before the end of the last copy to the host or back that ended in it.
     - reduction: when sums over replicas began and how long they took.
 
     The plan's own idle time is told apart as `attribute` does. Raises as `simulate` does, and `InputError` when the run's passes are
@@ -52,16 +53,17 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     drifts, median = _drifts(plan, exact, costs)
     noisy = replace(median, takes=exact.takes)
     late = replace(noisy, delays=exact.delays)
-    hosted = replace(late, lags=exact.lags)
-    orders = [plan, median, noisy, late, hosted, exact]
+    hosted = replace(late, lags=[lag - copy for lag, copy in zip(exact.lags, waits_for_copies(exact, run), strict=True)])
+    copied = replace(hosted, lags=exact.lags)
+    orders = [plan, median, noisy, late, hosted, copied, exact]
     makespans = [timed.makespan for timed in orders]
     works = [timed.work() for timed in orders]
-    after_passes, after_noise, after_comm, after_host, after_sums = (after - before for before, after in pairwise(makespans))
+    after_passes, after_noise, after_comm, after_host, after_copies, after_sums = (after - before for before, after in pairwise(makespans))
     accounts = []
     for rank, (causes, work, usual, single, *_) in enumerate(zip(attribute(schedule, costs).ranks, *works, strict=True)):
         passes = ExtraTime(usual - work, after_passes - (usual - work))
         noise = ExtraTime(single - usual, after_noise - (single - usual))
-        accounts.append(Account(rank, work, causes, passes, noise, after_comm, after_host, after_sums))
+        accounts.append(Account(rank, work, causes, passes, noise, after_comm, after_host, after_copies, after_sums))
     return Difference(schedule.name, makespans[0], makespans[-1], tuple(accounts), drifts)
 
 

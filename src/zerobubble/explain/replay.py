@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +97,21 @@ def _sums(graph: Graph, run: Timeline, end: Sequence[int]) -> RankSums:
             summed = f"the run sums stage {foreign[0]} on rank {rank}, which does not train it"
             raise InputError(f"{summed}: compare a run with the schedule it ran")
     return measured_sums(graph, rows, end, run.start)
+
+
+def waits_for_copies(exact: TimedOrder, run: Timeline) -> list[int]:
+    """Of the lag of each step of `run`, as `measured` tells it, what lies before the end of the last of its rank's copies that ended in it.
+
+    A run does not tell which step waited for which copy.
+    """
+    waits = [0] * len(exact.lags)
+    begin = exact.play().begin
+    ends = [sorted(copy.end - run.start for copy in run.copies_of(rank)) for rank in range(run.num_ranks)]
+    for first, *_ in exact.graph.steps():
+        mine, lag = ends[exact.graph.rank[first]], exact.lags[first]
+        ended = bisect_right(mine, begin[first])
+        waits[first] = max(0, mine[ended - 1] - begin[first] + lag) if ended else 0
+    return waits
 
 
 def free(timed: TimedOrder, end: Sequence[int], step: Sequence[int]) -> int:
