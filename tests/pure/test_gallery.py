@@ -1,4 +1,4 @@
-"""The gallery in docs/gallery is what the code gives, whole, and every link on it leads somewhere."""
+"""The gallery in docs/gallery is what the code gives, whole, and every link on it leads somewhere; so are pictures of other pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from functools import cache
 from xml.etree import ElementTree
 
 from docs.gallery.generate import FOLDER, FRONT, front, gallery
+from docs.gallery.recompute import MEMORY, MICROBATCHES, RECOMPUTE, WITH, WITHOUT, WORK, drawn, found
+from zerobubble import Schedule
+from zerobubble.costs import NONE
+from zerobubble.ir import Op, Placement
+from zerobubble.planning.recomputation import LEVELS
 from zerobubble.schedules import SCHEDULES
+from zerobubble.simulation import memory_faults, metrics
+from zerobubble.verify import schedule_faults
 
 HEADINGS = ("**Rule**", "- bubble", "- peak memory", "**Here**", "**Good for**", "**Source**")
 
@@ -33,6 +40,33 @@ def test_the_files_are_what_the_code_gives() -> None:
 
 def test_the_picture_of_the_readme_is_what_the_code_gives() -> None:
     assert FRONT.read_text(encoding="utf-8") == front(), "docs/timeline.svg is stale: run `make gallery`"
+
+
+def in_picture(name: str) -> Schedule:
+    """The schedule in the timeline of that name in docs/recompute.svg, of which every pass has a tooltip."""
+    _, *panels = RECOMPUTE.read_text(encoding="utf-8").split('<tspan class="ink bold">')
+    panel = next(panel for panel in panels if panel.startswith(name))
+    _, *ranks = re.split(r">rank \d</text>", panel)
+    rows = [[Op.parse(text) for text in re.findall(r"<title>(\d+[A-Z]+\d+): ", rank)] for rank in ranks]
+    return Schedule(name, Placement.vee(4), MICROBATCHES, rows)
+
+
+def test_the_picture_of_recomputation_is_what_its_schedules_give_and_the_search_finds_none_much_shorter() -> None:
+    """A search may find others on other machines, so that the schedules are read from the picture, judged, and drawn again."""
+    text = RECOMPUTE.read_text(encoding="utf-8")
+    stated = re.search(r"stage by stage ([a-z ]+)</tspan>", text)
+    assert stated
+    known = {level.name: level for level in (NONE, *LEVELS)}
+    levels = [known[name] for name in stated[1].split()]
+    without, lean = in_picture(WITHOUT), in_picture(WITH)
+    assert drawn(without, lean, levels) == text, "docs/recompute.svg is stale: run `make gallery`"
+    costs = WORK.costs(lean.placement).with_recompute(levels)
+    for schedule, recompute in ((without, "none"), (lean, "auto")):
+        assert not schedule_faults(schedule)
+        assert not memory_faults(schedule, costs, WORK.limits(MEMORY))
+        shortest = found(recompute).time
+        assert shortest is not None
+        assert shortest > 0.95 * metrics(schedule, costs).span, "the search finds shorter ones: run `make gallery`"
 
 
 def test_every_link_leads_somewhere() -> None:
