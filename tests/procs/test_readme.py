@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.procs.programs import ROOT, programs_of, run_forked, torchrun
+from tests.procs.versions import needs_torchs_runtime
 from zerobubble.cli import main
 from zerobubble.io import load_schedule
 from zerobubble.schedules import SCHEDULES
@@ -108,6 +109,7 @@ def test_the_page_on_checkpoints_gives_transformers_the_same_logits(tmp_path: Pa
     assert run_forked(f"{FIND_LIBRARIES}{program}", tmp_path, 1) == "the same logits: True\n"
 
 
+@needs_torchs_runtime
 def test_the_page_on_other_libraries_has_the_same_numbers_before_and_after(tmp_path: Path) -> None:
     (program,) = programs_of("docs/coming-from.md")
     printed = run_forked(program, tmp_path, 2)
