@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ def test_a_plan_file_in_which_head_and_schedule_differ_is_refused() -> None:
         ({"head": None}, "the workload gives other costs on this placement"),
         ({"head": data["head"] | {"slowdown": 0.5}}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
         ({"head": data["head"] | {"times": [1, 2]}}, "not a head in JSON form"),
-        ({"workload": None}, "a head is planned beside the work of ranks"),
+        ({"workload": None, "head": data["head"] | {"held": 7.0}}, "the costs have the parts of another head, of 12 ms, 12 ms and 12 ms"),
         ({"schedule": plain}, "the schedule has no divided head, and the problem one"),
     ):
         with pytest.raises(InputError) as raised:
@@ -265,3 +266,100 @@ def test_the_program_of_the_page_plans_a_divided_head(capsys: pytest.CaptureFixt
     assert table.split("\n")[1].startswith("divided by algorithm ")
     assert bought.startswith("The head divided by algorithm ")
     assert bound.startswith("No schedule has a shorter span than ")
+
+
+def measured(placement: Placement) -> Costs:
+    """Costs of stages and of unequal parts of a head, as a profile has them: nothing where no part goes."""
+    stages, per_rank = placement.num_stages, placement.num_stages // placement.num_ranks
+    costs = Costs.uniform(stages, (10, 10, 8), 0.3, stages_per_rank=per_rank)
+    columns = {"head_forward": (4, 3, 3, 2), "head_backward": (3, 3, 3, 3), "head_weight": (3, 4, 3, 3), "held_head": (0.1, 0.2, 0.1, 0.1)}
+    parts = {name: [round(1e6 * part) for part in parts] + [0] * (stages - 4) for name, parts in columns.items()}
+    return replace(costs, placement=placement).with_columns(**parts, collective=[200_000] * stages)
+
+
+@pytest.mark.parametrize("placement", [Placement.linear(4), Placement.vee(4)], ids=lambda placement: str(placement.name))
+@pytest.mark.parametrize("room", [None, 6])
+def test_measured_parts_are_planned_for_as_they_are(placement: Placement, room: int | None) -> None:
+    costs = measured(placement)
+    memory = None if room is None else Limits((room * 1_000_000 * placement.num_stages // 4,) * 4)
+    found = plan_head(costs, 8, memory=memory, slowdown=1.25, evaluations=0)
+    assert {way.algorithm for way in found.ways} == {0, 1, 2}
+    for way in found.ways:
+        timeline, limits = simulate(way.schedule, way.costs), way.solved.problem.limits.memory
+        assert (way.time, way.makespan) == (timeline.span, timeline.makespan)
+        assert found.bound.time <= way.bound.time <= way.time
+        assert all(peak <= most for peak, most in zip(peak_memory(way.schedule, way.costs), limits, strict=True))
+        if way.algorithm:
+            assert way.costs == costs
+            assert way.solved.problem.work == 8 * (4 * 28 + 12 + 12 + 13) * 1_000_000
+        else:
+            assert way.costs.forward[-1] - costs.forward[-1] == round(12 / 1.25 * 1e6)
+            assert way.costs.further == ()
+
+
+@pytest.mark.parametrize("memory", [None, "6000000"])
+def test_a_costs_file_with_a_head_is_planned_by_the_verb_and_its_plan_anew(memory: str | None, tmp_path: Path) -> None:
+    file, plan, again = (tmp_path / name for name in ("costs.json", "plan.json", "again.json"))
+    file.write_text(dumps(measured(Placement.linear(4))), encoding="utf-8")
+    room = [] if memory is None else ["--memory-bytes", memory]
+    shape = ["plan", "--evaluations", "0", *room]
+    told = run(*shape, "-m", "8", "--costs", str(file), "--head-slowdown", "1.1", "-o", str(plan))
+    limits = None if memory is None else Limits((int(memory),) * 4)
+    found = plan_head(measured(Placement.linear(4)), 8, memory=limits, slowdown=1.1, evaluations=0)
+    assert told == f"{found}\n"
+    saved = load_plan(plan)
+    assert (saved.schedule, saved.problem) == (found.schedule, found.best.solved.problem)
+    assert saved.schedule is not None
+    assert saved.schedule.has_divided_head
+    assert run("plan", "--evaluations", "0", "--costs", str(plan), "-o", str(again)) == told
+    assert load_plan(again).problem == saved.problem
+
+
+def test_a_plan_of_measured_parts_that_holds_the_head_whole_survives_its_file_and_is_not_made_anew(tmp_path: Path) -> None:
+    file = tmp_path / "whole.json"
+    whole = plan_head(measured(Placement.linear(4)), 8, evaluations=0).ways[0].solved
+    save_plan(whole, file)
+    assert load_plan(file).problem == whole.problem
+    refused = CliRunner().invoke(main, ["plan", "--costs", str(file)])
+    assert "holds it whole: give the costs that it was made from" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("costs", "arguments", "message"),
+    [
+        (Costs.uniform(4), ["--head", "1,1,1"], "or costs that Pipeline.profile measured with a zb.nn.DividedHead"),
+        (Costs.uniform(4), ["--head-slowdown", "1.2"], "give its times with --head, too, or costs of its parts with --costs"),
+        (measured(Placement.linear(4)), ["--head", "1,1,1"], "the costs tell what the parts of their head take and hold: leave --head out"),
+        (measured(Placement.linear(4)), ["--collective", "1", "--head-held", "1"], "leave --head-held and --collective out"),
+        (measured(Placement.linear(4)), ["--noise", "5"], "the costs have a head, which is not planned together with --noise"),
+    ],
+)
+def test_costs_files_and_options_of_a_head_that_contradict_each_other_are_refused(
+    costs: Costs, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(dumps(costs), encoding="utf-8")
+    result = CliRunner().invoke(main, ["plan", "--costs", str(file), "-m", "8", "--placement", "linear", "--evaluations", "0", *arguments])
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("work", "options", "message"),
+    [
+        (Costs.uniform(4), {"placements": "linear"}, "costs of stages belong to one placement"),
+        (
+            Costs.uniform(4),
+            {"placements": Placement.linear(4)},
+            "these costs have no divided head, as they lack head_forward and",
+        ),
+        (measured(Placement.linear(4)), {"head": HEAD, "held": 0.5}, "what the parts of the head take and hold: leave head and held out"),
+        (measured(Placement.linear(4)), {"memory": 6}, "with costs of stages, memory is in bytes"),
+        (measured(Placement.linear(4)), {"slowdown": 0.5}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
+        (WORK, {}, "a head beside the work of ranks needs its times"),
+    ],
+)
+def test_costs_that_cannot_be_planned_with_a_head_say_why(work: Workload | Costs, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        plan_head(work, 8, evaluations=0, **options)
+    assert message in str(raised.value)

@@ -15,11 +15,11 @@ from zerobubble.cli.inputs import Costed, Given
 from zerobubble.cli.options import PLANNED_APART, PictureFiles, Times, given_flags, milliseconds, option_group, three_times
 from zerobubble.cli.page import write_pictures
 from zerobubble.cli.workload import Question, SearchOptions
-from zerobubble.costs import Limits
+from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.planning import HeadPlan, Objective, Workload
 from zerobubble.planning.attempt import ProgressCallback
-from zerobubble.planning.head import Head
+from zerobubble.planning.head import Head, has_parts
 from zerobubble.planning.head_plan import plan_head
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.schedules import with_vocabulary
@@ -31,48 +31,68 @@ def _times_or_none(ctx: click.Context, param: click.Parameter, value: str | None
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """The head of a model, as the command line says it; nothing is planned for one where `head` is None."""
+    """The head of a model, as the command line says it; `head` is None where nothing is said, or a file tells what the head takes."""
 
     head: Times | None
     head_held: float
     head_slowdown: float
     collective: float
 
-    def require_alone(self) -> None:
+    def require_alone(self, costs_file: str | None) -> None:
         """Raise where something is said of a head that is not there, or beside one what is planned without a head only."""
-        if self.head is None and (flags := given_flags("head_held", "head_slowdown", "collective")):
-            raise click.UsageError(f"{flags[0]} is for a head: give its times with --head, too")
+        if costs_file is None:
+            self._require_times()
         if self.head is not None and (others := given_flags(*PLANNED_APART, "offload")):
             raise click.UsageError(f"--head is not planned together with {' and '.join(others)}: leave one of them out")
 
     def asked(self, question: Question) -> Head | None:
-        """The head to plan for: that of the options, or else that of the plan which is made anew; raises where the work is not of ranks."""
+        """The head to plan for: that of the options, or else of the costs or the plan that are given; raises for what has none to plan."""
         problem = question.problem
-        known = problem.head if problem is not None and isinstance(question.work, Workload) else None
-        if self.head is None and known is None:
+        known = None if problem is None else problem.head
+        measured = question.work if isinstance(question.work, Costs) and has_parts(question.work) else None
+        if self.head is None and known is None and measured is None:
+            self._require_times()
             return None
         if self.head is None and (others := given_flags(*PLANNED_APART, "offload")):
-            raise click.UsageError(f"the plan has a head, which is not planned together with {' and '.join(others)}: leave them out")
+            what = "the plan has" if known is not None else "the costs have"
+            raise click.UsageError(f"{what} a head, which is not planned together with {' and '.join(others)}: leave them out")
+        if measured is not None:
+            return self._measured(measured, question, known)
+        if self.head is None and isinstance(question.work, Costs):
+            raise InputError("the plan was made from costs of parts of a head, and holds it whole: give the costs that it was made from")
         if not isinstance(question.work, Workload) or question.shares or (problem and (problem.recomputation or problem.sharded)):
             raise InputError(
                 "--head is planned for the work of ranks, alike for all microbatches, with neither recomputation nor weights in shards: "
-                "give --times or --per-rank instead of --costs"
+                "give --times or --per-rank instead of --costs, or costs that Pipeline.profile measured with a zb.nn.DividedHead"
             )
         if self.head is None:
+            self._require_times()
             return known
         return Head(self.head, self.head_held * question.work.held_after_f[-1], self.collective, self.head_slowdown)
+
+    def _measured(self, costs: Costs, question: Question, known: Head | None) -> Head:
+        """The head whose parts are in `costs`, those of the plan with the head `known`, if there is one."""
+        if flags := given_flags("head", "head_held", "collective"):
+            raise click.UsageError(f"the costs tell what the parts of their head take and hold: leave {' and '.join(flags)} out")
+        slowdown = self.head_slowdown if known is None or given_flags("head_slowdown") else known.slowdown
+        return Head.of_parts(costs, next(iter(question.placements.values())), slowdown)
+
+    def _require_times(self) -> None:
+        """Raise where something is said of a head whose times are not given."""
+        if self.head is None and (flags := given_flags("head_held", "head_slowdown", "collective")):
+            raise click.UsageError(f"{flags[0]} is for a head: give its times with --head, too, or costs of its parts with --costs")
 
 
 def plan_with_head(
     head: Head, question: Question, memory: Limits | float | None, search: SearchOptions, progress: ProgressCallback | None
 ) -> HeadPlan:
-    """The plan for the work of ranks that the question asks for, with the head."""
-    assert isinstance(question.work, Workload)
+    """The plan for the work of ranks, or for the costs of stages and parts of a head, that the question asks for, with the head."""
     arguments: dict[str, Any] = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
-    saved = question.work.held_after_f[-1]
-    about: dict[str, Any] = {"held": head.held / saved if saved else 0.0, "collective": head.collective, "slowdown": head.slowdown}
-    placed: dict[str, Any] = {"placements": list(question.placements)}
-    return plan_head(question.work, question.microbatches, head.times, memory, **placed, **about, **arguments)
+    arguments |= {"placements": question.tried, "slowdown": head.slowdown}
+    if isinstance(question.work, Workload):
+        saved = question.work.held_after_f[-1]
+        arguments |= {"head": head.times, "held": head.held / saved if saved else 0.0, "collective": head.collective}
+    return plan_head(question.work, question.microbatches, memory=memory, **arguments)
 
 
 def tell_of_head(head: Head, found: HeadPlan, output: str | None, pictures: PictureFiles, form: str | None, as_json: bool) -> None:
@@ -98,7 +118,7 @@ head_options = option_group(
         "--head",
         callback=_times_or_none,
         metavar="F,B,W",
-        help="Times of the whole head in ms for a microbatch, which other times leave out: on the last stage or divided over all ranks.",
+        help="Times of the whole head in ms for a microbatch, which --times leave out: on the last stage or divided over all ranks.",
     ),
     click.option(
         "--head-held",
@@ -112,7 +132,7 @@ head_options = option_group(
         type=click.FloatRange(1, 1000),
         default=1.0,
         metavar="X",
-        help="With --head: by how much a part takes longer than its even share; published are 1.07 to 1.32.",
+        help="With a head: by how much a part takes longer than its even share; published are 1.07 to 1.32.",
     ),
     click.option(
         "--collective",

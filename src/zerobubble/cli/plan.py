@@ -201,6 +201,7 @@ def plan_verb(
 
     With --head, which --times leave out, the head is planned whole on the last stage and divided over all ranks by its vocabulary, and the
     quickest that fits wins, with what the division buys. --format text prints its passes S and T, or SL and TX, too.
+    Costs that Pipeline.profile measured with a head which ranks divide tell what it takes: --costs is then enough.
 
     \b
     Examples:
@@ -230,7 +231,7 @@ def plan_verb(
     refuse_beside("shares", "layers", "noise", "baseline", "weights")
     refuse_beside("recompute", "shares", "layers", "noise", "baseline", "weights")
     _require_room_for_one(options.room_microbatches)
-    head.require_alone()
+    head.require_alone(work.costs_file)
     if offload is not None:
         refuse_beside_offload(search)
     if options.inside_blocks and options.layers is None:

@@ -28,6 +28,7 @@ from zerobubble.planning.attempt import (
 )
 from zerobubble.planning.bought import Bought
 from zerobubble.planning.few_gathers import FewGathers, few_gathers
+from zerobubble.planning.head import HELD_OF_HEAD, parts_on
 from zerobubble.planning.placements import ANY, family, placements_to_try
 from zerobubble.planning.problem import Objective, Problem, Solved, Status
 from zerobubble.planning.reasons import NOTE_WIDTH, Told, comparison_table, notes
@@ -381,6 +382,8 @@ def room_for_all(placement: Placement, costs: Costs, num_microbatches: int) -> L
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):
         held[rank] += num_microbatches * max(after_f, after_b)
+    if parts := dict(costs.further).get(HELD_OF_HEAD):
+        held = [size + num_microbatches * parts[stage] for size, stage in zip(held, parts_on(placement), strict=True)]
     return Limits(tuple(held))
 
 

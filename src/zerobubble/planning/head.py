@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zerobubble.arguments import NUMBER, require, require_ms, takes
+from zerobubble.arguments import NUMBER, optional, require, require_ms, takes
 from zerobubble.costs import COLLECTIVE, HEAD_TIMES, NS_PER_MS, Costs
 from zerobubble.display import Displayed
-from zerobubble.errors import reading
+from zerobubble.errors import InputError, reading
+from zerobubble.ir import Placement
+from zerobubble.schedules.vocabulary import part_of
 
 LEAST_SLOWDOWN = 1
 """A part of a head takes at least its even share."""
+
+HELD_OF_HEAD = "held_head"
+"""The column of costs with the bytes that a part of a divided head keeps."""
+
+COLUMNS = ("head_forward", "head_backward", "head_weight", HELD_OF_HEAD, COLLECTIVE)
+"""The columns of costs with the parts of a divided head: see `Costs.with_divided_head`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,19 +69,29 @@ class Head(Displayed):
         return costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(self.held)))
 
     @classmethod
-    @takes(costs=Costs)
-    def of_parts(cls, costs: Costs) -> Head:
+    @takes(costs=Costs, placement=optional(Placement), slowdown=NUMBER)
+    def of_parts(cls, costs: Costs, placement: Placement | None = None, slowdown: float = 1.0) -> Head:
         """The head that is put together from the parts in `costs`, such as `Pipeline.profile` measures where ranks divide it.
 
-        Its times and bytes are those of all parts added up, so a part needs no more than its even share of them. Whole it would take less
-        than that, as larger products run better. Raises `InputError` for costs without the columns of a divided head.
+        Its bytes are those of all parts added up, and its times, too, over `slowdown`: whole it takes less, as larger products run better.
+        On the placement of the costs, or else on `placement`, each rank has one part, in the columns of the first stage that it holds;
+        where neither is known, each stage stands for a rank. Raises `InputError` for costs without the columns of a divided head.
 
         >>> import zerobubble as zb
         >>> zb.planning.Head.of_parts(zb.Costs.uniform(4).with_divided_head((3, 2, 2), collective=0.1))
         <Head of 12 ms, 8 ms and 8 ms, a part 1 times its share>
         """
-        forward, backward, weight = (sum(costs.column(name)) / NS_PER_MS for name in ("head_forward", "head_backward", "head_weight"))
-        return cls((forward, backward, weight), float(sum(costs.column("held_head"))), max(costs.column(COLLECTIVE)) / NS_PER_MS)
+        require_ms("the slowdown of a divided head", slowdown, "a finite number from 1 on", LEAST_SLOWDOWN)
+        if missing := [name for name in COLUMNS if name not in dict(costs.further)]:
+            raise InputError(
+                f"these costs have no divided head, as they lack {' and '.join(missing)}: measure them by Pipeline.profile with a "
+                "zb.nn.DividedHead for its loss_fn, or see Costs.with_divided_head"
+            )
+        where = costs.placement or placement
+        parts = range(costs.num_stages) if where is None else parts_on(where)
+        forward, backward, weight, held = (sum(costs.column(name)[stage] for stage in parts) for name in COLUMNS[:-1])
+        times = (forward / NS_PER_MS / slowdown, backward / NS_PER_MS / slowdown, weight / NS_PER_MS / slowdown)
+        return cls(times, float(held), max(costs.column(COLLECTIVE)) / NS_PER_MS, slowdown)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; `from_dict` reads it back."""
@@ -85,6 +103,21 @@ class Head(Displayed):
         with reading("head", data):
             forward, for_input, for_weights = data["times"]
             return cls((forward, for_input, for_weights), data["held"], data["collective"], data["slowdown"])
+
+
+def parts_on(placement: Placement) -> list[int]:
+    """For each rank the stage by which its part of a divided head goes."""
+    return [part_of(placement, rank) for rank in range(placement.num_ranks)]
+
+
+def has_parts(costs: Costs) -> bool:
+    """Whether `costs` have what ranks' parts of a divided head take."""
+    return COLUMNS[0] in dict(costs.further)
+
+
+def without_parts(costs: Costs) -> Costs:
+    """The costs of the stages alone."""
+    return replace(costs, further=tuple((name, column) for name, column in costs.further if name not in COLUMNS))
 
 
 def _more(column: tuple[int, ...], last: int) -> tuple[int, ...]:

@@ -7,17 +7,25 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, either, optional, takes
+from zerobubble.arguments import NUMBER, WHOLE, either, instance, optional, takes
 from zerobubble.bounds import Bound
 from zerobubble.costs import HEAD_TIMES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.attempt import Budget, ProgressCallback
-from zerobubble.planning.competition import MICROBATCHES, SECONDS, Choice, as_budget, plan_problems, problems_of
-from zerobubble.planning.head import Head
+from zerobubble.planning.competition import (
+    MICROBATCHES,
+    SECONDS,
+    Choice,
+    as_budget,
+    placements_for,
+    plan_problems,
+    problems_of,
+    room_for_all,
+)
+from zerobubble.planning.head import HELD_OF_HEAD, Head, parts_on, without_parts
 from zerobubble.planning.head_choice import NAMES
-from zerobubble.planning.placements import ANY, placements_to_try
 from zerobubble.planning.problem import Objective, Problem, Solved, microbatch_bytes
 from zerobubble.planning.reasons import NOTE_WIDTH, aligned, percent
 from zerobubble.planning.seeds import fits_memory
@@ -176,9 +184,9 @@ def _row(way: PlannedHead) -> tuple[str, ...]:
 
 
 @takes(
-    work=Workload,
+    work=instance(Workload, Costs),
     num_microbatches=WHOLE,
-    head=HEAD_TIMES,
+    head=optional(HEAD_TIMES),
     memory=optional(either(MICROBATCHES, Limits)),
     held=NUMBER,
     collective=NUMBER,
@@ -189,15 +197,15 @@ def _row(way: PlannedHead) -> tuple[str, ...]:
     evaluations=optional(WHOLE),
 )
 def plan_head(
-    work: Workload,
+    work: Workload | Costs,
     num_microbatches: int,
-    head: Sequence[float],
+    head: Sequence[float] | None = None,
     memory: float | Limits | None = None,
     *,
     held: float = 0.0,
     collective: float = 0.0,
     slowdown: float = 1.0,
-    placements: str | Placement | Iterable[str | Placement] = ANY,
+    placements: str | Placement | Iterable[str | Placement] | None = None,
     objective: str = Objective.SPAN,
     seconds: float = SECONDS,
     seed: int = 0,
@@ -211,11 +219,15 @@ def plan_head(
     does. The budget is shared equally by these plans; to divide and judge what they find takes time besides. The answer is never slower
     than the best that is found with the head whole. Raises `InputError` for parts that cannot be used, and where nothing fits.
 
+    `Costs` of stages with the parts of a divided head, as `Pipeline.profile` measures them, have all that is asked of the head: divided it
+    takes what each part took, and whole what `Head.of_parts` makes of them. They are planned for on their placement.
+
     Arguments:
-        work: what each rank does, without the head.
+        work: what each rank does, without the head, or the costs of stages and of the parts of a head.
         num_microbatches: slices of each batch.
-        head: what the whole head takes for a microbatch, in ms: its forward with the loss, the gradients for its input and its weights.
-        memory: room on each rank, in microbatches of all its stages, or in bytes as `Limits`; None for as much as it takes.
+        head: beside a workload, what the whole head takes for a microbatch, in ms: its forward with the loss, the gradients for its input
+            and its weights.
+        memory: room on each rank, in microbatches of all its stages, or in bytes as `Limits`, for costs always; None for no limit.
         held: what the whole head keeps from its forward to its backward, as a share of what the last rank's stages save in F.
         collective: ms until what one rank gives of a divided head has reached the others.
         slowdown: by how much a part takes longer than its even share; published are 1.07 to 1.32.
@@ -232,10 +244,15 @@ def plan_head(
     <PlannedHead divided by algorithm 2 on vee: 292.5 ms, 2.99 % over its bound>
     """
     budget, searches = as_budget(seconds, evaluations), _Searches(seed, progress)
-    stages = problems_of(work, num_microbatches, memory, placements_to_try(placements, work.num_ranks), objective)
-    placed = Head((head[0], head[1], head[2]), held * work.held_after_f[-1], collective, slowdown)
-    whole = {name: replace(problem, costs=placed.whole(problem.costs), head=placed) for name, problem in stages.items()}
-    divided = {name: replace(problem, costs=placed.divided(problem.costs, work.num_ranks), head=placed) for name, problem in stages.items()}
+    tried = placements_for(work, placements)
+    if isinstance(work, Costs):
+        placed = _measured_head(work, next(iter(tried.values())), head, held, collective, slowdown)
+    else:
+        placed = _given_head(work, head, held, collective, slowdown)
+    stages = problems_of(without_parts(work) if isinstance(work, Costs) else work, num_microbatches, memory, tried, objective)
+    whole = {name: _with_costs(problem, placed.whole(problem.costs), placed, memory) for name, problem in stages.items()}
+    parts = {name: work if isinstance(work, Costs) else placed.divided(problem.costs, work.num_ranks) for name, problem in stages.items()}
+    divided = {name: _with_costs(problem, parts[name], placed, memory) for name, problem in stages.items()}
     rooms = [(stages if more == 0 else _leaner(stages, divided, more)) for more in (ROOMS if memory is not None else ROOMS[:1])]
     plans = [problems for problems in (whole, *rooms) if problems]
     found = [searches.best_of(problems, budget.share(len(plans))) for problems in plans]
@@ -253,6 +270,32 @@ def plan_head(
         Objective.named(objective),
         searches.interrupted,
     )
+
+
+def _given_head(work: Workload, head: Sequence[float] | None, held: float, collective: float, slowdown: float) -> Head:
+    """The head beside the work of ranks."""
+    if head is None:
+        raise InputError("a head beside the work of ranks needs its times in ms: give head=(forward, for the input, for the weights)")
+    return Head((head[0], head[1], head[2]), held * work.held_after_f[-1], collective, slowdown)
+
+
+def _measured_head(
+    costs: Costs, placement: Placement, head: Sequence[float] | None, held: float, collective: float, slowdown: float
+) -> Head:
+    """The head whose parts are in `costs`, of which nothing may be said besides but what `slowdown` parts have."""
+    costs.require_alike("plan_head")
+    costs.require_fit(placement, "the placement")
+    measured = Head.of_parts(costs, placement, slowdown)
+    given = [name for name, value in (("head", head is not None), ("held", held), ("collective", collective)) if value]
+    if given:
+        raise InputError(f"the costs tell what the parts of the head take and hold: leave {' and '.join(given)} out")
+    return measured
+
+
+def _with_costs(stages: Problem, costs: Costs, head: Head, memory: float | Limits | None) -> Problem:
+    """The problem for stages as one with the head in the costs, which is given room where there is room for everything."""
+    limits = stages.limits if memory is not None else room_for_all(stages.placement, costs, stages.num_microbatches)
+    return replace(stages, costs=costs, limits=limits, head=head)
 
 
 class _Searches:
@@ -273,8 +316,9 @@ def _leaner(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more:
     """The problems with room left for `more` microbatches and what the head keeps of them, of those in which one microbatch then fits."""
     leaner = {}
     for name, problem in stages.items():
-        sizes, kept = microbatch_bytes(problem.placement, problem.costs), divided[name].costs.column("held_head")[0]
-        memory = [room - more * (size + kept) for room, size in zip(problem.limits.memory, sizes, strict=True)]
+        sizes, held = microbatch_bytes(problem.placement, problem.costs), divided[name].costs.column(HELD_OF_HEAD)
+        kept = [held[stage] for stage in parts_on(problem.placement)]
+        memory = [room - more * (size + part) for room, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]
         if min(memory) > 0 and not (less := replace(problem, limits=Limits(tuple(memory)))).shortage_reason:
             leaner[name] = less
     return leaner

@@ -19,7 +19,7 @@ from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.offload import HostLink, RankOffloads, offload_faults, play_offloads
 from zerobubble.offload.form import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
-from zerobubble.planning.head import Head
+from zerobubble.planning.head import Head, has_parts, parts_on
 from zerobubble.planning.recomputation import Recomputation
 from zerobubble.planning.sharded import Sharded
 from zerobubble.planning.workload import Workload
@@ -60,7 +60,7 @@ class Problem(Displayed):
     `layers_per_stage` says how many layers of the model each stage has, `layer_names` what all of these are called, where they have names.
     None of it changes the answer. Where weights are `sharded`, `zb.plan` chooses among the shortest by their gathers. With
     `recomputation` the costs have the columns of the levels that its stages have, and bounds hold for all that they may have. With a `head`
-    beside the workload the costs have it too, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may move
+    the costs have it too, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may move
     over it what waits for its backward pass, and bounds hold for any memory.
     Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
 
@@ -105,8 +105,10 @@ class Problem(Displayed):
             raise InputError(f"the times of all passes together, and the bytes they hold, must stay below {MOST_TOGETHER:.0e} ns or bytes")
         if self.recomputation is not None:
             self.recomputation.require_fit(self.costs)
-        if self.head is not None and self.workload is None:
-            raise InputError("a head is planned beside the work of ranks: give the workload, too, or costs with the head alone")
+        if self.head is not None and self.workload is None and self.has_divided_head:
+            parts = Head.of_parts(self.costs, self.placement, self.head.slowdown)
+            if parts != self.head:
+                raise InputError(f"the costs have the parts of another head, {parts._summary()}: give that with Head.of_parts")
         if self.workload is not None and self._costs_of(self.workload) != self._costs_alone:
             raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
         if self.sharded is not None:
@@ -133,7 +135,7 @@ class Problem(Displayed):
     @property
     def has_divided_head(self) -> bool:
         """Whether ranks divide the head by its vocabulary: the costs have what their parts take."""
-        return self.head is not None and PARTS_OF_HEAD[0] in dict(self.costs.further)
+        return self.head is not None and has_parts(self.costs)
 
     def recomputes(self, stage: int) -> bool:
         """Whether forwards of `stage` may be computed again."""
@@ -161,8 +163,9 @@ class Problem(Displayed):
         columns = [self.costs.forward, self.costs.backward, self.costs.weight]
         if self.costs.shares:
             return sum(round(time * share) for share in self.costs.shares for times in columns for time in times)
-        if self.has_divided_head:  # a part on each rank, whose columns say the same for all stages
-            columns += [self.costs.column(name)[: self.placement.num_ranks] for name in PARTS_OF_HEAD]
+        if self.has_divided_head:
+            parts = parts_on(self.placement)
+            columns += [tuple(self.costs.column(name)[stage] for stage in parts) for name in PARTS_OF_HEAD]
         return self.num_microbatches * sum(map(sum, columns))
 
     @property
