@@ -19,7 +19,7 @@ from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
 from zerobubble.bounds import bounds_again, shortage_again
 from zerobubble.costs import FULL, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
-from zerobubble.planning import Problem, Workload, plan
+from zerobubble.planning import Problem, Workload, most_robust_order, plan
 from zerobubble.planning.attempt import Budget
 from zerobubble.planning.kernels.coarse_to_fine import coarsened
 from zerobubble.planning.lighter import lightened
@@ -330,9 +330,23 @@ def test_levels_by_leg_are_all_of_few_stages_and_leaner_first_of_many() -> None:
 
 
 def test_recomputation_is_planned_alone() -> None:
-    for other in ({"shares": (1.0, 2.0)}, {"baseline": "zb-heuristic"}):
-        with pytest.raises(InputError, match="recomputation is planned with neither"):
+    refusals = [({"shares": (1.0, 2.0)}, "one time and one number of bytes"), ({"baseline": "zb-heuristic"}, "papers place no R")]
+    for other, reason in refusals:
+        with pytest.raises(InputError, match=reason):
             plan(WORK, 2, 2, recompute="auto", seconds=0, **other)  # type: ignore[arg-type]
+
+
+def test_orders_that_stand_noise_are_searched_for_without_recomputation() -> None:
+    """That search would compute every forward of a stage again, right before its B, and take no noise for R."""
+    found = plan(WORK, 6, 1.5, placements="vee", recompute="auto", evaluations=200)
+    assert count_again(found.schedule) > 0
+    plain = replace(found.best.problem, recomputation=None, workload=None)
+    for problem in (found.best.problem, plain):
+        with pytest.raises(InputError, match="planned without recomputation, because that search puts each R right before its B"):
+            most_robust_order(problem, [found.schedule], evaluations=100)
+    nothing = plan(WORK, 4, placements="vee", recompute="auto", evaluations=100)
+    assert count_again(nothing.schedule) == 0
+    assert most_robust_order(nothing.best.problem, [nothing.schedule], evaluations=100).gain >= 0
 
 
 def test_problems_have_the_costs_of_their_levels() -> None:
@@ -396,7 +410,26 @@ def test_the_command_line_tells_levels_and_prints_the_schedule(tmp_path: Path) -
 def test_the_command_line_refuses_what_cannot_be() -> None:
     assert "levels are for plans that compute forwards again" in refused(*shlex.split(f"{ASK} --levels full:1:0.06"))
     assert "name:time:bytes" in refused(*shlex.split(f"{ASK} --recompute auto --levels full"))
-    assert "contradict each other" in refused(*shlex.split(f"{ASK} --recompute auto --noise 5"))
+    assert "puts each R right before its B" in refused(*shlex.split(f"{ASK} --recompute auto --noise 5"))
+
+
+def test_what_is_planned_with_recomputation_is_planned_anew_for_noise_only_without(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    run(*shlex.split(f"{ASK} --recompute auto -o"), file)
+    assert "puts each R right before its B" in refused("plan", "--costs", file, "--evaluations", "50", "--noise", "5")
+    assert "mean bubble" in run("plan", "--costs", file, "--evaluations", "50", "--recompute", "none", "--noise", "5").stdout
+
+
+def test_layers_are_cut_without_recomputation_and_their_stages_planned_with_it(tmp_path: Path) -> None:
+    layers, file = tmp_path / "layers.json", str(tmp_path / "plan.json")
+    layers.write_text(json.dumps([[10, 10, 8]] * 10), encoding="utf-8")
+    asked = ["plan", "--ranks", "4", "--microbatches", "6", "--layers", str(layers), "--placement", "vee", "--memory", "2"]
+    for more in (["--recompute", "auto"], ["--levels", "full:1:0.06"]):
+        assert "plan its stages by zerobubble plan --costs plan.json with recomputation" in refused(*asked, *more)
+    cut = json.loads(run(*asked, "--evaluations", "100", "--json", "-o", file).stdout)
+    again = json.loads(run("plan", "--costs", file, "--recompute", "auto", "--evaluations", "400", "--json").stdout)
+    assert again["span_ms"] < cut["span_ms"]
+    assert again["recomputation"]["chosen"]["time_ms"] == again["span_ms"]
 
 
 def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ from zerobubble.planning.microbatch_order import numbers_by_place, with_numbers
 from zerobubble.planning.pareto import room_for_microbatches
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.reasons import percent
-from zerobubble.planning.recomputation import LEVELS, MODES, parse_levels, show_levels
+from zerobubble.planning.recomputation import LEVELS, MODES, parse_levels, refuse_beside_recomputation, show_levels
 from zerobubble.planning.robust_order import refuse_sharded, robust_order_dict, robust_order_text, with_robust_winner
 from zerobubble.planning.sensitivity_text import what_if, what_if_text
 from zerobubble.rules import recomputed
@@ -229,7 +229,6 @@ def plan_verb(
     refuse_beside("costs_file", "layers")
     refuse_beside("memory", "memory_bytes")
     refuse_beside("shares", "layers", "noise", "baseline", "weights")
-    refuse_beside("recompute", "shares", "layers", "noise", "baseline", "weights")
     _require_room_for_one(options.room_microbatches)
     head.require_alone(work.costs_file)
     if offload is not None:
@@ -250,6 +249,7 @@ def plan_verb(
         return
     if options.layers is not None:
         refuse_sizes_for_layers(sharded)
+        refuse_beside_recomputation(["layers"] if options.levels is not None or options.recompute in ("full", "auto") else [])
     answer = _with_gathers(_with_remarks(_answer(question, work, search, options, sharded), search, options))
     schedule = answer.plan.schedule
     if output is not None:
@@ -280,6 +280,7 @@ def _answer(question: Question | None, work: WorkOptions, search: SearchOptions,
         arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
         others: dict[str, Any] = {"baseline": options.baseline, "sharded": divided, "shares": options.shares or question.shares}
         others |= _recomputation(options, question)
+        refuse_beside_recomputation(["noise"] if options.noise is not None and others["recompute"] != "none" else [])
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **others, **arguments)
     return Answer(found, {} if found.few_gathers is None else {"gathers": found.few_gathers.to_dict()})
 

@@ -32,7 +32,7 @@ from zerobubble.planning.head import HELD_OF_HEAD, parts_on
 from zerobubble.planning.placements import ANY, family, placements_to_try
 from zerobubble.planning.problem import Objective, Problem, Solved, Status
 from zerobubble.planning.reasons import NOTE_WIDTH, Told, comparison_table, notes
-from zerobubble.planning.recomputation import levels_for
+from zerobubble.planning.recomputation import levels_for, refuse_beside_recomputation
 from zerobubble.planning.recompute_plan import plan_recomputing
 from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving
 from zerobubble.planning.seeds import promising
@@ -237,11 +237,9 @@ def plan(
         raise InputError(
             "microbatches of unequal cost are planned by neither a baseline nor with weights in shards: leave one of the two out"
         )
-    if offered and (shares or baseline is not None or sharded is not None):
-        raise InputError(
-            "recomputation is planned with neither microbatches of unequal cost nor a baseline nor weights in shards: leave them out, or "
-            "give recompute='none'"
-        )
+    if offered:
+        beside = {"shares": bool(shares), "baseline": baseline is not None, "sharded": sharded is not None}
+        refuse_beside_recomputation([name for name, is_given in beside.items() if is_given])
     problems = problems_of(work, num_microbatches, memory, tried, objective, sharded, shares)
     if offered:
         started, again = perf_counter(), plan_recomputing(problems, offered, as_budget(seconds, evaluations), seed, progress)

@@ -14,10 +14,12 @@ from zerobubble.ir import Schedule
 from zerobubble.planning.competition import Plan
 from zerobubble.planning.problem import Problem, Solved
 from zerobubble.planning.reasons import NOTE_WIDTH, percent
+from zerobubble.planning.recomputation import refuse_beside_recomputation
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, split
 from zerobubble.planning.sensitivity_analysis import check_error_share
 from zerobubble.planning.sharded import Sharded
+from zerobubble.rules import recomputed
 from zerobubble.simulation import simulate
 
 
@@ -97,12 +99,15 @@ def most_robust_order(
     is annealed for `seconds`, from the one of these that is best under noise, on samples drawn from `seed`; fresh ones judge it, and
     where it is no better on those, the first of the shortest is given back. With `evaluations`, the number of schedules to play,
     the result depends on `seed` alone. Ctrl-C ends it with the best so far. Backward passes in one piece and overlapped steps are taken
-    apart. Raises `InputError` for an error outside 0 to 1, for weights in shards, for candidates of another placement or number of
-    microbatches, where none fits and where numba is missing, `ScheduleError` for one that cannot run.
+    apart. Raises `InputError` for an error outside 0 to 1, for weights in shards, for forwards that are computed again, for candidates of
+    another placement or number of microbatches, where none fits and where numba is missing, `ScheduleError` for one that cannot run.
     """
     check_error_share(error)
     refuse_sharded(problem.sharded)
     problem.costs.require_alike("an order that stands noise")
+    may_recompute = any(map(problem.recomputes, range(problem.placement.num_stages)))
+    if may_recompute or any(recomputed(row) for candidate in candidates for row in candidate.rows):
+        refuse_beside_recomputation(["noise"])
     kernels = load_kernels()
     for other in candidates:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
