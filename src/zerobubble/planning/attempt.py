@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
+from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
 from zerobubble.planning.papers import BASELINES
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
@@ -71,6 +72,15 @@ PASSES_PER_SECOND = 30_000
 
 FAR_FROM_BOUND = 1.3
 """How long a seed is as a multiple of the bound where one pass of the list scheduler may well be shorter."""
+
+NEAR_BOUND = 1.01
+"""How long a seed is as a multiple of the bound where the shortest schedule most likely does the same over and over in its middle."""
+
+LENGTHENED_SHARE = 2 / 3
+"""The share of a first search that goes into an order of few microbatches, where that can be made longer for many."""
+
+LENGTHENED_TRIES = 3
+"""Ways to make it longer that are played, of those with the shortest periods."""
 
 CHECK_SECONDS = 4e-6
 """Seconds for each pass of an answer to check and play it."""
@@ -164,8 +174,35 @@ def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: Progre
     best = attempt.solved.schedule
     if budget.is_empty or not attempt.can_improve or (best is not None and not budget.lasts_for_check(attempt.solved.problem)):
         return attempt
+    if not attempt.searched:
+        attempt, budget = _with_lengthened(attempt, budget, seed)
+        best = attempt.solved.schedule
+    if not attempt.can_improve:
+        return replace(attempt, searched=True)
     seeds = attempt.seeds if best is None else (best, *attempt.seeds)
     return replace(_search(attempt, seeds, budget, seed, on_progress), searched=True)
+
+
+def _with_lengthened(attempt: Attempt, budget: Budget, seed: int) -> tuple[Attempt, Budget]:
+    """The attempt after a search for few microbatches, whose schedule is made longer, and what is left of the budget.
+
+    Where there are hardly more microbatches than few, and far from the bound, where warm-up and cool-down are most of what is missing
+    and depend on the number of microbatches, nothing is done and nothing spent.
+    """
+    started, solved = perf_counter(), attempt.solved
+    few = with_few_microbatches(solved.problem)
+    if few is None or solved.time is None or solved.time > NEAR_BOUND * solved.bound.time:
+        return attempt, budget
+    part = Budget(LENGTHENED_SHARE * budget.seconds, budget.evaluations and int(LENGTHENED_SHARE * budget.evaluations))
+    begun = start_attempt(attempt.name, few, part)
+    short = improve(begun, part._replace(seconds=part.seconds - (perf_counter() - started)), seed)
+    if short.solved.schedule is not None:
+        for longer in islice(lengthened_by_time(short.solved.schedule, few.costs, solved.problem.num_microbatches), LENGTHENED_TRIES):
+            name = f"{short.solved.how} for {few.num_microbatches} microbatches, lengthened"
+            solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(longer, name=name), solved.seconds, name))
+    spent = perf_counter() - started
+    left = Budget(max(0.0, budget.seconds - spent), None if budget.evaluations is None else budget.evaluations - (part.evaluations or 0))
+    return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + spent), interrupted=short.interrupted), left
 
 
 def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:
