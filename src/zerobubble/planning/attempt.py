@@ -194,12 +194,17 @@ def _with_lengthened(attempt: Attempt, budget: Budget, seed: int) -> tuple[Attem
     if few is None or solved.time is None or solved.time > NEAR_BOUND * solved.bound.time:
         return attempt, budget
     part = Budget(LENGTHENED_SHARE * budget.seconds, budget.evaluations and int(LENGTHENED_SHARE * budget.evaluations))
+    to_check = CHECK_SECONDS * solved.problem.num_passes
     begun = start_attempt(attempt.name, few, part)
-    short = improve(begun, part._replace(seconds=part.seconds - (perf_counter() - started)), seed)
+    short = improve(begun, part._replace(seconds=part.seconds - to_check - (perf_counter() - started)), seed)
     if short.solved.schedule is not None:
         for longer in islice(lengthened_by_time(short.solved.schedule, few.costs, solved.problem.num_microbatches), LENGTHENED_TRIES):
+            if budget.evaluations is None and perf_counter() - started + to_check > budget.seconds:
+                break
             name = f"{short.solved.how} for {few.num_microbatches} microbatches, lengthened"
             solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(longer, name=name), solved.seconds, name))
+            if solved.status is Status.OPTIMAL:
+                break
     spent = perf_counter() - started
     left = Budget(max(0.0, budget.seconds - spent), None if budget.evaluations is None else budget.evaluations - (part.evaluations or 0))
     return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + spent), interrupted=short.interrupted), left
