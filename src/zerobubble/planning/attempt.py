@@ -177,7 +177,7 @@ def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: Progre
     if not attempt.searched:
         attempt, budget = _with_lengthened(attempt, budget, seed)
         best = attempt.solved.schedule
-    if not attempt.can_improve:
+    if attempt.interrupted or not attempt.can_improve:
         return replace(attempt, searched=True)
     seeds = attempt.seeds if best is None else (best, *attempt.seeds)
     return replace(_search(attempt, seeds, budget, seed, on_progress), searched=True)
