@@ -1,4 +1,4 @@
-"""What the benchmarks of several ranks share: to run a job on fresh gloo ranks, to show its rows, to name the machine."""
+"""What the benchmarks of several ranks share: to run a job on fresh gloo ranks, to train there, to show its rows, to name the machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+
+import zerobubble as zb
 
 
 def in_ranks(job: Callable[..., Any], ranks: int, *args: Any) -> Any:
@@ -28,6 +31,25 @@ def _rank(rank: int, ranks: int, port: int, queue: Any, job: Callable[..., Any],
         queue.put(found)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def trained(pipe: zb.Pipeline, steps: int, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """The losses of so many steps of AdamW, and the parameters and gradients that they leave."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(pipe.step(inputs, targets).detach())
+        optimizer.step()
+    parts = [part for parameter in pipe.parameters() for part in (parameter, parameter.grad)]
+    return [*losses, *(part.detach().clone() for part in parts if part is not None)]
+
+
+def equal_on_all_ranks(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether two lists are the same to the bit on every rank, each of which asks."""
+    equal = [False] * dist.get_world_size()
+    dist.all_gather_object(equal, all(torch.equal(mine, others) for mine, others in zip(one, other, strict=True)))
+    return all(equal)
 
 
 def show(row: dict[str, Any]) -> dict[str, Any]:

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 import zerobubble as zb
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPTConfig, build_stage, loss_fn
-from ranks import in_ranks, machine, show
+from ranks import equal_on_all_ranks, in_ranks, machine, show, trained
 
 SCHEDULES = ("1f1b", "gis", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v")
 RANKS, MICROBATCHES, MICROBATCH_SIZE, STEPS = 4, 8, 2, 3
@@ -47,17 +45,16 @@ def compare(name: str) -> dict[str, Any]:
     given = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     with pipeline(name) as pipe:
         schedule, costs = pipe.schedule, pipe.profile(*given, steps=1)
-        plain = trained(pipe, *given)
+        plain = trained(pipe, STEPS, *given)
     held = zb.simulation.peak_memory(schedule, costs)
     ranks = plan(schedule, costs, held)
     planned = [rank.peak_bytes or 0 for rank in zb.offload.play_offloads(schedule, costs, ranks, LINK).ranks]
     with pipeline(name, offload=ranks) as pipe:
         pipe.metering = True
-        moved = trained(pipe, *given)
+        moved = trained(pipe, STEPS, *given)
         run = pipe.timeline()
     metered = [rank.peak_bytes or 0 for rank in run.ranks]
-    equal = [False] * RANKS
-    dist.all_gather_object(equal, all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True)))
+    equal = equal_on_all_ranks(plain, moved)
     return {
         "name": name,
         "without": list(held),
@@ -66,26 +63,12 @@ def compare(name: str) -> dict[str, Any]:
         "errors": [round(told / found - 1, 4) for told, found in zip(planned, metered, strict=True)],
         "planned_offloads": sum(len(rank.offloads) for rank in ranks),
         "copies": sum(map(len, run.copies)),
-        "equal": all(equal),
+        "equal": equal,
     }
 
 
 def pipeline(name: str, **options: Any) -> zb.Pipeline:
     return zb.Pipeline(lambda stage, stages: build_stage(MODEL, stage, stages), name, MICROBATCHES, loss_fn, **options)
-
-
-def trained(pipe: zb.Pipeline, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """The losses of some steps, and the parameters and gradients that they leave."""
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(pipe.step(inputs, targets).detach())
-        optimizer.step()
-    return [
-        *losses,
-        *(part.detach().clone() for parameter in pipe.parameters() for part in (parameter, parameter.grad) if part is not None),
-    ]
 
 
 def plan(schedule: zb.Schedule, costs: zb.Costs, held: tuple[int, ...]) -> tuple[zb.offload.RankOffloads, ...]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import zerobubble as zb
@@ -25,7 +24,7 @@ from zerobubble.schedules import with_recompute
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPTConfig, build_stage, loss_fn
-from ranks import in_ranks, machine, show
+from ranks import equal_on_all_ranks, in_ranks, machine, show, trained
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v")
 RANKS, MICROBATCHES, MICROBATCH_SIZE, STEPS = 4, 8, 2, 2
@@ -73,31 +72,18 @@ def compare(name: str) -> list[dict[str, Any]]:
         parts = {stage: PARTS[level] for stage, level in enumerate(by_stage) if level in PARTS}
         with pipeline(schedule, recompute={"by stage": parts} if parts else None) as pipe:
             pipe.metering = True
-            numbers = trained(pipe, *given)
+            numbers = trained(pipe, STEPS, *given)
             metered = [rank.peak_bytes or 0 for rank in pipe.timeline().ranks]
         first = first or numbers
-        equal = [False] * RANKS
-        dist.all_gather_object(equal, all(torch.equal(one, other) for one, other in zip(first, numbers, strict=True)))
+        equal = equal_on_all_ranks(first, numbers)
         errors = [round(told / found - 1, 4) for told, found in zip(predicted, metered, strict=True)]
-        row = {"schedule": name, "levels": title, "predicted": list(predicted), "metered": metered, "errors": errors, "equal": all(equal)}
+        row = {"schedule": name, "levels": title, "predicted": list(predicted), "metered": metered, "errors": errors, "equal": equal}
         rows.append(row)
     return rows
 
 
 def pipeline(schedule: str | zb.Schedule, **options: Any) -> zb.Pipeline:
     return zb.Pipeline(lambda stage, stages: build_stage(MODEL, stage, stages), schedule, MICROBATCHES, loss_fn, **options)
-
-
-def trained(pipe: zb.Pipeline, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """The losses of some steps, and the parameters and gradients that they leave."""
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(pipe.step(inputs, targets).detach())
-        optimizer.step()
-    parts = [part for parameter in pipe.parameters() for part in (parameter, parameter.grad)]
-    return [*losses, *(part.detach().clone() for part in parts if part is not None)]
 
 
 if __name__ == "__main__":
