@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,28 @@ def test_what_cannot_be_computed_again_is_refused_on_every_rank(
 ) -> None:
     for text in world.run(refused, stage_type, recompute, split, ranks=2):
         assert told in text
+
+
+def compiled_on_one_rank(group: Any, *, raises: bool) -> str:
+    """What a rank hears where a level cannot be found in the stage of rank 0, which the schedule does not compute again."""
+    schedule = with_recompute(zb.make("gpipe", 2, 2), stages=[1])
+
+    def choose(name: str, module: nn.Module) -> bool:
+        if raises and isinstance(module, nn.Tanh):
+            raise ValueError("no choice")
+        return name.endswith("part.0")
+
+    stage = Compiled if group.rank() == 0 else AsksForGradients
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(lambda s, n: nn.Sequential(stage()), schedule, 2, nn.functional.mse_loss, group=group, recompute={"a": choose})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("raises", "told"), [(False, "'0.part' is compiled as one"), (True, "ValueError: no choice")])
+def test_a_level_that_one_rank_cannot_have_is_one_error_on_all(world: Ranks, raises: bool, told: str) -> None:
+    first, second = world.run(partial(compiled_on_one_rank, raises=raises), ranks=2)
+    assert told in first
+    assert first == second
 
 
 def test_a_level_that_is_not_told_is_refused_with_the_remedy(world: Ranks) -> None:

@@ -71,7 +71,8 @@ class Setup:
     planned anew. `tied` are the groups of parameters that the user wants to be one. Of a cut model, which knows
     what it ties, stages keep the names. `whole` knows the model that this rank has as a whole, and `facts` are what others must
     have like it. `heads` are its parts of a divided head, by the stages that they go by. `ordering` is there where this rank is to order
-    microbatches by what they cost, `offloads` where ranks move what waits to the host.
+    microbatches by what they cost, `offloads` where ranks move what waits to the host. `choosing` are the levels of recomputation by which
+    R has anything to do in a stage of this rank.
     """
 
     given: str | Schedule | MakeSchedule
@@ -86,6 +87,7 @@ class Setup:
     ordering: MicrobatchOrdering | None
     offloads: Offloads | None
     heads: dict[int, HeadPart]
+    choosing: list[str]
 
 
 @dataclass(frozen=True)
@@ -269,9 +271,10 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     if options.link is not None and stages.device.type != "cpu":
         raise InputError(f"link is for rehearsals on CPUs; copies between {stages.device} and the host take the time they take")
     offloads = offloads_in(options, schedule)
-    # Both raise where this schedule cannot be run, which all ranks should hear of now and not when they are connected.
+    # All raise where this schedule or a level cannot be run, which all ranks should hear of now and not when they are connected.
     stages.of(schedule)
     proved(schedule)
+    choosing = stages.levels_that_choose()
     known = build.tied(schedule.num_stages) if isinstance(build, KnowsTied) else ()
     if not isinstance(build, KnowsTied) and not options.tied:
         refuse_forgotten(modules)
@@ -282,7 +285,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
         ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options))
     tied_by_cut = isinstance(build, KnowsTied)
-    return Setup(given, schedule, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads)
+    return Setup(given, schedule, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads, choosing)
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
@@ -362,7 +365,7 @@ def _refuse_empty_levels(transport: Transport, guard: FailureGuard, patience: Pa
         return
     doing = "comparing levels of recomputation"
     with guard.opening(f"while {doing}"):
-        told = patience.bear(lambda: transport.gather_objects((stages.levels_that_choose(), stages.names_of_modules())), doing)
+        told = patience.bear(lambda: transport.gather_objects((setup.choosing, stages.names_of_modules())), doing)
         empty = [name for name in stages.levels.given if not any(name in those for those, _ in told)]
         if empty:
             names = list(dict.fromkeys(name for _, names in told for name in names))

@@ -52,8 +52,11 @@ class DividedLoss:
         Raises `InputError` for what is not one tensor with a target for each token, and for targets that no part has.
         """
         if isinstance(outputs, Payload) or len(outputs) != 1 or outputs[0].dim() < 2:
-            got = f"a {outputs.structure}" if isinstance(outputs, Payload) else ", ".join(str(tuple(y.shape)) for y in outputs)
-            raise InputError(f"the last stage must give one tensor (..., width) to a divided head, and add nothing to the loss; got {got}")
+            got = str(outputs.structure) if isinstance(outputs, Payload) else ", ".join(str(tuple(y.shape)) for y in outputs)
+            raise InputError(
+                f"a divided head takes one tensor (..., width) from the last stage, and nothing that any stage added to the loss; got {got}: "
+                "give that alone, or a schedule and loss_fn with the head whole in the last stage"
+            )
         (output,) = outputs
         target = self._losses.target_of(microbatch)
         if not isinstance(target, Tensor) or target.shape != output.shape[:-1]:
