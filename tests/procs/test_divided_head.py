@@ -414,7 +414,11 @@ REFUSALS = [
     ("auto", "InputError", "a DividedHead does not go with 'auto'"),
     ("a target of no row", "PipelineError", "target 11 of microbatch 1 is neither a row of the head, which has 11, nor ignore_index=-100"),
     ("targets of another shape", "PipelineError", "a divided head needs a target for each token, (2, 5), of microbatch 0, got (2, 4)"),
-    ("an added loss", "PipelineError", "nothing that any stage added to the loss; got tensors with 'size' added to the loss: give that alone"),
+    (
+        "an added loss",
+        "PipelineError",
+        "any stage added to the loss; got tensors with 'size' added to the loss: give that alone",
+    ),
     ("an output without tokens", "PipelineError", "a divided head needs a target for each token, (2,), of microbatch 0, got (2, 5)"),
     ("a failing part", "PipelineError", "at 'run 0S0'"),
 ]

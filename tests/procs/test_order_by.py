@@ -116,6 +116,7 @@ def steps(group: Any, name: Any, order_by: Any, split: str = "deferred") -> list
         (zb.make("zb-v", 2, 8), "graph"),
         (zb.make("interleaved-1f1b", 4, 8), "whole"),
         (with_recompute(zb.make("zb-h1", 2, 8)), "deferred"),
+        (with_recompute(zb.make("1f1b", 2, 8), stages=[0], microbatches=[1, 2, 4, 7]), "deferred"),
     ],
     ids=lambda given: given.name if isinstance(given, zb.Schedule) else given,
 )
@@ -247,7 +248,7 @@ def test_costs_that_are_no_numbers_above_0_are_told_on_all_ranks(world: Ranks, c
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"order_by": "lengths"}, "order_by must be 'tokens' or a function (microbatch) that gives what it costs beside the others, or None"),
-    ({"schedule": "chimera"}, "plans are made for one route"),
+    ({"schedule": "chimera"}, "schedule 'chimera' has 2 routes, and microbatches are put in order along one: give one whose stages"),
     ({"schedule": "dualpipe-v"}, "schedule 'dualpipe-v' overlaps passes, and microbatches are ordered for passes one at a time"),
     ({"schedule": "auto"}, "order_by takes no 'auto', which plans for microbatches that are alike: plan before with zb.plan"),
 ]

@@ -135,7 +135,7 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
     crossed = zb.Schedule("crossed", Placement.linear(2), 2, tuple(rows))
     with pytest.raises(InputError, match=r"takes its microbatches in other orders in .* of stage 1"):
         order_microbatches(crossed, costs)
-    with pytest.raises(InputError, match="plans are made for one route"):
+    with pytest.raises(InputError, match="has 2 routes, and microbatches are put in order along one: give one whose stages all take"):
         order_microbatches(make("chimera", 2, 2), costs)
     assert "shares, the costs have 2" in refused("plan", "-p", "2", "-m", "4", "--microbatch-costs", "1,2")
     assert "contradict each other" in refused("plan", "-p", "2", "-m", "2", "--microbatch-costs", "1,2", "--noise", "10")

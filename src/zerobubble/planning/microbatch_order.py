@@ -20,6 +20,8 @@ SECONDS = 0.02
 
 _NONE_FITS = "no order of the microbatches that was tried fits the memory limits: raise them, or choose a schedule that holds less"
 
+_REMEDY = "give one whose stages all take their microbatches in one order, such as 1f1b, zb-h1 or zb-v, or keep the order of the data"
+
 
 @takes(
     schedule=Schedule,
@@ -65,10 +67,9 @@ def order_microbatches(
     True
     """
     costs.require_schedule(schedule)
+    _refuse_without_places(schedule)
     boundless = Limits((1 << 62,) * schedule.num_ranks)
     problem = Problem(schedule.placement, schedule.num_microbatches, costs, limits or boundless, Objective.named(objective))
-    if schedule.overlaps:
-        raise InputError(f"schedule {schedule.name!r} overlaps passes, and microbatches are ordered for passes one at a time")
     if not costs.shares:
         return schedule
     kernels, numbers, kinds = load_kernels(), numbers_by_place(schedule), {op.kind for row in schedule.rows for op in row}
@@ -94,18 +95,31 @@ def first_choices(shares: Sequence[float]) -> list[list[int]]:
     return [shortest_first[::2] + shortest_first[1::2][::-1], shortest_first, shortest_first[::-1]]
 
 
+def _refuse_without_places(schedule: Schedule) -> None:
+    """Raise `InputError` for a schedule whose microbatches do not follow one another alike, on one route and pass by pass."""
+    routes = len(schedule.placement.routes)
+    if routes > 1:
+        raise InputError(f"schedule {schedule.name!r} has {routes} routes, and microbatches are put in order along one: {_REMEDY}")
+    if schedule.overlaps:
+        raise InputError(f"schedule {schedule.name!r} overlaps passes, and microbatches are ordered for passes one at a time: {_REMEDY}")
+
+
 def numbers_by_place(schedule: Schedule) -> list[int]:
-    """The microbatches in the order in which every stage takes them; raises `InputError` where stages differ."""
+    """The microbatches in the order in which every stage takes them; raises `InputError` where stages differ.
+
+    R may leave out microbatches, and computes others again in any order: each place keeps its own.
+    """
     taken: dict[tuple[Kind, int], list[int]] = {}
     for row in schedule.rows:
         for kind, stage, microbatch in row:
-            taken.setdefault((kind, stage), []).append(microbatch)
+            if kind is not Kind.R:
+                taken.setdefault((kind, stage), []).append(microbatch)
     first, *others = taken.items()
     for (kind, stage), numbers in others:
         if numbers != first[1]:
             raise InputError(
                 f"schedule {schedule.name!r} takes its microbatches in other orders in {kind} of stage {stage} and in {first[0][0]} of "
-                f"stage {first[0][1]}: one whose stages all take them in one order has places to put them into"
+                f"stage {first[0][1]}, so that it has no places to put them into: {_REMEDY}"
             )
     return first[1]
 

@@ -294,10 +294,10 @@ class Executor:
             begin = self._clock.mark()
             if self.overlap is None:
                 for single, inputs in zip(passes, taken, strict=True):
-                    single.work(inputs)
+                    self._half(single, inputs)
             else:
                 overlapped = [
-                    Overlapped(s.op, self._stages[s.op.stage].module, partial(s.work, i)) for s, i in zip(passes, taken, strict=True)
+                    Overlapped(s.op, self._stages[s.op.stage].module, partial(self._half, s, i)) for s, i in zip(passes, taken, strict=True)
                 ]
                 self.overlap(*overlapped)
                 left = [str(half.op) for half in overlapped if not half.is_done]
@@ -306,6 +306,11 @@ class Executor:
             self._done(step, begin)
 
         return run
+
+    def _half(self, single: _Pass, inputs: Any) -> None:
+        """One pass of an overlapped step. What the first saves is held while the second still holds its own, so each is noted."""
+        single.work(inputs)
+        self._note_memory()
 
     def _compile_pass(self, op: Op) -> _Pass:
         traits = traits_of(op.kind)
@@ -467,11 +472,11 @@ class Executor:
         end = self._clock.mark()
         for op in step:
             self._marks.append((op, begin, end))
-            if self.meter is not None:
-                self._held.append((end, self.meter.bytes))
+        if self.meter is not None:
+            self._held.append((end, self.meter.bytes))
 
     def _note_memory(self) -> None:
-        """Note what is held between two steps, where it is counted."""
+        """Note what is held between two passes, where it is counted."""
         if self.meter is not None:
             self._held.append((self._clock.mark(), self.meter.bytes))
 

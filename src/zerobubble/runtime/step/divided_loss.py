@@ -54,8 +54,8 @@ class DividedLoss:
         if isinstance(outputs, Payload) or len(outputs) != 1 or outputs[0].dim() < 2:
             got = str(outputs.structure) if isinstance(outputs, Payload) else ", ".join(str(tuple(y.shape)) for y in outputs)
             raise InputError(
-                f"a divided head takes one tensor (..., width) from the last stage, and nothing that any stage added to the loss; got {got}: "
-                "give that alone, or a schedule and loss_fn with the head whole in the last stage"
+                "a divided head takes one tensor (..., width) from the last stage, and nothing that any stage added to the loss; "
+                f"got {got}: give that alone, or a schedule and loss_fn with the head whole in the last stage"
             )
         (output,) = outputs
         target = self._losses.target_of(microbatch)
