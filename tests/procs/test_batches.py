@@ -304,6 +304,46 @@ def many_lengths(group: Any, name: str) -> bool:
         return exact and same_gradients(pipe, stages, 1e-12)
 
 
+SECOND_ROUTE = zb.Schedule(
+    "all on the second route",
+    zb.Placement.bidirectional(2),
+    2,
+    tuple(tuple(map(zb.Op.parse, row.split())) for row in ("1F0 1BW0 1F1 1BW1", "0F0 0F1 0BW0 0BW1")),
+    (1, 1),
+)
+"""A schedule of two routes, of which no microbatch takes the first."""
+
+
+class Scaled(nn.Module):
+    """A stage whose output has a factor for each sample."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.inner(x) * scale[:, None, None]
+
+
+def on_the_second_route(group: Any) -> list[bool]:
+    """Whether steps of several sizes and lengths have one device's gradients, with named arguments that are cut on both ranks."""
+    exact = []
+    with zb.Pipeline(lambda s, n: Scaled(build(s, n)), SECOND_ROUTE, 2, loss_fn, group=group) as pipe:
+        stages = [Scaled(build(s, 2)) for s in range(2)]
+        for step, length in enumerate((5, 3, 5, 8)):
+            inputs, targets = (part[: 3 + step % 2] for part in batch(2, seed=step, length=length))
+            scale = torch.rand(len(inputs), dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            pipe.step(inputs, targets, kwargs={"scale": scale})
+            for x, y, own in zip(*(part.tensor_split(2) for part in (inputs, targets, scale)), strict=True):
+                (loss_fn(stages[1](stages[0](x, own), own), y) * (len(x) / len(inputs))).backward()
+            exact.append(same_gradients(pipe, [stage.inner for stage in stages], 1e-12))
+    return exact
+
+
+def test_steps_begin_where_microbatches_do(world: Ranks) -> None:
+    assert world.run(on_the_second_route, ranks=2) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize("name", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.long)])
 def test_lengths_change_more_often_than_is_remembered(world: Ranks, name: str) -> None:
     assert all(world.run(many_lengths, name, ranks=2))

@@ -124,7 +124,8 @@ class StepHandshake:
     """Keeps what was learnt of the messages of `schedule` for each kind of inputs, under a number that all ranks share."""
 
     def __init__(self, schedule: Schedule, peers: Peers) -> None:
-        placement, route = schedule.placement, schedule.placement.routes[0]
+        placement = schedule.placement
+        route = placement.routes[min(schedule.microbatch_routes, default=0)]  # the first that any microbatch takes: its rank has inputs
         parents = {rank: route[0] for rank in range(placement.num_ranks) if rank != route[0]}
         parents |= {rank: route[route.index(rank) - 1] for rank in set(route) if route.index(rank) > 0}
         self._peers = peers
