@@ -23,6 +23,8 @@ UNIT_BYTES = 1_000_000
 """Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
 CELL = 14
 """Characters of a printed value, more where the name of its column is longer."""
+MOST_ROOM = 2**62
+"""The most bytes that `Limits` can have, more than any sum of what passes hold."""
 LARGEST_SHARE = 1_000_000
 """The largest factor on the costs of a microbatch."""
 KEPT = "parameters_bytes"
@@ -223,7 +225,7 @@ class Costs(Displayed):
 
         Names that not all costs have are further columns, which kinds of passes ask for that were added to the table.
         """
-        given: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
+        given: dict[str, Any] = {name: as_tuple(f"{name} of the costs", values) for name, values in columns.items()}
         further = {name: given.pop(name) for name in columns if name not in _COLUMNS}
         return replace(self, **given, further=tuple((dict(self.further) | further).items()))
 
@@ -240,13 +242,18 @@ class Costs(Displayed):
         if len(each) != self.num_stages:
             raise InputError(f"costs for {self.num_stages} stages need as many levels of recomputation, got {len(each)}")
         for level in each:
+            require("each of the levels of recomputation", level, Level)
             level.require_fit(self.num_stages)
         again = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(each, self.forward, strict=True))]
         kept = [round(level.kept_in(stage) * held) for stage, (level, held) in enumerate(zip(each, self.held_after_f, strict=True))]
         return self.with_columns(recompute=again, held_input=kept)
 
     def with_level(self, name: str, recompute: Sequence[int], held_input: Sequence[int]) -> Costs:
-        """These costs with what level `name` takes and keeps in each stage, in ns and bytes, for plans that choose levels: see `levels`."""
+        """These costs with what level `name` takes and keeps in each stage, in ns and bytes, for plans that choose levels: see `levels`.
+
+        Raises `InputError` for a name that no level can have.
+        """
+        Level(name, 0.0, 0.0)
         return self.with_columns(**{f"{_LEVEL_TIME}{name}": recompute, f"{_LEVEL_BYTES}{name}": held_input})
 
     @property
@@ -479,6 +486,8 @@ class Limits(Displayed):
             require(f"the memory limit of rank {rank}, in bytes,", value, WHOLE)
             if value <= 0:
                 raise InputError(f"the memory limit of rank {rank} must be positive, got {value}")
+            if value > MOST_ROOM:
+                raise InputError(f"the memory limit of rank {rank} must be at most {MOST_ROOM:.0e} bytes, got {shown(value)}")
 
     def _summary(self) -> str:
         return f"of {counted(len(self.memory), 'rank')}: {show_range(self.memory, show_bytes)}"

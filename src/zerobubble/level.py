@@ -29,6 +29,8 @@ class Level:
 
     def __post_init__(self) -> None:
         require("the name of a level of recomputation", self.name, str)
+        if not self.name.isprintable() or not self.name.strip():
+            raise InputError(f"the name of a level of recomputation must be one line of printable text, got {self.name!r}")
         for field, what, most in (("extra", "time", MOST_MS), ("kept", "bytes", 1)):
             value = getattr(self, field)
             if not isinstance(value, (int, float)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -94,3 +95,14 @@ def _interrupts(after: int) -> Callable[[object], None]:
             raise KeyboardInterrupt
 
     return interrupt
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "auto"}, {"recompute": "full"}, {"shares": (1, 2, 3)}], ids=str)
+def test_plans_for_passes_that_take_no_time_are_told(options: dict[str, Any]) -> None:
+    found = zb.plan(zb.Workload.uniform(2, (0, 0, 0)), 3, 1 if "recompute" in options else None, evaluations=0, **options)
+    assert "0.00 %" in str(found)
+
+
+def test_a_head_that_takes_no_time_is_told() -> None:
+    found = zb.planning.plan_head(zb.Workload.uniform(2, (0, 0, 0)), 3, (0, 0, 0), evaluations=0)
+    assert "0 ms is 0.00 % more" in " ".join(str(found).split())

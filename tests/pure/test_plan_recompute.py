@@ -128,6 +128,13 @@ def test_without_a_search_there_is_a_plan() -> None:
     require_sound(plan(WORK, 4, 1, placements="vee", recompute="auto", seconds=0).best)
 
 
+def test_placements_with_any_name_are_planned() -> None:
+    """A name may have blanks, as those of two placements of one name get."""
+    first, second = Placement.custom([0, 1]), Placement.custom([1, 0])
+    found = zb.plan(Workload.uniform(2, (1, 1, 1)), 3, 1.5, placements=[first, second], recompute="auto", evaluations=0)
+    assert {choice.name: choice.solved.problem.placement for choice in found.choices} == {"custom": first, "custom (2)": second}
+
+
 def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere_a_reason() -> None:
     costs = replace(Costs.uniform(4), placement=Placement.vee(2))
     found = plan(costs, 3, Limits((1_200_000,) * 2), recompute="auto", evaluations=100)

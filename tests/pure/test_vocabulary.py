@@ -386,6 +386,10 @@ def test_a_head_is_placed_where_it_takes_least_time_and_fits() -> None:
     assert [way.fits for way in tight.ways] == [True, False, False]
     assert tight.best is tight.ways[0]
     assert "The head stays whole on the last stage: 570 ms, against" in tight.bought
+    assert tight.bought.endswith("divided by algorithm 2, which does not fit.")
+    only_divided = place_head(plain, costs, head, held=10_000_000, limits=Limits((9_000_000,) * 4))
+    assert (only_divided.ways[0].fits, only_divided.best.algorithm) == (False, 2)
+    assert only_divided.bought == "The head divided by algorithm 2 takes 390 ms; whole on the last stage it does not fit."
     slow = place_head(plain, costs, (1.0, 1.0, 1.0), slowdown=4, collective=5)
     assert slow.best is slow.ways[0]
 

@@ -14,7 +14,9 @@ from zerobubble.bounds import lower_bounds
 from zerobubble.explain import attribute, critical_path
 from zerobubble.fit import fit_costs
 from zerobubble.io import dumps, load_plan, load_schedule, loads, save_plan, timeline_svg, to_torch_csv
+from zerobubble.level import Level
 from zerobubble.lowering import prefetch_depth, program_faults
+from zerobubble.offload import HostLink, Offload, RankOffloads, plan_offloads
 from zerobubble.partition import Layer, balance
 from zerobubble.planning import Problem, plan_layers, sensitivity, solve
 from zerobubble.recognition import recognise
@@ -104,6 +106,9 @@ WRONG: list[tuple[Call, str]] = [
         "plan: got an unexpected keyword argument 'limits'; call it as plan(work, num_microbatches",
     ),
     (lambda: zb.plan(WORK, 8, placements=4), "plan: placements must be"),
+    (lambda: zb.plan(WORK, 8, placements=[4]), "each of the placements must be a str or a Placement, got 4: Placement.linear(4)"),
+    (lambda: zb.plan(WORK, 8, memory=1e300), "the memory limit of rank 0 must be at most 5e+18 bytes, got 12000"),
+    (lambda: zb.planning.plan_head(WORK, 8, (1, 1, 1), placements=4), "placements must be a str or a Placement or an Iterable, got 4"),
     (lambda: zb.plan(WORK, 8, placements="vie"), "there is no placement 'vie': did you mean 'vee'?"),
     (lambda: zb.plan(WORK, 8, objective="time"), "there is no objective 'time': give span or makespan"),
     (lambda: zb.plan(WORK, 8, seconds="5"), "plan: seconds must be a number, got '5': write 5 without quotes"),
@@ -153,11 +158,17 @@ WRONG: list[tuple[Call, str]] = [
     ),
     (lambda: Costs((-1,), (1,), (1,), (), (1,), (1,)), "forward of stage 0 must not be negative, got -1"),
     (lambda: Costs.from_dict(SCHEDULE.to_dict()), "expected the format"),
+    (lambda: COSTS.with_columns(hidden=3), "hidden of the costs must be a list or tuple, got 3"),
+    (lambda: COSTS.with_level(3, (1,) * 4, (1,) * 4), "the name of a level of recomputation must be a str, got 3"),
+    (lambda: COSTS.with_recompute(["full"] * 4), "each of the levels of recomputation must be a Level, got 'full'"),
+    (lambda: Level("two\nlines", 1, 0.1), "the name of a level of recomputation must be one line of printable text, got 'two\\nlines'"),
+    (lambda: Level("", 1, 0.1), "the name of a level of recomputation must be one line of printable text, got ''"),
     (
         lambda: Limits(40 * GB),
         "memory of Limits must be a list or tuple with the bytes of each rank, got 40000000000: Limits((40000000000,) * num_ranks)",
     ),
     (lambda: Limits(("40GB",)), "the memory limit of rank 0, in bytes, must be a whole number, got '40GB'"),
+    (lambda: Limits((2**70,)), "the memory limit of rank 0 must be at most 5e+18 bytes, got 1180591620717411303424"),
     (lambda: Limits((0,)), "the memory limit of rank 0 must be positive, got 0"),
     (lambda: Workload.uniform(8, 10), "times must be three numbers, the times of F, B and W in ms, got 10"),
     (lambda: Workload.from_ms([1, 1], [1, 1], [1, 1], 0.2), "comm of the workload must be a list or tuple, got 0.2"),
@@ -172,6 +183,13 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: repeat("zb-v", 8), "repeat: block must be a Block, got 'zb-v': blocks.known_block('zb-v', num_ranks) gives a published one"),
     (lambda: known_block("zb", 4), "there is no"),
     (lambda: Block.of("mine", PLACEMENT, 6, 3), "a path of block 'mine', slot after slot, must be a list or tuple, got 3"),
+    (lambda: RankOffloads((Offload(0, 1, 1, 1.5, 4, 5),), 0, 0, 0, 0), "gone of an offload must be a whole number, got 1.5"),
+    (lambda: RankOffloads(((0, 1, 1, 2, 4, 5),), 0, 0, 0, 0), "each of the offloads of a rank must be an Offload, got (0, 1, 1, 2, 4, 5)"),
+    (lambda: RankOffloads(None, 0, 0, 0, 0), "offloads of a rank must be a list or tuple of Offload, got None"),
+    (
+        lambda: plan_offloads(SCHEDULE, COSTS, Limits((1, 1)), HostLink(1, 1), rounds=-1),
+        "rounds of plan_offloads must be at least 0, got -1",
+    ),
     # files
     (lambda: dumps("zb-v"), "dumps: value must be"),
     (lambda: loads(SCHEDULE), "loads: text must be a str, got a Schedule"),

@@ -80,7 +80,8 @@ def plan_cluster(options: ClusterOptions, room: int | None, pictures: PictureFil
 def require_model(options: ClusterOptions) -> None:
     """Raise where a cluster is described without `--model`."""
     if options.model is None and (flags := _given_flags(_TAKEN - _SHARED)):
-        raise click.UsageError(f"{' and '.join(flags)} describe a cluster for --model: give that, too")
+        verb = "describes" if len(flags) == 1 else "describe"
+        raise click.UsageError(f"{' and '.join(flags)} {verb} a cluster for --model: give that, too")
 
 
 def _refuse_others() -> None:

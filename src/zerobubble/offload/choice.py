@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerobubble.arguments import WHOLE, takes
+from zerobubble.arguments import WHOLE, shown, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
@@ -42,7 +42,7 @@ def plan_offloads(
         evaluations: how many changes of what is found first are tried; fewer where no delay is left.
         rounds: how often each rank may choose again after the others; with 0 of both what moves least is taken as it is.
 
-    Raises `InputError` where a rank does not fit even with all on the host that waits.
+    Raises `InputError` where a rank does not fit even with all on the host that waits, and for less than 0 evaluations or rounds.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 4, 8), zb.Costs.uniform(4)
@@ -54,6 +54,9 @@ def plan_offloads(
     stage 0, microbatch 5: made in step 7, gone from 9, back from 13, needed in 13
     """
     costs.require_schedule(schedule)
+    for name, value in (("evaluations", evaluations), ("rounds", rounds)):
+        if value < 0:
+            raise InputError(f"{name} of plan_offloads must be at least 0, got {shown(value)}")
     if len(limits.memory) != schedule.num_ranks:
         raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")
     graph, order = checked(schedule)
@@ -86,10 +89,14 @@ def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, e
     fastest, best = player.price([()] * len(ranks))[0], price_of(chosen)
     moving = [where for where, row in enumerate(chosen) if row] if best[0] > fastest else []
     options = {where: list(candidates(ranks[where], link)) for where in moving} if rounds else {}
-    for where in moving * rounds:
-        for candidate in options[where] if best[0] > fastest else ():
-            tried = [*chosen[:where], candidate, *chosen[where + 1 :]]
-            price = price_of(tried)
-            if price < best:
-                best, chosen = price, tried
+    for _ in range(rounds):
+        before = best
+        for where in moving:
+            for candidate in options[where] if best[0] > fastest else ():
+                tried = [*chosen[:where], candidate, *chosen[where + 1 :]]
+                price = price_of(tried)
+                if price < best:
+                    best, chosen = price, tried
+        if best == before:
+            break
     return improved(ranks, chosen, link, price_of, fastest, evaluations)

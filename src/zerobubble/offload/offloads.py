@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from zerobubble.arguments import each, optional, takes
+from zerobubble.arguments import WHOLE, as_tuple, each, optional, require, takes
 from zerobubble.costs import OFFLOADABLE, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import Fault, InputError
@@ -46,6 +46,8 @@ class RankOffloads(Displayed):
     - `bytes`: what they move to the host in a step of training; the same comes back.
     - `bound`: fewer bytes than these cannot go in this order of passes within the limit.
     - `peak_bytes`: the most that the device holds with them; `host_bytes`: the most that the host holds.
+
+    Raises `InputError` for offloads that are none, and for steps, stages, microbatches and bytes that are no whole numbers.
     """
 
     offloads: tuple[Offload, ...]
@@ -53,6 +55,15 @@ class RankOffloads(Displayed):
     bound: int
     peak_bytes: int
     host_bytes: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offloads", as_tuple("offloads of a rank", self.offloads, "a list or tuple of Offload"))
+        for one in self.offloads:
+            require("each of the offloads of a rank", one, Offload)
+            for name, value in zip(one._fields, one, strict=True):
+                require(f"{name} of an offload", value, WHOLE)
+        for name in ("bytes", "bound", "peak_bytes", "host_bytes"):
+            require(f"{name} of the offloads of a rank", getattr(self, name), WHOLE)
 
     def _summary(self) -> str:
         moved = f"{counted(len(self.offloads), 'offload')}, {show_bytes(self.bytes)} of at least {show_bytes(self.bound)}"

@@ -37,7 +37,7 @@ class Bought(Displayed):
         return f"What recomputation buys: {self._summary()}."
 
     def _gain(self) -> str:
-        if self.without.time is None or self.chosen.time is None:
+        if not self.without.time or self.chosen.time is None:
             return ""
         return f", {100 * (1 - self.chosen.time / self.without.time):.1f} % less time than without R"
 

@@ -30,9 +30,13 @@ class HeadWay(Displayed):
     peaks: tuple[int, ...]
     fits: bool
 
+    @property
+    def _room(self) -> str:
+        """What is said behind the figures of a way that does not fit."""
+        return "" if self.fits else ", which does not fit"
+
     def _summary(self) -> str:
-        room = "" if self.fits else ", which does not fit"
-        return f"{NAMES[self.algorithm]}: {show_ms(self.makespan)}, up to {show_bytes(max(self.peaks))} on a rank{room}"
+        return f"{NAMES[self.algorithm]}: {show_ms(self.makespan)}, up to {show_bytes(max(self.peaks))} on a rank{self._room}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -48,7 +52,10 @@ class HeadChoice(Displayed):
         whole, best = self.ways[0], self.best
         if best is whole:
             others = min(self.ways[1:], key=lambda way: way.makespan)
-            return f"The head stays {NAMES[0]}: {show_ms(whole.makespan)}, against {show_ms(others.makespan)} {NAMES[others.algorithm]}."
+            against = f"{show_ms(others.makespan)} {NAMES[others.algorithm]}{others._room}"
+            return f"The head stays {NAMES[0]}: {show_ms(whole.makespan)}, against {against}."
+        if not whole.fits:
+            return f"The head {NAMES[best.algorithm]} takes {show_ms(best.makespan)}; {NAMES[0]} it does not fit."
         gain = f"{100 * (1 - best.makespan / whole.makespan):.1f} % less than {show_ms(whole.makespan)} with it {NAMES[0]}"
         held = f"ranks hold up to {show_bytes(max(best.peaks))} instead of {show_bytes(max(whole.peaks))}"
         return f"The head {NAMES[best.algorithm]} takes {show_ms(best.makespan)}, {gain}; {held}."

@@ -92,7 +92,7 @@ class PlannedHead(Displayed):
     @property
     def gap(self) -> float:
         """How much longer than the bound the schedule is, as a share of the bound."""
-        return self.time / self.bound.time - 1 if self.bound.time else 0.0
+        return _over(self.time, self.bound)
 
     def _summary(self) -> str:
         return f"{NAMES[self.algorithm]} on {self.placement}: {show_ms(self.time)}, {percent(self.gap)} over its bound"
@@ -158,7 +158,7 @@ class HeadPlan(Displayed):
     def __str__(self) -> str:
         titles = ("head", str(self.objective), "over its bound", "makespan", "peak", "placement", "stages by")
         rows = [_row(way) for way in (self.best, *(way for way in self.ways if way is not self.best))]
-        over = f"{show_ms(self.best.time)} is {percent(self.best.time / max(1, self.bound.time) - 1)} more"
+        over = f"{show_ms(self.best.time)} is {percent(_over(self.best.time, self.bound))} more"
         remarks = [self.bought, f"No schedule has a shorter {self.objective} than {show_ms(self.bound.time)}: {self.bound.reason}. {over}."]
         remarks += ["Ctrl-C cut the search short: this is the best until then."] if self.interrupted else []
         return "\n".join(
@@ -176,6 +176,11 @@ class HeadPlan(Displayed):
             "ways": [way.to_dict() for way in self.ways],
             "interrupted": self.interrupted,
         }
+
+
+def _over(time: int, bound: Bound) -> float:
+    """How much longer than the bound a time (ns) is, as a share of the bound."""
+    return time / bound.time - 1 if bound.time else 0.0
 
 
 def _row(way: PlannedHead) -> tuple[str, ...]:

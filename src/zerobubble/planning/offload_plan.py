@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from zerobubble.arguments import NUMBER, WHOLE, either, instance, optional, takes
 from zerobubble.bounds import Bound
-from zerobubble.costs import Costs, Limits
+from zerobubble.costs import MOST_ROOM, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
@@ -208,7 +208,7 @@ def plan_offloaded(
     best = plans[0].best
     with CtrlC() as ctrl_c:
         if not plans[0].interrupted and (best.makespan is None or best.makespan > bound.time):
-            for more in _roomier(work, num_microbatches, memory, tried):
+            for more in _roomier(problems, roomy):
                 plans.append(plan_problems(more, _part(budget, ROOMIER), seed, progress))
                 if plans[-1].interrupted:
                     break
@@ -235,15 +235,14 @@ def _part(budget: Budget, share: float) -> Budget:
     return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
 
 
-def _roomier(
-    work: Workload | Costs, num_microbatches: int, memory: float | Limits, tried: Mapping[str, Placement]
-) -> Iterator[dict[str, Problem]]:
-    """The problems with more memory than there is."""
+def _roomier(problems: Mapping[str, Problem], roomy: Mapping[str, Problem]) -> Iterator[Mapping[str, Problem]]:
+    """The problems with more memory than there is; `roomy` are those with room for everything."""
     for room in ROOMS:
-        more: float | Limits | None = None
-        if room is not None:
-            more = Limits(tuple(round(room * limit) for limit in memory.memory)) if isinstance(memory, Limits) else room * memory
-        yield problems_of(work, num_microbatches, more, tried, Objective.MAKESPAN)
+        if room is None:
+            yield roomy
+        else:
+            more = {name: [min(MOST_ROOM, round(room * limit)) for limit in problem.limits.memory] for name, problem in problems.items()}
+            yield {name: replace(problem, limits=Limits(tuple(more[name]))) for name, problem in problems.items()}
 
 
 def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], roomy: Mapping[str, Problem]) -> list[_Order]:

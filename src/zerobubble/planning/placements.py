@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Placement
 
@@ -41,9 +42,12 @@ def _wave(num_ranks: int, legs: int) -> Placement:
 def placements_to_try(placements: str | Placement | Iterable[str | Placement], num_ranks: int) -> dict[str, Placement]:
     """The placements to try, by name and each layout once: names of families, `any` for all of them, or placements themselves.
 
-    Raises `InputError` for an unknown name, and for nothing to try.
+    Raises `InputError` for an unknown name, for what is no placement, and for nothing to try.
     """
+    require("placements", placements, instance(str, Placement, Iterable))
     wanted = [placements] if isinstance(placements, (str, Placement)) else list(placements)
+    for each in wanted:
+        require("each of the placements", each, instance(str, Placement))
     named: dict[str, Placement] = {}
     for want in wanted:
         for name in FAMILIES if want == ANY else [want]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zerobubble.costs import FULL, NONE, Level
+from zerobubble.ir import Placement
 from zerobubble.planning.attempt import (
     Attempt,
     Budget,
@@ -67,7 +68,7 @@ def plan_recomputing(
     if not pool:
         raise KeyboardInterrupt
     full = min((attempt for attempt in found if _is_full(attempt.solved.problem)), key=rank_key, default=None)
-    best = [_best_on(name, pool) for name in problems]
+    best = [_best_on(name, problem.placement, pool) for name, problem in problems.items()]
     attempts = [replace(attempt, interrupted=attempt.interrupted or ctrl_c.came) for attempt in best]
     chosen = min(attempts, key=rank_key).solved
     return Recomputed(attempts, Bought(best_without.solved, None if full is None else full.solved, chosen), compiling)
@@ -148,8 +149,8 @@ def _is_full(problem: Problem) -> bool:
     return problem.recomputation is not None and all(level.name == FULL.name for level in problem.recomputation.chosen)
 
 
-def _best_on(name: str, pool: Sequence[Attempt]) -> Attempt:
+def _best_on(name: str, placement: Placement, pool: Sequence[Attempt]) -> Attempt:
     """The best attempt on a placement, under its name; where nothing fits, the last, which says what the leanest levels lack."""
-    here = [attempt for attempt in pool if attempt.name.partition(" ")[0] == name]
+    here = [attempt for attempt in pool if attempt.solved.problem.placement == placement]
     able = [attempt for attempt in here if attempt.solved.schedule is not None]
     return replace(min(able, key=rank_key) if able else here[-1], name=name)

@@ -72,7 +72,7 @@ def simple_choice_text(simple: Solved, best: Solved) -> str:
     assert simple.timeline is not None
     assert best.time is not None
     problem = simple.problem
-    longer = percent(simple.time / best.time - 1)
+    longer = percent(simple.time / best.time - 1 if best.time else 0.0)
     than = "as short as the winner" if longer == percent(0) else f"{longer} longer than the winner"
     bubbles = f"span bubble {percent(simple.timeline.bubble_span)}, makespan bubble {percent(simple.timeline.bubble_makespan)}"
     open_stages = SCHEDULES[simple.how].any_stages
