@@ -1,11 +1,12 @@
 """Heads divided by their vocabulary, simulated beside what was published: MFU by size of the vocabulary for 1F1B and V-Half.
 
 Writes `results.json` next to this file, from `published.json` (arXiv 2411.05288, tables 3, 5 and 6). What layers, embedding and head
-take is estimated by `zb.cost_model` from the data sheet of an A100, with the parameters of `benchmarks/cost_model`; a divided head is
-slower by the factor of table 3, the mean of its neighbours for 24 GPUs, which that table lacks. Collectives take what their bytes take in
-a ring over NVLink, beyond a node over the network of a DGX A100, since the paper does not tell of its own, and the passes beside them as
-much longer as `Efficiency.contention` says. Messages between stages take the same ways and what `zb.cost_model` says; the optimizer's
-step takes what its bytes take on the rank with most parameters.
+take is estimated by `zb.cost_model` from the data sheet of an A100, with the parameters of `benchmarks/cost_model`. A part of a divided
+head is slower than its even share by the factor of table 3, the mean of its neighbours for 24 GPUs, which that table lacks; it is that of
+256K words, and `Overheads` says what comes to smaller parts. Collectives take what their bytes take in a ring over NVLink, beyond a node
+over the network of a DGX A100, since the paper does not tell of its own, and the passes beside them as much longer as
+`Efficiency.contention` says. Messages between stages take the same ways and what `zb.cost_model` says; the optimizer's step takes what
+its bytes take on the rank with most parameters.
 
 Two numbers are fitted, each to one published row; all other rows are predicted, and `fitted` marks the rows that are not:
 
@@ -19,6 +20,11 @@ The methods are those of the paper: `baseline` has the head on the last stage, `
 For each row `mfu` is the share of the GPU's peak, `over_32K` MFU over that of the same method with a vocabulary of 32K, and `over_vocab-1`
 over that of `vocab-1` with the same vocabulary; `off_percent` is the simulated figure against the published one. For `redis`,
 `one_layer_more_on_last` is MFU had the last stage one layer more than by the rule of `layers_of_stages`.
+
+`head_rates` is how even the published rows are, without any simulation. With a whole head the last stage is the slowest, so a larger
+vocabulary lengthens the step by what it lengthens the head: `implied` is at how many TFLOP/s, between each vocabulary and the next and
+between the smallest and the largest, beside those of `zb.cost_model`. One such figure is a product of the same matrices on the same GPU
+wherever hidden size and sequence are the same.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from statistics import linear_regression, mean
 from typing import Any, NamedTuple
 
 import zerobubble as zb
@@ -51,10 +58,10 @@ MODELS = {
     ("v-half", 24): (48, 5120),
     ("v-half", 32): (64, 6144),
 }
-"""Layers and hidden size by schedule and GPUs. Those of 1F1B are the paper's table 1; those of V-Half were not at hand and are taken to be
-those of the usual 7B, 15B and 30B models, whose hidden sizes the published growth of memory with the vocabulary confirms."""
+"""Layers and hidden size by schedule and GPUs: the paper's table 1 for 1F1B and its table 2 for V-Half."""
 HEAD_WIDTH = 128
 LEAST = "32K"
+MOST_WORDS = 256_000
 FIGURES = "mfu", "over_32K", "over_vocab-1"
 
 Times = tuple[float, float, float]
@@ -99,6 +106,16 @@ class Fitted(NamedTuple):
 
     layers: float
     beside: float = 1.0
+
+
+class Overhead(NamedTuple):
+    """What a part of a head takes beyond its even share.
+
+    With the largest vocabulary it is `of_largest` of that share. `fixed` of this comes to parts of all sizes, the rest grows with them.
+    """
+
+    of_largest: float
+    fixed: float
 
 
 @cache
@@ -168,12 +185,21 @@ def layers_of_stages(row: Row, num_stages: int, more_on_last: int = 0) -> list[f
     return [each + (stage >= num_stages - 1 - more) for stage in range(num_stages - 1)] + [last]
 
 
-def mfu(row: Row, fitted: Fitted, slower: float, more_on_last: int = 0) -> float:
-    """The simulated MFU; a part of a divided head takes `slower` times its share, and `redis` has `more_on_last` than by its rule."""
-    layers, hidden = MODELS[row.schedule, row.gpus]
+def part_of_head(row: Row, overhead: Overhead) -> Times:
+    """Milliseconds of a rank's part of the head: its even share, and what comes to it."""
+    _, hidden = MODELS[row.schedule, row.gpus]
+    share = overhead.fixed + (1 - overhead.fixed) * row.words / MOST_WORDS
+    whole, largest = parts(hidden, row.seq, row.words).head, parts(hidden, row.seq, MOST_WORDS).head
+    forward, backward, weight = ((time + overhead.of_largest * share * most) / row.gpus for time, most in zip(whole, largest, strict=True))
+    return forward, backward, weight
+
+
+def mfu(row: Row, fitted: Fitted, overhead: Overhead, more_on_last: int = 0) -> float:
+    """The simulated MFU; a part of a divided head has this overhead, and `redis` has `more_on_last` than by its rule."""
+    _, hidden = MODELS[row.schedule, row.gpus]
     schedule = zb.make(row.schedule, row.gpus, MICROBATCHES)
     layer, embedding, head = parts(hidden, row.seq, row.words)
-    part = [time * slower / row.gpus for time in head]
+    part = part_of_head(row, overhead)
     once = exchange(2 * row.seq * hidden, row.gpus)
     layers_here = layers_of_stages(row, schedule.num_stages, more_on_last)
     columns = [[count * time * fitted.layers for count in layers_here] for time in layer]
@@ -183,7 +209,7 @@ def mfu(row: Row, fitted: Fitted, slower: float, more_on_last: int = 0) -> float
     if row.is_divided:
         slowed = EFFICIENCY.contention * once * row.gpus / schedule.num_stages  # a broadcast beside F, a sum beside B
         columns = [[time + more for time in column] for column, more in zip(columns, (slowed, slowed, 0), strict=True)]
-        costs = zb.Costs.from_ms(*columns, comm=sent).with_divided_head((part[0], part[1], part[2]), collective=once)
+        costs = zb.Costs.from_ms(*columns, comm=sent).with_divided_head(part, collective=once)
         schedule = with_vocabulary(schedule, int(row.method[-1]), costs)
     elif row.method == "interlaced":
         waited = once, 2 * once, 0.0  # the output goes to all ranks, its gradient is summed over them
@@ -194,9 +220,15 @@ def mfu(row: Row, fitted: Fitted, slower: float, more_on_last: int = 0) -> float
             column[0] += first
             column[-1] += last
         costs = zb.Costs.from_ms(*columns, comm=sent)
-    operations = 6 * row.seq * hidden * row.words + layers * row.seq * hidden * (72 * hidden + 12 * row.seq)
     seconds = zb.simulate(schedule, costs).makespan / 1e9 + update(row, schedule.placement, hidden, layers_here)
-    return operations * MICROBATCHES / row.gpus / PEAK[row.schedule] / seconds
+    return seconds_of(row, 1.0) / seconds
+
+
+def seconds_of(row: Row, share: float) -> float:
+    """The seconds of a step with that MFU."""
+    layers, hidden = MODELS[row.schedule, row.gpus]
+    operations = 6 * row.seq * hidden * row.words + layers * row.seq * hidden * (72 * hidden + 12 * row.seq)
+    return operations * MICROBATCHES / row.gpus / PEAK[row.schedule] / share
 
 
 def scaling_factors(table: dict[str, Any]) -> dict[Any, float]:
@@ -205,11 +237,45 @@ def scaling_factors(table: dict[str, Any]) -> dict[Any, float]:
     return found | {(seq, way, 24): (found[seq, way, 16] + found[seq, way, 32]) / 2 for seq, way, _ in found}
 
 
+class Overheads:
+    """What comes to parts of heads beyond their even share.
+
+    For 8 GPUs the authors' repository has table 3's factors by vocabulary, and those of 256K words are the table's to the digit. So
+    smaller parts on more GPUs are taken to have as much less than the table says as on 8, and `interlaced`, which the table lacks, as
+    much less than algorithm 1.
+    """
+
+    def __init__(self, table: dict[str, Any], on_8: dict[str, Any]) -> None:
+        self._of_largest = {key: 1 / factor - 1 for key, factor in scaling_factors(table).items()}
+        _, _, *methods = on_8["columns"]
+        self._on_8: dict[tuple[int, str], dict[str, float]] = {}
+        for seq, size, *percents in on_8["rows"]:
+            for method, percent in zip(methods, percents, strict=True):
+                self._on_8.setdefault((seq, method), {})[size] = 100 / percent - 1
+        shares = {method: mean(_fixed(by_size) for (_, other), by_size in self._on_8.items() if other == method) for method in methods}
+        self.fixed = {"dividing": round(mean((shares["vocab-1"], shares["vocab-2"])), 3), "waiting": round(shares["interlaced"], 3)}
+
+    def of(self, row: Row) -> Overhead:
+        """That of the row's parts, which are those of a divided head."""
+        waiting = row.method == "interlaced"
+        of_largest = self._of_largest[row.seq, 1 if waiting else int(row.method[-1]), row.gpus]
+        if waiting:
+            of_largest *= self._on_8[row.seq, row.method]["256K"] / self._on_8[row.seq, "vocab-1"]["256K"]
+        return Overhead(of_largest, self.fixed[row.cluster[2]])
+
+
+def _fixed(by_size: dict[str, float]) -> float:
+    """The share of the largest part's overhead that comes to all sizes: the line of least squares at no words over that at 256K."""
+    words = [int(size[:-1]) * 1000 for size in by_size]
+    slope, start = linear_regression(words, [overhead * size for overhead, size in zip(by_size.values(), words, strict=True)])
+    return start / (start + slope * MOST_WORDS)
+
+
 class Prediction:
     """All published rows, what is fitted to some of them, and what is simulated for the others."""
 
     def __init__(self, published: dict[str, Any]) -> None:
-        self.scaling = scaling_factors(published["scaling_percent"])
+        self.overheads = Overheads(published["scaling_percent"], published["scaling_percent_8_gpus"])
         self.published = {
             Row(schedule, gpus, seq, method, size): value / 100
             for schedule in ("1f1b", "v-half")
@@ -226,8 +292,8 @@ class Prediction:
         return row.schedule, row.gpus, row.seq
 
     def simulated(self, row: Row, fitted: Fitted) -> float:
-        algorithm = int(row.method[-1]) if row.is_divided else 1
-        return mfu(row, fitted, 1 / self.scaling[row.seq, algorithm, row.gpus])
+        overhead = self.overheads.of(row) if row.is_divided or row.method == "interlaced" else Overhead(0, 0)
+        return mfu(row, fitted, overhead)
 
     def _layers(self, row: Row) -> float:
         return self._factor(lambda factor: self.simulated(row, Fitted(factor)), self.published[row])
@@ -264,7 +330,7 @@ class Prediction:
             smallest, divided = row._replace(vocabulary=LEAST), row._replace(method="vocab-1")
             case: dict[str, Any] = {**row._asdict(), "fitted": self.is_fitted(row), "mfu": compared(value, simulated[row])}
             if row.method == "redis":
-                one_more = mfu(row, Fitted(self.layers[self._key(row)]), 1, more_on_last=1)
+                one_more = mfu(row, Fitted(self.layers[self._key(row)]), Overhead(0, 0), more_on_last=1)
                 case["one_layer_more_on_last"] = compared(value, one_more)
             if row in unfitted:
                 case["unfitted_off_percent"] = compared(value, unfitted[row])["off_percent"]
@@ -274,6 +340,35 @@ class Prediction:
                 case["over_vocab-1"] = compared(value / self.published[divided], simulated[row] / simulated[divided])
             found.append(case)
         return found
+
+
+def head_rates(published: dict[Row, float]) -> list[dict[str, Any]]:
+    """At how many TFLOP/s heads run by the published steps, and by `zb.cost_model`, for each schedule, number of GPUs and sequence."""
+    found = []
+    for row in published:
+        if (row.method, row.vocabulary) != ("baseline", LEAST):
+            continue
+        _, hidden = MODELS[row.schedule, row.gpus]
+        rows = [other for other in published if other.method == "baseline" and other[:3] == row[:3]]
+        implied = {
+            f"{less.vocabulary} to {more.vocabulary}": MICROBATCHES * _head_operations(less, more) / _longer(less, more, published)
+            for less, more in [*pairwise(rows), (rows[0], rows[-1])]
+        }
+        heads = [sum(parts(hidden, row.seq, other.words).head) / 1e3 for other in (rows[0], rows[-1])]
+        estimated = _head_operations(rows[0], rows[-1]) / (heads[1] - heads[0])
+        rates = {"implied": {pair: round(rate / 1e12, 1) for pair, rate in implied.items()}, "estimated": round(estimated / 1e12, 1)}
+        found.append({"schedule": row.schedule, "gpus": row.gpus, "seq": row.seq, "hidden": hidden, **rates})
+    return found
+
+
+def _head_operations(less: Row, more: Row) -> float:
+    """By how many operations for a microbatch the larger head exceeds the smaller one."""
+    return 6 * less.seq * MODELS[less.schedule, less.gpus][1] * (more.words - less.words)
+
+
+def _longer(less: Row, more: Row, published: dict[Row, float]) -> float:
+    """By how many seconds the published step with the larger head exceeds that with the smaller one."""
+    return seconds_of(more, published[more]) - seconds_of(less, published[less])
 
 
 def compared(published: float, simulated: float) -> dict[str, float]:
@@ -310,10 +405,15 @@ def main() -> None:
     fitted = {
         "layers": {", ".join(map(str, key)): factor for key, factor in prediction.layers.items()},
         "beside": {", ".join(map(str, key)): factor for key, factor in prediction.beside.items()},
+        "fixed": prediction.overheads.fixed,
     }
-    (HERE / "results.json").write_text(json.dumps({"summary": summary, "fitted": fitted, "cases": found}, indent=1) + "\n")
+    rates = head_rates(prediction.published)
+    written = {"summary": summary, "fitted": fitted, "head_rates": rates, "cases": found}
+    (HERE / "results.json").write_text(json.dumps(written, indent=1) + "\n")
     for key, text in (summary | {name: str(factors) for name, factors in fitted.items()}).items():
         print(f"{key}: {text}")
+    for rate in rates:
+        print(rate)
 
 
 if __name__ == "__main__":
