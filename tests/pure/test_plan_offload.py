@@ -160,6 +160,51 @@ def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Pat
     assert "is a plan with offload, and pareto plans without" in " ".join(refused.output.split())
 
 
+def test_a_saved_plan_keeps_its_offloads_with_other_costs_or_is_refused(tmp_path: Path) -> None:
+    file, costs = tmp_path / "plan.json", tmp_path / "costs.json"
+    found = small_plan()
+    zb.io.save_plan(found, file)
+    planned, *_ = json.loads(told("compare", str(file), "1f1b", "--json"))
+    shown = json.loads(told("show", str(file), "--times", "20,20,20", "--json"))
+    moved = [[one._asdict() for one in rank.offloads] for rank in found.offloads]
+    assert [rank["offloads"] for rank in shown["offload"]["ranks"]] == moved
+    microbatches = [rank.bytes / 12e6 for rank in found.offloads]
+    assert [rank["bytes"] / shown_bytes(found) for rank in shown["offload"]["ranks"]] == pytest.approx(microbatches)
+    copied = {copy["end"] - copy["start"] for rank in shown["offload"]["ranks"] for copy in rank["copies"]}
+    assert copied == {3_000_000 // found.schedule.placement.stages_per_rank}  # as in the plan, where 12 MB take 3 ms
+    compared, _ = json.loads(told("compare", str(file), "1f1b", "--times", "20,20,20", "--json"))
+    assert compared["makespan"] == shown["makespan"] > planned["makespan"]
+    assert max(compared["peak_microbatches"]) == max(planned["peak_microbatches"]) <= 1.5
+    assert "offload" in json.loads(told("show", str(file), "--times", "20,20,20", "--offload", "3", "--memory", "1.5", "--json"))
+    costs.write_text(zb.io.dumps(zb.Costs.from_ms(*[[10.0] * found.schedule.num_stages] * 3, held_after_f=[5] * found.schedule.num_stages)))
+    for words in (["show", str(file)], ["compare", str(file)]):
+        refused = CliRunner().invoke(main, [*words, "--costs", str(costs)])
+        assert "its memory counts in microbatches where costs of" in " ".join(refused.output.split()), refused.output
+        assert refused.exit_code == 2
+
+
+def test_a_plan_whose_offloads_do_not_fit_with_other_costs_is_refused(tmp_path: Path) -> None:
+    work = zb.Costs.from_ms(*[[10.0] * 3] * 3, held_after_f=[4_000_000] * 3)
+    found = plan_offloaded(work, 6, zb.Limits((6_000_000, 8_000_000, 8_000_000)), LINK, placements=zb.Placement.linear(3), seconds=0)
+    assert any(rank.offloads for rank in found.offloads)
+    file, lean, heavy = tmp_path / "plan.json", tmp_path / "lean.json", tmp_path / "heavy.json"
+    zb.io.save_plan(found, file)
+    lean.write_text(zb.io.dumps(zb.Costs.from_ms(*[[10.0] * 3] * 3, held_after_f=[2_000_000] * 3)))
+    heavy.write_text(zb.io.dumps(zb.Costs.from_ms(*[[10.0] * 3] * 3, held_after_f=[8_000_000] * 3)))
+    ranks = json.loads(told("show", str(file), "--costs", str(lean), "--json"))["offload"]["ranks"]
+    assert [2 * rank["bytes"] for rank in ranks] == [rank.bytes for rank in found.offloads]
+    assert ranks[0]["bound"] < found.offloads[0].bound
+    refused = CliRunner().invoke(main, ["show", str(file), "--costs", str(heavy)])
+    assert refused.exit_code == 2
+    assert "than its limit of 6000000" in " ".join(refused.output.split()), refused.output
+    assert "plan anew with" in refused.output
+
+
+def shown_bytes(found: OffloadedPlan) -> int:
+    """What costs from times count for a microbatch of a rank."""
+    return 1_000_000 * found.schedule.placement.stages_per_rank
+
+
 def test_a_file_whose_offloads_cannot_be_is_refused() -> None:
     data = json.loads(zb.io.dumps(small_plan().solved))
     rank, moved = next((rank, one["offloads"]) for rank, one in enumerate(data["offloads"]) if one["offloads"])

@@ -15,6 +15,7 @@ from rich.text import Text
 from zerobubble.cli.drawing import draw, legend, shows_density
 from zerobubble.cli.evaluation import Column, Evaluation, evaluate, evaluation_to_dict, table_rows
 from zerobubble.cli.inputs import Given, find_schedules, with_costs
+from zerobubble.cli.offload import with_offloads_of_plan
 from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
 from zerobubble.cli.page import column_groups, marked, note_of, title_of, write_pictures
 from zerobubble.cli.terminal import is_coloured
@@ -53,7 +54,9 @@ def compare(
       zerobubble compare plan.json 1f1b zb-v --html plan.html
       zerobubble compare gpipe 1f1b --ranks 4 --microbatches 8 --costs costs.json --message-bytes 4194304
     """
-    evaluations = [evaluate(costed) for costed in with_costs([_named(each) for each in find_schedules(names, shape)], given)]
+    inputs = [_named(each) for each in find_schedules(names, shape)]
+    costed = [with_offloads_of_plan(one, each) for one, each in zip(with_costs(inputs, given), inputs, strict=True)]
+    evaluations = [evaluate(each) for each in costed]
     write_pictures(pictures, evaluations, message_bytes)
     if as_json:
         click.echo(json.dumps([evaluation_to_dict(evaluation, message_bytes) for evaluation in evaluations], indent=2))

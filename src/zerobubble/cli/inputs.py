@@ -46,7 +46,7 @@ class Costed:
 
     Bytes are real in costs that were measured; costs made from times alone count the memory of a stage and microbatch as `UNIT_BYTES`,
     and memory is then shown in microbatches only. `limits` are the bytes that each rank may hold, empty where the schedule is no plan.
-    `offloads` are what each rank moves over the `link` to its host, in a plan that says so and with the costs that it was made for.
+    `offloads` are what each rank moves over the `link` to its host, where verbs play them (`cli.offload`).
     """
 
     schedule: Schedule
@@ -239,15 +239,8 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
         shares = first.problem.costs.shares
         shared = [_with_head(_again(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
         costed = [Costed(each.schedule, replace(costs, shares=shares), source) for each, costs in zip(inputs, shared, strict=True)]
-    return [_within_limits(one, each.solved) for one, each in zip(costed, inputs, strict=True)]
-
-
-def _within_limits(costed: Costed, solved: Solved | None) -> Costed:
-    """The schedule with the memory and the offloads of the plan that it comes from."""
-    if solved is None:
-        return costed
-    moved = solved.offloads if costed.costs == solved.problem.costs else ()
-    return replace(costed, limits=solved.problem.limits.memory, offloads=moved, link=solved.problem.host if moved else None)
+    limits = [() if each.problem is None else each.problem.limits.memory for each in inputs]
+    return [replace(one, limits=memory) for one, memory in zip(costed, limits, strict=True)]
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import click
 from rich.text import Text
 
-from zerobubble.cli.inputs import Costed
+from zerobubble.cli.inputs import Costed, Given
 from zerobubble.cli.options import Bytes, microbatches_or_bytes, option_group
 from zerobubble.costs import NS_PER_MS, Limits
+from zerobubble.errors import InputError
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads
+from zerobubble.offload.choice import with_other_costs
+from zerobubble.planning.problem import microbatch_bytes
 from zerobubble.simulation import metrics
 from zerobubble.timeline import Copy, Copying, Timeline
 from zerobubble.units import NS_PER_S, counted, read_bytes, show_bytes, show_ms
@@ -29,10 +32,10 @@ class OffloadOptions:
     offload: Rates | None
     memory: float | Bytes | None
 
-    def added(self, costed: Costed) -> Costed:
-        """The schedule with offloads that keep each rank within its memory, where some are asked for: instead of those of its plan."""
+    def added(self, costed: Costed, given: Given) -> Costed:
+        """The schedule with offloads that keep each rank within its memory, where some are asked for, and else with those of its plan."""
         if self.offload is None and self.memory is None:
-            return costed
+            return with_offloads_of_plan(costed, given)
         if self.offload is None or self.memory is None:
             missing, there = ("--memory", "--offload") if self.memory is None else ("--offload", "--memory")
             raise click.UsageError(
@@ -65,6 +68,38 @@ class OffloadOptions:
             return float(given.count)
 
         return host_link(self.offload, max(costed.microbatch_bytes), bytes_a_second)
+
+
+def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
+    """The schedule with what the plan that it comes from moves to the host, with whatever costs it is timed.
+
+    Where bytes are real the link is that of the plan. Where they stand for microbatches, ranks hold as many as in the plan, and one is
+    copied in the time that it takes there. Raises `InputError` where only the plan or only the costs have real bytes, and where a rank
+    does not keep within its memory with these costs.
+    """
+    problem, solved = given.problem, given.solved
+    if solved is None or problem is None or problem.host is None:
+        return costed
+    if costed.costs == problem.costs:
+        return replace(costed, offloads=solved.offloads, link=problem.host)
+    remedy = "show the plan with its own costs, or plan anew with `zerobubble plan --costs ... --memory ... --offload ...`"
+    if costed.in_bytes != (problem.workload is None):
+        units = ("bytes", "microbatches") if costed.in_bytes else ("microbatches", "bytes")
+        raise InputError(
+            f"{given.name} says what goes to the host and over which link, and its memory counts in {units[1]} where {costed.source} "
+            f"counts in {units[0]}: {remedy}"
+        )
+    link, memory = problem.host, problem.limits.memory
+    if not costed.in_bytes:
+        planned = microbatch_bytes(costed.schedule.placement, problem.costs)
+        scale = max(costed.microbatch_bytes) / max(planned)
+        link = replace(link, to_host=link.to_host * scale, from_host=link.from_host * scale)
+        memory = tuple(-(-limit * now // then) for limit, now, then in zip(memory, costed.microbatch_bytes, planned, strict=True))
+    try:
+        offloads = with_other_costs(costed.schedule, costed.costs, Limits(memory), solved.offloads)
+    except InputError as error:
+        raise InputError(f"what {given.name} moves to the host does not do with {costed.source}: {error}; {remedy}") from error
+    return replace(costed, limits=memory, offloads=offloads, link=link)
 
 
 def host_link(rates: Rates, size: int, bytes_a_second: Callable[[Bytes], float]) -> HostLink:

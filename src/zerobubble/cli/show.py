@@ -87,7 +87,7 @@ def show(
     found = with_head_divided(find_schedule(name, shape), vocabulary)
     (costed,) = with_costs([found], given)
     divided = sharded.sharded(found.problem)
-    costed = offloading.added(costed)
+    costed = offloading.added(costed, found)
     away = offloaded(costed)
     if away is not None and divided is not None:
         raise click.UsageError(

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from zerobubble.arguments import WHOLE, shown, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
-from zerobubble.ir import Schedule
+from zerobubble.ir import Schedule, Step
 from zerobubble.offload.copies import HostLink, OffloadPlayer
 from zerobubble.offload.covering import RankRow, candidates, fewest_bytes
 from zerobubble.offload.improve import Price, improved
-from zerobubble.offload.offloads import Offload, RankOffloads, held_in_steps, rank_offloads
+from zerobubble.offload.offloads import Offload, RankOffloads, SavedParts, held_in_steps, offload_faults, rank_offloads, saved_parts
+from zerobubble.timeline import Span
 from zerobubble.verify import checked
 
 EVALUATIONS = 400
@@ -67,15 +68,32 @@ def plan_offloads(
     return tuple(rank_offloads(row, rank.steps, costs, bound) for row, rank, bound in zip(chosen, ranks, bounds, strict=True))
 
 
+def with_other_costs(schedule: Schedule, costs: Costs, limits: Limits, plans: Sequence[RankOffloads]) -> tuple[RankOffloads, ...]:
+    """The same offloads with what they move, leave and must move where the schedule has these `costs` and `limits`.
+
+    Raises `InputError` where they cannot be played, or a rank does not keep within its limit with them.
+    """
+    if faults := offload_faults(schedule, costs, plans, limits):
+        raise InputError("; ".join(map(str, faults)))
+    found = []
+    for where, (steps, limit, plan) in enumerate(zip(schedule.steps, limits.memory, plans, strict=True)):
+        rank = _row(steps, saved_parts(steps, costs), limit, costs)
+        found.append(rank_offloads(plan.offloads, steps, costs, fewest_bytes(rank, where)))
+    return tuple(found)
+
+
 def _ranks(schedule: Schedule, costs: Costs, limits: Limits, player: OffloadPlayer) -> list[RankRow]:
     timeline = player.timeline([()] * schedule.num_ranks)
-    found = []
-    for steps, parts, limit, row in zip(schedule.steps, player.parts, limits.memory, timeline.rows, strict=True):
-        times = {span.op: (span.start, span.end) for span in row}
-        begins, ends = [times[step[0]][0] for step in steps], [times[step[0]][1] for step in steps]
-        usable = {where: part for where, part in parts.items() if part.bytes and part.needed - part.made > 1}
-        found.append(RankRow(steps, usable, held_in_steps(steps, costs), limit, begins, ends))
-    return found
+    rows = zip(schedule.steps, player.parts, limits.memory, timeline.rows, strict=True)
+    return [_row(steps, parts, limit, costs, spans) for steps, parts, limit, spans in rows]
+
+
+def _row(steps: Sequence[Step], parts: SavedParts, limit: int, costs: Costs, spans: Sequence[Span] = ()) -> RankRow:
+    """The row of a rank; without `spans` it does not tell when its steps begin and end."""
+    times = {span.op: (span.start, span.end) for span in spans}
+    begins, ends = ([times[step[0]][which] for step in steps] if times else [] for which in (0, 1))
+    usable = {where: part for where, part in parts.items() if part.bytes and part.needed - part.made > 1}
+    return RankRow(steps, usable, held_in_steps(steps, costs), limit, begins, ends)
 
 
 def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, evaluations: int, rounds: int) -> list[list[Offload]]:
