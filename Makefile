@@ -89,6 +89,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/divided_head/run.py
 	$(RUN)/python benchmarks/offload/run.py
 	$(RUN)/python benchmarks/offload/steps.py
+	$(RUN)/python benchmarks/offload/paced.py
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) $(VENV)-torch-* demo-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

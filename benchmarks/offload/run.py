@@ -59,26 +59,30 @@ def ratios() -> list[dict[str, float]]:
     return rows
 
 
+def halved(name: str, k: float) -> tuple[zb.Schedule, zb.Costs, tuple[RankOffloads, ...], HostLink]:
+    """A schedule with its costs, what moves so that it keeps within half of what it holds by itself, and the link, for this k."""
+    schedule = zb.make(name, RANKS, MICROBATCHES)
+    costs = zb.Costs.uniform(schedule.num_stages, TIMES, stages_per_rank=schedule.placement.stages_per_rank)
+    limits = zb.Limits((max(zb.simulation.peak_memory(schedule, costs)) // 2,) * RANKS)
+    stage_ns = sum(costs.time(kind, 0) for kind in (zb.Kind.F, zb.Kind.B, zb.Kind.W))
+    rate = 2 * costs.held_after_f[0] * 1e9 / (k * stage_ns)
+    link = HostLink(rate, rate)
+    return schedule, costs, plan_offloads(schedule, costs, limits, link, evaluations=100), link
+
+
 def half(name: str) -> dict[str, Any]:
     """A schedule within half of its memory, for each k."""
-    schedule = zb.make(name, RANKS, MICROBATCHES)
-    per_rank = schedule.placement.stages_per_rank
-    costs = zb.Costs.uniform(schedule.num_stages, TIMES, stages_per_rank=per_rank)
-    peak, most = zb.simulation.peak_memory(schedule, costs), max(zb.simulation.peak_memory(schedule, costs))
-    limits = zb.Limits((most // 2,) * RANKS)
-    free = zb.simulation.metrics(schedule, costs).makespan
-    waits = sum(costs.held_after_f[stage] for stage in range(schedule.num_stages)) * MICROBATCHES
     rows = []
     for k in KS:
-        stage_ns = sum(costs.time(kind, 0) for kind in (zb.Kind.F, zb.Kind.B, zb.Kind.W))
-        rate = 2 * costs.held_after_f[0] * 1e9 / (k * stage_ns)
-        link = HostLink(rate, rate)
-        plans = plan_offloads(schedule, costs, limits, link, evaluations=100)
+        schedule, costs, plans, link = halved(name, k)
+        free = zb.simulation.metrics(schedule, costs).makespan
+        waits = sum(costs.held_after_f) * MICROBATCHES
         makespan = play_offloads(schedule, costs, plans, link).makespan
         moved, must = (sum(getattr(plan, what) for plan in plans) / waits for what in ("bytes", "bound"))
         rows.append({"k": k, "longer": round(100 * (makespan / free - 1), 2), "moved": round(moved, 3), "must": round(must, 3)})
         print(name, rows[-1], flush=True)
-    return {"schedule": name, "peak_microbatches": max(peak) / (10**6 * per_rank), "makespan_ms": free / 1e6, "links": rows}
+    peak = max(zb.simulation.peak_memory(schedule, costs)) / (10**6 * schedule.placement.stages_per_rank)
+    return {"schedule": name, "peak_microbatches": peak, "makespan_ms": free / 1e6, "links": rows}
 
 
 def within_half() -> list[dict[str, Any]]:
