@@ -19,7 +19,7 @@ from small import MOST_PASSES, optimum, small_problem
 
 import zerobubble as zb
 from zerobubble.planning.placements import family
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 
 SMALL = 300
 """Small problems, by the numbers from 0 on."""

@@ -8,7 +8,7 @@ from ortools.sat.python import cp_model
 
 import zerobubble as zb
 from zerobubble.planning.placements import family
-from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.problem.problem import Objective, Problem
 
 MS = 1_000_000
 

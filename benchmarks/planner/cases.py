@@ -9,7 +9,7 @@ from random import Random
 
 import zerobubble as zb
 from zerobubble.planning.placements import family
-from zerobubble.planning.problem import Objective
+from zerobubble.planning.problem.problem import Objective
 
 
 @dataclass(frozen=True)

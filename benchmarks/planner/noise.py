@@ -20,10 +20,10 @@ from cases import FLASH, TIMES, Reference, problem, references
 import zerobubble as zb
 from zerobubble.ir import Op
 from zerobubble.planning import most_robust_order, solve
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.noise.sensitivity import Scope
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.search import compile_kernels
-from zerobubble.planning.sensitivity_analysis import Scope
 
 Row = dict[str, Any]
 

@@ -22,7 +22,7 @@ from cases import FLASH, PROFILES, TIMES, Reference, headed, paper, random_probl
 import zerobubble as zb
 from zerobubble.bounds import shortage
 from zerobubble.planning import kernels, papers, solve
-from zerobubble.planning.problem import Problem, Solved, Status
+from zerobubble.planning.problem.problem import Problem, Solved, Status
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.search import compile_kernels
 from zerobubble.simulation import memory_faults

@@ -13,7 +13,7 @@ from zerobubble.display import draws
 from zerobubble.errors import Fault
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan, Solved
-from zerobubble.planning.problem import microbatch_bytes
+from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.reasons import table_row, titles
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline

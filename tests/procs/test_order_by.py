@@ -20,7 +20,7 @@ from tests.procs.models import build, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import divided, undivided, whole
-from zerobubble.planning.microbatch_order import with_numbers
+from zerobubble.planning.unequal.order import with_numbers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.schedules import with_recompute
 from zerobubble.simulation import peak_memory

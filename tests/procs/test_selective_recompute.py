@@ -19,7 +19,7 @@ from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from zerobubble.costs import Level
 from zerobubble.planning import Solved
-from zerobubble.planning.recomputation import Recomputation
+from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.runtime.stage.levels import GivenLevels, RecomputeLevels
 from zerobubble.schedules import with_recompute
 

@@ -14,8 +14,8 @@ from zerobubble.gathers import RankGathers, plan_gathers, play_gathers
 from zerobubble.graph import resolve
 from zerobubble.planning import Problem, Sharded
 from zerobubble.planning.attempt import Budget, start_attempt
-from zerobubble.planning.few_gathers import few_gathers, grouped
-from zerobubble.planning.priced import Priced, fewest_of_any_order
+from zerobubble.planning.shards.few_gathers import few_gathers, grouped
+from zerobubble.planning.shards.priced import Priced, fewest_of_any_order
 from zerobubble.simulation import metrics
 
 NAMES = ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved-1f1b", "interleaved-zb", "breadth-first")

@@ -11,7 +11,7 @@ from docs.gallery.recompute import MEMORY, MICROBATCHES, RECOMPUTE, WITH, WITHOU
 from zerobubble import Schedule
 from zerobubble.costs import NONE
 from zerobubble.ir import Op, Placement
-from zerobubble.planning.recomputation import LEVELS
+from zerobubble.planning.problem.recomputation import LEVELS
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, metrics
 from zerobubble.verify import schedule_faults

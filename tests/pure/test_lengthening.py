@@ -9,7 +9,7 @@ import pytest
 import zerobubble as zb
 from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
 from zerobubble.planning.placements import family
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import memory_faults
 
 V_HALF = zb.Workload.uniform(8, (18.546, 18.097, 9.321), 0.762, held=0.366412)

@@ -19,7 +19,7 @@ from zerobubble.cli import main
 from zerobubble.io import dumps, load_plan, loads, save_plan
 from zerobubble.ir import Op
 from zerobubble.planning import Head, HeadPlan, Solved, Workload, plan_head, solve
-from zerobubble.planning.workload import RANK_BYTES
+from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.schedules import with_vocabulary
 from zerobubble.simulation import peak_memory
 

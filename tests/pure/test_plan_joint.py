@@ -14,7 +14,7 @@ from zerobubble.partition import Layer, activation_limits, balance_placement, pa
 from zerobubble.planning import search as engine
 from zerobubble.planning.competition import solve
 from zerobubble.planning.layer_plan import LayersPlan, plan_layers
-from zerobubble.planning.problem import Objective, Problem, Solved
+from zerobubble.planning.problem.problem import Objective, Problem, Solved
 from zerobubble.simulation import memory_faults
 
 MS = 1_000_000

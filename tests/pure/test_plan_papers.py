@@ -17,7 +17,7 @@ from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule,
 from zerobubble.bounds import lower_bounds
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
 from zerobubble.planning.papers import BASELINES, Baseline, adaptive, exact, zb_heuristic, zb_v_greedy
-from zerobubble.planning.problem import Objective, Problem, Status
+from zerobubble.planning.problem.problem import Objective, Problem, Status
 from zerobubble.simulation import memory_faults
 
 LINE = Placement.linear

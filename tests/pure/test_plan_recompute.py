@@ -22,9 +22,9 @@ from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Problem, Workload, most_robust_order, plan
 from zerobubble.planning.attempt import Budget
 from zerobubble.planning.kernels.coarse_to_fine import coarsened
-from zerobubble.planning.lighter import lightened
-from zerobubble.planning.problem import Solved
-from zerobubble.planning.recomputation import Recomputation, choices_by_leg, levels_for, parse_levels
+from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.problem.recomputation import Recomputation, choices_by_leg, levels_for, parse_levels
+from zerobubble.planning.recompute.lighter import lightened
 from zerobubble.planning.search import load_kernels, search
 from zerobubble.rules import recomputed
 from zerobubble.runtime.options import PipelineOptions, planned_schedule, recompute_levels

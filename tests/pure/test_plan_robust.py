@@ -16,11 +16,11 @@ from tests.pure.problems import problems
 from zerobubble import Costs, InputError, Limits, Op, Schedule, ScheduleError, make, schedule_faults, simulate
 from zerobubble.bounds import Bound
 from zerobubble.cli import main
-from zerobubble.planning.problem import Objective, Problem, Solved, Status
+from zerobubble.planning.noise.robust_order import RobustOrder, most_robust_order
+from zerobubble.planning.noise.sensitivity import Sensitivity, jittered, scaled, sensitivity
+from zerobubble.planning.noise.text import what_if, what_if_text
+from zerobubble.planning.problem.problem import Objective, Problem, Solved, Status
 from zerobubble.planning.replay import Replay
-from zerobubble.planning.robust_order import RobustOrder, most_robust_order
-from zerobubble.planning.sensitivity_analysis import Sensitivity, jittered, scaled, sensitivity
-from zerobubble.planning.sensitivity_text import what_if, what_if_text
 from zerobubble.simulation import memory_faults, peak_memory
 
 TIMES = Costs.from_ms([20, 22, 18, 30], [21, 19, 18, 31], [9, 11, 10, 15], [0.6, 0.7, 0.8])

@@ -20,10 +20,10 @@ from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, sched
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
 from zerobubble.planning.kernels import search_state
-from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.problem.problem import Objective, Problem
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.search import Progress, SearchResult, load_kernels, search, simulate_compiled
 from zerobubble.planning.seeds import joined_for_room
-from zerobubble.planning.workload import Workload
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, peak_memory
 
@@ -344,8 +344,8 @@ def test_without_numba_it_says_what_to_install() -> None:
     code = """
 import sys
 sys.modules["numba"] = None
-from zerobubble.planning.problem import Problem
-from zerobubble.planning.workload import Workload
+from zerobubble.planning.problem.problem import Problem
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.search import search
 from zerobubble import InputError, Placement
 work, line = Workload.uniform(2, (1, 1, 1)), Placement.linear(2)

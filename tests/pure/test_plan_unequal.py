@@ -19,7 +19,7 @@ from zerobubble import Costs, InputError, Limits, Placement, make, simulate
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Objective, Problem, Workload, order_microbatches, plan
 from zerobubble.planning.search import load_kernels
-from zerobubble.planning.unequal import alike
+from zerobubble.planning.unequal.plan import alike
 from zerobubble.simulation import memory_faults, metrics, peak_memory
 from zerobubble.verify import schedule_faults
 

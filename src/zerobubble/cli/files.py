@@ -14,7 +14,7 @@ from zerobubble.errors import InputError, parsed_json
 from zerobubble.export.document import describe_document, load_document
 from zerobubble.export.json_form import Document
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem import Solved
+from zerobubble.planning.problem.problem import Solved
 from zerobubble.schedules import known_schedules
 from zerobubble.timeline import Timeline
 

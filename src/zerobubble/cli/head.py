@@ -19,9 +19,9 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.planning import HeadPlan, Objective, Workload
 from zerobubble.planning.attempt import ProgressCallback
-from zerobubble.planning.head import Head, has_parts
-from zerobubble.planning.head_plan import plan_head
+from zerobubble.planning.head.plan import plan_head
 from zerobubble.planning.plan_file import plan_text
+from zerobubble.planning.problem.head import Head, has_parts
 from zerobubble.schedules import with_vocabulary
 
 

@@ -14,9 +14,9 @@ from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, play_offloads
-from zerobubble.planning.head import Head
-from zerobubble.planning.problem import Problem, Solved, microbatch_bytes
-from zerobubble.planning.workload import Workload
+from zerobubble.planning.problem.head import Head
+from zerobubble.planning.problem.problem import Problem, Solved, microbatch_bytes
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import known_schedules, make
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline

@@ -14,8 +14,8 @@ from zerobubble.errors import ParseError
 from zerobubble.partition import Cuts, Layer, cut_layers
 from zerobubble.partition.layers import LINE, NUMBERS, WORDS
 from zerobubble.planning import LayersPlan
+from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.planning.reasons import percent
-from zerobubble.planning.workload import RANK_BYTES
 from zerobubble.units import NS_PER_MS, ms, show_bytes, show_ms
 
 _TIMES = ("forward", "backward", "weight")

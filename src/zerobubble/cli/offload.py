@@ -14,7 +14,7 @@ from zerobubble.costs import NS_PER_MS, Limits
 from zerobubble.errors import InputError
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads
 from zerobubble.offload.choice import with_other_costs
-from zerobubble.planning.problem import microbatch_bytes
+from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.simulation import metrics
 from zerobubble.timeline import Copy, Copying, Timeline
 from zerobubble.units import NS_PER_S, counted, read_bytes, show_bytes, show_ms

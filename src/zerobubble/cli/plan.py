@@ -48,13 +48,13 @@ from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.partition import join_blocks
 from zerobubble.planning import Objective, Plan, Sharded, Solved, Workload, plan, plan_layers
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
-from zerobubble.planning.microbatch_order import numbers_by_place, with_numbers
+from zerobubble.planning.noise.robust_order import refuse_sharded, robust_order_dict, robust_order_text, with_robust_winner
+from zerobubble.planning.noise.text import what_if, what_if_text
 from zerobubble.planning.pareto import room_for_microbatches
 from zerobubble.planning.plan_file import plan_text
+from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, refuse_beside_recomputation, show_levels
 from zerobubble.planning.reasons import percent
-from zerobubble.planning.recomputation import LEVELS, MODES, parse_levels, refuse_beside_recomputation, show_levels
-from zerobubble.planning.robust_order import refuse_sharded, robust_order_dict, robust_order_text, with_robust_winner
-from zerobubble.planning.sensitivity_text import what_if, what_if_text
+from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
 from zerobubble.rules import recomputed
 from zerobubble.units import ms
 

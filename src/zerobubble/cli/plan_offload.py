@@ -22,7 +22,7 @@ from zerobubble.offload import HostLink
 from zerobubble.planning import Objective, OffloadedPlan, Workload, plan_offloaded
 from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.plan_file import plan_text
-from zerobubble.planning.problem import microbatch_bytes
+from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.reasons import NOTE_WIDTH
 
 

@@ -16,8 +16,8 @@ from zerobubble.explorer.estimating import estimate_figures, estimate_of
 from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, beside, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning.problem import Problem, Solved, microbatch_bytes
-from zerobubble.planning.workload import Workload
+from zerobubble.planning.problem.problem import Problem, Solved, microbatch_bytes
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import find, make
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline

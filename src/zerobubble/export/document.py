@@ -8,8 +8,8 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.json_form import Document, loads
 from zerobubble.export.torch_csv import from_torch_csv, looks_like_torch_csv
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem import Solved
-from zerobubble.planning.workload import Workload
+from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.program import Program
 from zerobubble.timeline import Timeline
 

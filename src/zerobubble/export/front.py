@@ -11,7 +11,7 @@ from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.planning.competition import Choice
 from zerobubble.planning.pareto import Front, Point
-from zerobubble.planning.problem import Objective, Status
+from zerobubble.planning.problem.problem import Objective, Status
 from zerobubble.planning.reasons import percent
 from zerobubble.units import counted
 

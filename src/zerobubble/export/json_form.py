@@ -10,8 +10,8 @@ from zerobubble.arguments import instance, takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError, parsed_json
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem import Solved
-from zerobubble.planning.workload import Workload
+from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.program import Program
 from zerobubble.timeline import Timeline
 

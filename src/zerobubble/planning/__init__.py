@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from zerobubble.planning.competition import Choice, Plan, plan, solve
-from zerobubble.planning.few_gathers import FewGathers
-from zerobubble.planning.head import Head
-from zerobubble.planning.head_choice import HeadChoice, HeadWay, place_head
-from zerobubble.planning.head_plan import HeadPlan, PlannedHead, plan_head
+from zerobubble.planning.head.choice import HeadChoice, HeadWay, place_head
+from zerobubble.planning.head.plan import HeadPlan, PlannedHead, plan_head
 from zerobubble.planning.layer_plan import LayersPlan, plan_layers
-from zerobubble.planning.microbatch_order import order_microbatches
+from zerobubble.planning.noise.robust_order import most_robust_order
+from zerobubble.planning.noise.sensitivity import Sensitivity, sensitivity
 from zerobubble.planning.offload_plan import OffloadedPlan, plan_offloaded
-from zerobubble.planning.priced import Priced
-from zerobubble.planning.problem import Objective, Problem, Solved, Status
-from zerobubble.planning.robust_order import most_robust_order
-from zerobubble.planning.sensitivity_analysis import Sensitivity, sensitivity
-from zerobubble.planning.sharded import Sharded
-from zerobubble.planning.workload import Workload
+from zerobubble.planning.problem.head import Head
+from zerobubble.planning.problem.problem import Objective, Problem, Solved, Status
+from zerobubble.planning.problem.sharded import Sharded
+from zerobubble.planning.problem.workload import Workload
+from zerobubble.planning.shards.few_gathers import FewGathers
+from zerobubble.planning.shards.priced import Priced
+from zerobubble.planning.unequal.order import order_microbatches
 
 __all__ = [
     "Choice",

@@ -16,7 +16,7 @@ from zerobubble.planning.lengthening import lengthened_by_time, with_few_microba
 from zerobubble.planning.papers import BASELINES
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
-from zerobubble.planning.problem import Problem, Solved, Status
+from zerobubble.planning.problem.problem import Problem, Solved, Status
 from zerobubble.planning.seeds import MAKE_SECONDS, computed_again, fitting, lean, promising, serial_schedule
 from zerobubble.schedules import SCHEDULES
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from zerobubble.errors import ZeroBubbleError
-from zerobubble.planning.problem import Problem, Solved
+from zerobubble.planning.problem.problem import Problem, Solved
 
 PROGRAM = Path(__file__).with_name("search_process.py")
 MARGIN_S = 120.0

@@ -26,21 +26,21 @@ from zerobubble.planning.attempt import (
     with_list_schedule,
     with_serial_schedule,
 )
-from zerobubble.planning.bought import Bought
-from zerobubble.planning.few_gathers import FewGathers, few_gathers
-from zerobubble.planning.head import HELD_OF_HEAD, parts_on
 from zerobubble.planning.placements import ANY, family, placements_to_try
-from zerobubble.planning.problem import Objective, Problem, Solved, Status
+from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
+from zerobubble.planning.problem.problem import Objective, Problem, Solved, Status
+from zerobubble.planning.problem.recomputation import levels_for, refuse_beside_recomputation
+from zerobubble.planning.problem.sharded import Sharded
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.reasons import NOTE_WIDTH, Told, comparison_table, notes
-from zerobubble.planning.recomputation import levels_for, refuse_beside_recomputation
-from zerobubble.planning.recompute_plan import plan_recomputing
+from zerobubble.planning.recompute.bought import Bought
+from zerobubble.planning.recompute.plan import plan_recomputing
 from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving
 from zerobubble.planning.seeds import promising
-from zerobubble.planning.sharded import Sharded
+from zerobubble.planning.shards.few_gathers import FewGathers, few_gathers
 from zerobubble.planning.simple_choice import simple_choice, simple_choice_text
-from zerobubble.planning.unequal import alike, unequal
+from zerobubble.planning.unequal.plan import alike, unequal
 from zerobubble.planning.weight_order import with_weights_ordered
-from zerobubble.planning.workload import Workload
 from zerobubble.units import counted
 
 CUT_SHORT = "Ctrl-C cut the search short: this is the best until then."

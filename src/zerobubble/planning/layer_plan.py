@@ -19,7 +19,7 @@ from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.descent import moves
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve
 from zerobubble.planning.competition import SECONDS, Plan, as_budget, explained, plan_problems
-from zerobubble.planning.problem import Objective, Problem, Solved
+from zerobubble.planning.problem.problem import Objective, Problem, Solved
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.simulation import peak_memory

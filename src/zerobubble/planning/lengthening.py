@@ -14,7 +14,7 @@ from itertools import combinations, count
 
 from zerobubble.costs import Costs
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import simulate
 
 MIDDLE = 6

@@ -22,10 +22,10 @@ from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offlo
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
 from zerobubble.planning.attempt import Budget, ProgressCallback
 from zerobubble.planning.competition import MICROBATCHES, SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
-from zerobubble.planning.problem import Objective, Problem, Solved
+from zerobubble.planning.problem.problem import Objective, Problem, Solved
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import fits_memory, fitting, promising, serial_schedule
-from zerobubble.planning.workload import Workload
 from zerobubble.simulation import metrics
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms

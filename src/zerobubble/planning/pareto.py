@@ -10,11 +10,11 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.competition import SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
-from zerobubble.planning.problem import Objective, microbatch_bytes
+from zerobubble.planning.problem.problem import Objective, microbatch_bytes
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.reasons import aligned, percent
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import published
-from zerobubble.planning.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from zerobubble.arguments import instance, takes
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError, parsed_json
 from zerobubble.planning.competition import Plan
-from zerobubble.planning.head_plan import HeadPlan
+from zerobubble.planning.head.plan import HeadPlan
 from zerobubble.planning.layer_plan import LayersPlan
 from zerobubble.planning.offload_plan import OffloadedPlan
-from zerobubble.planning.problem import Solved
+from zerobubble.planning.problem.problem import Solved
 
 AnyPlan = Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan
 """What a plan file can be written from."""

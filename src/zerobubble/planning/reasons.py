@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import fill
 from typing import NamedTuple
 
-from zerobubble.planning.problem import Solved, Status
+from zerobubble.planning.problem.problem import Solved, Status
 
 NOTE_WIDTH = 118
 """Columns of the notes under a table."""

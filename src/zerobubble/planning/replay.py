@@ -13,7 +13,7 @@ from zerobubble.costs import Costs
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph
 from zerobubble.ir import Schedule, Step
-from zerobubble.planning.problem import Objective
+from zerobubble.planning.problem.problem import Objective
 from zerobubble.verify import checked
 
 

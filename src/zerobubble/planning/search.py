@@ -14,8 +14,8 @@ from typing import NamedTuple
 from zerobubble.costs import FULL, NONE, UNIT_BYTES, Costs, Level, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning.problem import Objective, Problem
-from zerobubble.planning.recomputation import Recomputation
+from zerobubble.planning.problem.problem import Objective, Problem
+from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.seeds import computed_again, serial_schedule
 
 

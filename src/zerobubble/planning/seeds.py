@@ -12,8 +12,8 @@ from zerobubble.costs import Costs
 from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind, Stuff, kinds_making
-from zerobubble.planning.problem import Problem
-from zerobubble.planning.recomputation import lean_costs
+from zerobubble.planning.problem.problem import Problem
+from zerobubble.planning.problem.recomputation import lean_costs
 from zerobubble.rules import recomputed
 from zerobubble.schedules import SCHEDULES, Recipe
 from zerobubble.simulation import held_bytes, memory_faults

@@ -8,7 +8,7 @@ from itertools import chain, islice
 
 from zerobubble.errors import ScheduleError
 from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt
-from zerobubble.planning.problem import Solved, Status
+from zerobubble.planning.problem.problem import Solved, Status
 from zerobubble.planning.reasons import percent
 from zerobubble.planning.seeds import promising
 from zerobubble.schedules import SCHEDULES

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice, permutations
 
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.problem import Problem, Solved
+from zerobubble.planning.problem.problem import Problem, Solved
 from zerobubble.simulation import memory_faults, simulate
 from zerobubble.timeline import Timeline
 

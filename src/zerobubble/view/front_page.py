@@ -11,7 +11,7 @@ from zerobubble.export.front import NOTE, knee, placement_colours, points_with_s
 from zerobubble.ir import Schedule
 from zerobubble.planning.competition import Choice
 from zerobubble.planning.pareto import Front, Point, point_cells, titles
-from zerobubble.planning.problem import Solved, Status, microbatch_bytes
+from zerobubble.planning.problem.problem import Solved, Status, microbatch_bytes
 from zerobubble.view.columns import Viewed
 from zerobubble.view.page import header, page, section, table, viewer
 

@@ -23,7 +23,7 @@ from zerobubble.planning.kernels.portfolio import SMALL, TEMPERATURES
 from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import CODE, PLANNED, Ints, Tables, tables_of
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.seeds import joined_for_room
 
 KINDS = (*PLANNED, Kind.R)

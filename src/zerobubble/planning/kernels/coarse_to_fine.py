@@ -16,7 +16,7 @@ from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, for_twice_the_ran
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Floats, Tables, tables_of
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 
 POOL_SIZE = 8
 """Policies in the pool that a search improves: the best so far, of which new ones are made."""

@@ -16,7 +16,7 @@ from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Ints, tables_of
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 
 TEMPERATURES = (0.02, 0.01, 0.05, 0.004)
 """Starting temperatures of annealing runs in turn, in mean pass times; each falls to a tenth."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.kinds import HELD, MOVES, traits_of
-from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.seeds import joined_for_room
 from zerobubble.rules import used_stages
 

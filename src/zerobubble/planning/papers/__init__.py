@@ -9,7 +9,7 @@ from zerobubble.planning.papers.adaptive import adaptive
 from zerobubble.planning.papers.exact import exact
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 
 Baseline = Callable[[Problem], Schedule]
 """A planner: the schedule it finds for a problem. Raises `InputError` with the reason where it finds none."""

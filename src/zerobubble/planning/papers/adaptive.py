@@ -14,7 +14,7 @@ from zerobubble.blocks import Block, Layout, reorder, repeat, squeeze, steady_pe
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.papers.partial_schedule import SPLIT, check_memory
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import simulate
 
 MAX_GAP = 5

@@ -15,7 +15,7 @@ from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.papers.partial_schedule import check_memory, pass_needs
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
-from zerobubble.planning.problem import Objective, Problem, Status
+from zerobubble.planning.problem.problem import Objective, Problem, Status
 from zerobubble.planning.seeds import serial_schedule, split_in_room
 from zerobubble.simulation import memory_faults, simulate
 

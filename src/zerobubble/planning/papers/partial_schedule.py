@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from zerobubble.bounds import shortage
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.problem import Objective, Problem
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.rules import makers, uses
 
 SPLIT = (Kind.F, Kind.B, Kind.W)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Schedule
 from zerobubble.planning.papers.partial_schedule import PartialSchedule, shortest
-from zerobubble.planning.problem import Problem
+from zerobubble.planning.problem.problem import Problem
 
 
 class Choices(NamedTuple):

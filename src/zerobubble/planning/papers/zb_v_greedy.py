@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.planning.papers.partial_schedule import PartialSchedule, StuckError, shortest
-from zerobubble.planning.problem import Problem, microbatch_bytes
+from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 
 
 class Fills(NamedTuple):

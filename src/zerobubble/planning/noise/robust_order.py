@@ -12,13 +12,13 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning.competition import Plan
-from zerobubble.planning.problem import Problem, Solved
+from zerobubble.planning.noise.sensitivity import check_error_share
+from zerobubble.planning.problem.problem import Problem, Solved
+from zerobubble.planning.problem.recomputation import refuse_beside_recomputation
+from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.reasons import NOTE_WIDTH, percent
-from zerobubble.planning.recomputation import refuse_beside_recomputation
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, split
-from zerobubble.planning.sensitivity_analysis import check_error_share
-from zerobubble.planning.sharded import Sharded
 from zerobubble.rules import recomputed
 from zerobubble.simulation import simulate
 

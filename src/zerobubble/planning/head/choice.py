@@ -10,7 +10,7 @@ from zerobubble.costs import HEAD_TIMES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.planning.head import Head
+from zerobubble.planning.problem.head import Head
 from zerobubble.schedules import with_vocabulary
 from zerobubble.simulation import metrics, peak_memory
 from zerobubble.units import show_bytes, show_ms

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from zerobubble.display import Displayed
 from zerobubble.gathers import RankGathers, gathers_of, plan_gathers, play_gathers
 from zerobubble.ir import Kind, Op, Placement, Schedule
-from zerobubble.planning.problem import Objective, Problem, Solved
-from zerobubble.planning.sharded import Sharded
+from zerobubble.planning.problem.problem import Objective, Problem, Solved
+from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.units import show_bytes
 
 

@@ -10,10 +10,10 @@ from time import perf_counter
 from zerobubble.costs import UNIT_BYTES, Costs, Limits
 from zerobubble.ir import Placement
 from zerobubble.planning.attempt import Budget, shorter
-from zerobubble.planning.microbatch_order import first_choices
-from zerobubble.planning.problem import Problem, Solved
+from zerobubble.planning.problem.problem import Problem, Solved
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, serial_schedule, split
+from zerobubble.planning.unequal.order import first_choices
 
 
 def alike(problem: Problem) -> Problem:

@@ -15,7 +15,7 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.kinds import KINDS
-from zerobubble.planning.problem import Objective
+from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.replay import Replay
 from zerobubble.simulation import peak_memory
 from zerobubble.units import counted, show_ms

@@ -24,12 +24,12 @@ from zerobubble.planning.competition import (
     problems_of,
     room_for_all,
 )
-from zerobubble.planning.head import HELD_OF_HEAD, Head, parts_on, without_parts
-from zerobubble.planning.head_choice import NAMES
-from zerobubble.planning.problem import Objective, Problem, Solved, microbatch_bytes
+from zerobubble.planning.head.choice import NAMES
+from zerobubble.planning.problem.head import HELD_OF_HEAD, Head, parts_on, without_parts
+from zerobubble.planning.problem.problem import Objective, Problem, Solved, microbatch_bytes
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.reasons import NOTE_WIDTH, aligned, percent
 from zerobubble.planning.seeds import fits_memory
-from zerobubble.planning.workload import Workload
 from zerobubble.schedules import with_vocabulary
 from zerobubble.units import ms, show_ms
 

@@ -18,11 +18,11 @@ from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget
-from zerobubble.planning.priced import Priced, fewest_of_any_order, least_time
-from zerobubble.planning.problem import Solved
+from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.reasons import NOTE_WIDTH
 from zerobubble.planning.seeds import fitting, promising
-from zerobubble.planning.sharded import Sharded
+from zerobubble.planning.shards.priced import Priced, fewest_of_any_order, least_time
 from zerobubble.units import ms, show_bytes, show_ms
 
 Price = Callable[[Priced], tuple[int, ...]]

@@ -19,10 +19,10 @@ from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.offload import HostLink, RankOffloads, offload_faults, play_offloads
 from zerobubble.offload.form import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
-from zerobubble.planning.head import Head, has_parts, parts_on
-from zerobubble.planning.recomputation import Recomputation
-from zerobubble.planning.sharded import Sharded
-from zerobubble.planning.workload import Workload
+from zerobubble.planning.problem.head import Head, has_parts, parts_on
+from zerobubble.planning.problem.recomputation import Recomputation
+from zerobubble.planning.problem.sharded import Sharded
+from zerobubble.planning.problem.workload import Workload
 from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_ms

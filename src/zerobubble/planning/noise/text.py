@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerobubble.errors import InputError
-from zerobubble.planning.problem import Solved
+from zerobubble.planning.noise.sensitivity import Effect, Scope, Sensitivity, Spread, sensitivity
+from zerobubble.planning.problem.problem import Solved
 from zerobubble.planning.reasons import aligned, percent
-from zerobubble.planning.sensitivity_analysis import Effect, Scope, Sensitivity, Spread, sensitivity
 
 SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
 """How many effects of each scope are shown: those that move the plan most."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zerobubble.costs import NONE
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.attempt import Budget, shorter
-from zerobubble.planning.problem import Problem, Solved
+from zerobubble.planning.problem.problem import Problem, Solved
 from zerobubble.planning.search import search_again
 from zerobubble.rules import recomputed
 from zerobubble.simulation import held_bytes

@@ -18,10 +18,10 @@ from zerobubble.planning.attempt import (
     with_list_schedule,
     with_serial_schedule,
 )
-from zerobubble.planning.bought import Bought
-from zerobubble.planning.lighter import lightened
-from zerobubble.planning.problem import Problem, Solved, Status
-from zerobubble.planning.recomputation import Recomputation, choices_by_leg
+from zerobubble.planning.problem.problem import Problem, Solved, Status
+from zerobubble.planning.problem.recomputation import Recomputation, choices_by_leg
+from zerobubble.planning.recompute.bought import Bought
+from zerobubble.planning.recompute.lighter import lightened
 from zerobubble.planning.rounds import CtrlC, compile_search, rank_key, successive_halving
 from zerobubble.planning.search import compile_kernels
 from zerobubble.planning.weight_order import with_weights_ordered

@@ -8,7 +8,7 @@ from typing import Any
 from zerobubble.costs import NONE
 from zerobubble.display import Displayed
 from zerobubble.ir import Kind, Op
-from zerobubble.planning.problem import Solved
+from zerobubble.planning.problem.problem import Solved
 from zerobubble.units import counted, ms, show_ms
 
 

@@ -1,0 +1,1 @@
+"""Where the head of a language model runs: on the last stage, or divided over the ranks."""

@@ -1,0 +1,1 @@
+"""Times that vary: how far a plan suffers, and orders that suffer less."""

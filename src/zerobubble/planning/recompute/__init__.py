@@ -1,0 +1,1 @@
+"""Which stages and microbatches compute their forward again, and what that buys."""

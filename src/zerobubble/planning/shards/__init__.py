@@ -1,0 +1,1 @@
+"""Weights in shards: what gathers cost, and orders that gather seldom."""

@@ -1,0 +1,1 @@
+"""Microbatches of unequal costs: their order, and plans for them."""
