@@ -51,7 +51,7 @@ lint: $(READY) ## check style, types and the import floors
 docs: $(READY) ## write the pages to docs/_build/html; a link that leads nowhere is an error
 	$(RUN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 
-gallery: $(READY) ## draw every schedule again: docs/gallery, the pictures of README and recompute, and the list of public names
+gallery: $(READY) ## draw every schedule again: docs/gallery, the pictures of README and other pages, and the list of public names
 	$(RUN)/python -m docs.gallery.generate
 	$(RUN)/python -m docs.api
 

@@ -1,7 +1,7 @@
 """The gallery: one page about every published schedule, with a picture of each, written into the folder of this file.
 
 Everything on it comes from the table of schedules: their docstrings, their closed forms and what the simulation gives. The README's
-picture and that of the page on recomputation are drawn here too.
+picture and those of the pages on recomputation, unequal microbatches and divided heads are drawn here too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 
 from docs.gallery.front import front
 from docs.gallery.recompute import RECOMPUTE, recompute_picture
+from docs.gallery.unequal import UNEQUAL, unequal_picture
+from docs.gallery.vocabulary import VOCABULARY, vocabulary_picture
 from zerobubble import Costs, Schedule, make
 from zerobubble.blocks import KNOWN, Block, Steps, four_steps, known_block
 from zerobubble.cli.evaluation import Evaluation, evaluate
@@ -260,5 +262,10 @@ if __name__ == "__main__":
         old.unlink()
     for name, text in files.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
-    FRONT.write_text(front(), encoding="utf-8")
-    RECOMPUTE.write_text(recompute_picture(), encoding="utf-8")
+    for file, text in (
+        (FRONT, front()),
+        (RECOMPUTE, recompute_picture()),
+        (UNEQUAL, unequal_picture()),
+        (VOCABULARY, vocabulary_picture()),
+    ):
+        file.write_text(text, encoding="utf-8")

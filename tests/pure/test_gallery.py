@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from xml.etree import ElementTree
 
+from docs.gallery import unequal
 from docs.gallery.generate import FOLDER, FRONT, front, gallery
-from docs.gallery.recompute import MEMORY, MICROBATCHES, RECOMPUTE, WITH, WITHOUT, WORK, drawn, found
+from docs.gallery.recompute import MEMORY, RECOMPUTE, WITH, WITHOUT, WORK, drawn, found
+from docs.gallery.vocabulary import VOCABULARY, vocabulary_picture
 from zerobubble import Schedule
 from zerobubble.costs import NONE
 from zerobubble.ir import Op, Placement
@@ -42,13 +48,13 @@ def test_the_picture_of_the_readme_is_what_the_code_gives() -> None:
     assert FRONT.read_text(encoding="utf-8") == front(), "docs/timeline.svg is stale: run `make gallery`"
 
 
-def in_picture(name: str) -> Schedule:
-    """The schedule in the timeline of that name in docs/recompute.svg, of which every pass has a tooltip."""
-    _, *panels = RECOMPUTE.read_text(encoding="utf-8").split('<tspan class="ink bold">')
+def in_picture(picture: Path, name: str) -> Schedule:
+    """The schedule of a vee in the timeline of that name in the picture, of which every pass has a tooltip."""
+    _, *panels = picture.read_text(encoding="utf-8").split('<tspan class="ink bold">')
     panel = next(panel for panel in panels if panel.startswith(name))
     _, *ranks = re.split(r">rank \d</text>", panel)
     rows = [[Op.parse(text) for text in re.findall(r"<title>(\d+[A-Z]+\d+): ", rank)] for rank in ranks]
-    return Schedule(name, Placement.vee(4), MICROBATCHES, rows)
+    return Schedule(name, Placement.vee(4), 8, rows)
 
 
 def test_the_picture_of_recomputation_is_what_its_schedules_give_and_the_search_finds_none_much_shorter() -> None:
@@ -58,7 +64,7 @@ def test_the_picture_of_recomputation_is_what_its_schedules_give_and_the_search_
     assert stated
     known = {level.name: level for level in (NONE, *LEVELS)}
     levels = [known[name] for name in stated[1].split()]
-    without, lean = in_picture(WITHOUT), in_picture(WITH)
+    without, lean = in_picture(RECOMPUTE, WITHOUT), in_picture(RECOMPUTE, WITH)
     assert drawn(without, lean, levels) == text, "docs/recompute.svg is stale: run `make gallery`"
     costs = WORK.costs(lean.placement).with_recompute(levels)
     for schedule, recompute in ((without, "none"), (lean, "auto")):
@@ -67,6 +73,28 @@ def test_the_picture_of_recomputation_is_what_its_schedules_give_and_the_search_
         shortest = found(recompute).time
         assert shortest is not None
         assert shortest > 0.95 * metrics(schedule, costs).span, "the search finds shorter ones: run `make gallery`"
+
+
+def test_the_picture_of_unequal_microbatches_is_what_its_schedules_give_and_the_search_finds_none_much_shorter() -> None:
+    equal, planned = in_picture(unequal.UNEQUAL, unequal.EQUAL), in_picture(unequal.UNEQUAL, unequal.PLANNED)
+    assert unequal.drawn(equal, planned) == unequal.UNEQUAL.read_text(encoding="utf-8"), "docs/unequal.svg is stale: run `make gallery`"
+    alike = unequal.WORK.costs(planned.placement)
+    for schedule, shares in ((equal, ()), (planned, unequal.SHARES)):
+        assert not schedule_faults(schedule)
+        costs = replace(alike, shares=shares)
+        shortest = metrics(unequal.found(shares), costs).span
+        assert shortest > 0.95 * metrics(schedule, costs).span, "the search finds shorter ones: run `make gallery`"
+
+
+def test_the_picture_of_divided_heads_is_of_the_schedules_and_costs_of_the_program_on_its_page() -> None:
+    text = VOCABULARY.read_text(encoding="utf-8")
+    assert text == vocabulary_picture(), "docs/vocabulary.svg is stale: run `make gallery`"
+    program = re.search(r"```python\n(.*?)```", VOCABULARY.with_suffix(".md").read_text(encoding="utf-8"), re.DOTALL)
+    assert program
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(program[1], {})
+    told = re.findall(r"([\d.]+) ms$", printed.getvalue(), re.MULTILINE)
+    assert [float(makespan) for makespan in told] == [float(makespan) for makespan in re.findall(r"makespan ([\d.]+) ms", text)]
 
 
 def test_every_link_leads_somewhere() -> None:
