@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.weight_work import pass_in_progress
+from zerobubble.runtime.split.layers.weight_work import pass_in_progress
 
 _AWAKE_S = 0.0004
 """A sleeper wakes this long before its time, and computes next to nothing until then.

@@ -5,7 +5,7 @@ It needs torch.
 
 from __future__ import annotations
 
-from zerobubble.runtime.split.custom_layers import deferral
+from zerobubble.runtime.split.layers.custom_layers import deferral
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.stage.check_split import check_split
 from zerobubble.runtime.stage.divided_head import DividedHead

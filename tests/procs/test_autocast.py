@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import zerobubble as zb
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 
 
 class Mixed(nn.Module):

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 
 from benchmarks.split.run import Block
 from tests.procs.versions import takes_an_hour
-from zerobubble.runtime.split.compiler import MOST_ROUNDS
-from zerobubble.runtime.split.general_graph import General
+from zerobubble.runtime.split.compiled.compiler import MOST_ROUNDS
+from zerobubble.runtime.split.graphs.general_graph import General
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 WIDTH = 16

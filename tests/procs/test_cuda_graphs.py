@@ -18,7 +18,7 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_graph_split import REFUSED, ROUNDED
 from tests.thinned import every
-from zerobubble.runtime.split import capture
+from zerobubble.runtime.split.compiled import capture
 from zerobubble.runtime.stage import rank_stages
 from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import make_stage

@@ -14,7 +14,7 @@ import zerobubble as zb
 from tests.libraries import library
 from tests.procs.ranks import Ranks
 from tests.procs.versions import takes_an_hour
-from zerobubble.runtime.split import compiler
+from zerobubble.runtime.split.compiled import compiler
 
 NUM_MICROBATCHES = 2
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}

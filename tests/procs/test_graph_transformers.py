@@ -13,7 +13,7 @@ import zerobubble as zb
 from tests.libraries import library
 from tests.procs.versions import needs_checkpoints_in_graphs
 from tests.thinned import every
-from zerobubble.runtime.split.grouped_products import IS_THERE
+from zerobubble.runtime.split.tracing.grouped_products import IS_THERE
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.payload import Payload, flatten_pytree
 

@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounter
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from zerobubble import InputError
-from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
-from zerobubble.runtime.split.layers import shadowing
+from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.stage.stage import make_stage
 
 ROUNDED = {

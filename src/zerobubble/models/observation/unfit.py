@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.eligibility import fsdp2_parts
+from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 
 _INSIDE = "give zb.split the model inside of it"
 _REPLICAS = f"{_INSIDE}, and let zb.Pipeline(mesh=...) sum the gradients of replicas"

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.autocast import AutocastCopies
-from zerobubble.runtime.split.eligibility import fsdp2_parts, reasons_not_to_wait
-from zerobubble.runtime.split.layers import shadowing
+from zerobubble.runtime.split.layers.eligibility import fsdp2_parts, reasons_not_to_wait
+from zerobubble.runtime.split.layers.stand_ins import shadowing
+from zerobubble.runtime.split.layers.weight_tail import Complete, WeightTail
+from zerobubble.runtime.split.layers.weight_work import StepContext, WeightWork
 from zerobubble.runtime.split.report import SplitReport, at_once
 from zerobubble.runtime.split.splitter import arguments_of, go_back
 from zerobubble.runtime.split.weight_flops import WeightFlops, flops_of, is_compiled
-from zerobubble.runtime.split.weight_tail import Complete, WeightTail
-from zerobubble.runtime.split.weight_work import StepContext, WeightWork
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 

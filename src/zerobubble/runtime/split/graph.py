@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.capture import Part, Slots
-from zerobubble.runtime.split.compiled_part import PartMaker
-from zerobubble.runtime.split.compiler import Compiler, require_compiler
-from zerobubble.runtime.split.pending_weights import PendingWeights
+from zerobubble.runtime.split.compiled.capture import Part, Slots
+from zerobubble.runtime.split.compiled.compiler import Compiler, require_compiler
+from zerobubble.runtime.split.compiled.part import PartMaker
+from zerobubble.runtime.split.compiled.pending_weights import PendingWeights
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import go_back
-from zerobubble.runtime.split.traces import Traces
+from zerobubble.runtime.split.tracing.traces import Traces
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 from zerobubble.runtime.values.skips import refusing

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.eligibility import WATCHED, is_divided, is_watched
-from zerobubble.runtime.split.layers import STAND_INS
+from zerobubble.runtime.split.layers.eligibility import WATCHED, is_divided, is_watched
+from zerobubble.runtime.split.layers.stand_ins import STAND_INS
 
 
 @dataclass(frozen=True)

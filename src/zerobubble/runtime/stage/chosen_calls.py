@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.measure.saving_hooks import saving_through
-from zerobubble.runtime.split.weight_work import pass_in_progress
+from zerobubble.runtime.split.layers.weight_work import pass_in_progress
 from zerobubble.runtime.stage.found_state import FoundState
 from zerobubble.runtime.values.hold import Hold, here
 from zerobubble.runtime.values.payload import tensors_in

@@ -13,7 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.eligibility import fsdp2_parts
+from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputeLevels

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.eligibility import fsdp2_parts
+from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 from zerobubble.runtime.stage.reduction import Reduction, start_reduction
 
 _CALLS = (

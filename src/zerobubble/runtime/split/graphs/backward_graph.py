@@ -14,8 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerobubble.runtime.split.fx_nodes import ancestors, extract, factors, flops, inputs_of, is_getitem, is_light, results_of, without_none
-from zerobubble.runtime.split.min_cut import cheapest_for_w
+from zerobubble.runtime.split.graphs.fx_nodes import (
+    ancestors,
+    extract,
+    factors,
+    flops,
+    inputs_of,
+    is_getitem,
+    is_light,
+    results_of,
+    without_none,
+)
+from zerobubble.runtime.split.graphs.min_cut import cheapest_for_w
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from zerobubble.runtime.split.fx_nodes import ancestors, extract, inputs_of, is_cotangent, results_of
+from zerobubble.runtime.split.graphs.fx_nodes import ancestors, extract, inputs_of, is_cotangent, results_of
 
 
 class Pruned(NamedTuple):

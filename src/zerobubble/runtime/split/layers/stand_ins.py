@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from zerobubble.runtime.split import conv, embedding, linear
-from zerobubble.runtime.split.eligibility import can_train, is_torchs
-from zerobubble.runtime.split.matrix_products import Catching, owns_matrices
+from zerobubble.runtime.split.layers import conv, embedding, linear
+from zerobubble.runtime.split.layers.eligibility import can_train, is_torchs
+from zerobubble.runtime.split.layers.matrix_products import Catching, owns_matrices
 
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     nn.Linear.forward: linear.forward,

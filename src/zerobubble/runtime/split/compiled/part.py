@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from zerobubble.runtime.split.capture import CapturedPart, Part, Slots
-from zerobubble.runtime.split.compiler import Compiler
+from zerobubble.runtime.split.compiled.capture import CapturedPart, Part, Slots
+from zerobubble.runtime.split.compiled.compiler import Compiler
 
 
 class PartMaker:

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, fx
 
-from zerobubble.runtime.split.backward_graph import BackwardSplit, split_backward
-from zerobubble.runtime.split.capture import CapturedPart, Part
-from zerobubble.runtime.split.compiled_part import PartMaker
-from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, num_results
-from zerobubble.runtime.split.missing_cotangents import without_cotangents
-from zerobubble.runtime.split.module_tensors import NumOwned
+from zerobubble.runtime.split.compiled.capture import CapturedPart, Part
+from zerobubble.runtime.split.compiled.part import PartMaker
+from zerobubble.runtime.split.graphs.backward_graph import BackwardSplit, split_backward
+from zerobubble.runtime.split.graphs.fx_nodes import inputs_of, is_cotangent, num_results
+from zerobubble.runtime.split.graphs.missing_cotangents import without_cotangents
+from zerobubble.runtime.split.tracing.module_tensors import NumOwned
 
 LeaveWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
 """Takes what a B leaves: the function of W, the positions of the parameters whose gradients it gives, and the tensors it reads."""

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.eligibility import unaliased, work_for
-from zerobubble.runtime.split.linear import as_rows
-from zerobubble.runtime.split.parameter_parts import Gathered, Matrix, matrix_in
-from zerobubble.runtime.split.weight_work import WeightWork
+from zerobubble.runtime.split.layers.eligibility import unaliased, work_for
+from zerobubble.runtime.split.layers.linear import as_rows
+from zerobubble.runtime.split.layers.parameter_parts import Gathered, Matrix, matrix_in
+from zerobubble.runtime.split.layers.weight_work import WeightWork
 
 Call = Callable[..., Tensor]
 

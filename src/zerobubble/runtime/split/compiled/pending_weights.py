@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.measure.storages import addresses_of
-from zerobubble.runtime.split.capture import CapturedPart, Part
+from zerobubble.runtime.split.compiled.capture import CapturedPart, Part
 from zerobubble.runtime.values.gradients import Gradients
 
 

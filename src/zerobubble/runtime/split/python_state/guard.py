@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import nn
 
-from zerobubble.runtime.split.python_state import Place, State, read_state
+from zerobubble.runtime.split.python_state.state import Place, State, read_state
 
 MOST_STATES = 8
 """States whose traces are kept: a flag that goes to and fro is not traced again, and a number that always changes does not fill memory."""

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.autocast import autocast_of
-from zerobubble.runtime.split.backward_pass import LeaveWork
-from zerobubble.runtime.split.compiled_part import PartMaker
-from zerobubble.runtime.split.guard import MOST_STATES, Guard, global_state
-from zerobubble.runtime.split.module_tensors import TensorsOfModule
+from zerobubble.runtime.split.compiled.part import PartMaker
+from zerobubble.runtime.split.python_state.guard import MOST_STATES, Guard, global_state
 from zerobubble.runtime.split.splitter import arguments_of
-from zerobubble.runtime.split.trace import Trace
-from zerobubble.runtime.split.traceable import hooked_parameters, kind_of, refuse_hooks, shared_memory
+from zerobubble.runtime.split.tracing.backward_pass import LeaveWork
+from zerobubble.runtime.split.tracing.module_tensors import TensorsOfModule
+from zerobubble.runtime.split.tracing.trace import Trace
+from zerobubble.runtime.split.tracing.traceable import hooked_parameters, kind_of, refuse_hooks, shared_memory
 from zerobubble.runtime.values.payload import Tensors, flatten_pytree
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.eligibility import work_for
-from zerobubble.runtime.split.weight_work import WeightWork
+from zerobubble.runtime.split.layers.eligibility import work_for
+from zerobubble.runtime.split.layers.weight_work import WeightWork
 
 
 class _Embedding(torch.autograd.Function):

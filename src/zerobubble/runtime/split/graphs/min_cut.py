@@ -18,7 +18,7 @@ from math import inf
 import networkx  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
-from zerobubble.runtime.split.fx_nodes import flops, is_getitem, is_pointwise, is_view, num_bytes
+from zerobubble.runtime.split.graphs.fx_nodes import flops, is_getitem, is_pointwise, is_view, num_bytes
 
 _SOURCE = "W"
 _SINK = "B"

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.capture import Part
-from zerobubble.runtime.split.general_graph import General, fill_in_example, with_symbols
-from zerobubble.runtime.split.sized_graph import SizedGraph
+from zerobubble.runtime.split.compiled.capture import Part
+from zerobubble.runtime.split.graphs.general_graph import General, fill_in_example, with_symbols
+from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
 
 MOST_ROUNDS = 6
 """How many traces of a stage are compiled, in whole or in part; three kinds of masks in batches of all lengths take as many."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.python_state import Place
-from zerobubble.runtime.split.traceable import is_traceable, kind_of, shared_memory
+from zerobubble.runtime.split.python_state.state import Place
+from zerobubble.runtime.split.tracing.traceable import is_traceable, kind_of, shared_memory
 
 
 class NumOwned(NamedTuple):

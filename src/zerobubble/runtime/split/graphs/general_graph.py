@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from zerobubble.runtime.split.fx_nodes import inputs_of
+from zerobubble.runtime.split.graphs.fx_nodes import inputs_of
 
 
 class _Formula(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.eligibility import accumulator_is_kept, is_watched
+from zerobubble.runtime.split.layers.eligibility import accumulator_is_kept, is_watched
 from zerobubble.runtime.values.payload import Structure, opaque_types_in
 
 _PASSING_ON = ("transformers.utils.output_capturing", "transformers.modeling_utils", "zerobubble.models.stages.stage_model")

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.cached_tensors import cached_tensors
-from zerobubble.runtime.split.watch import ABSENT, Watch, content_of, items_of
+from zerobubble.runtime.split.python_state.cached_tensors import cached_tensors
+from zerobubble.runtime.split.python_state.watch import ABSENT, Watch, content_of, items_of
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
 """Packages whose code counts as unchanging. What tqdm's thread notes of progress bars at any time is nothing to a forward."""

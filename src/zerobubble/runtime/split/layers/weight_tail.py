@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.weight_work import Entries, WeightWork
+from zerobubble.runtime.split.layers.weight_work import Entries, WeightWork
 
 Complete = Callable[[Collection[nn.Parameter]], object]
 """Told of parameters to whose gradients nothing of the step adds any more."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from zerobubble.runtime.split.weight_work import WeightWork, pass_in_progress
+from zerobubble.runtime.split.layers.weight_work import WeightWork, pass_in_progress
 
 CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 """Whether torch tells who saves tensors, and with it who runs in a checkpoint: from 2.8 on."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zerobubble.runtime.split import matmul
-from zerobubble.runtime.split.eligibility import CAN_SEE_HOOKS
-from zerobubble.runtime.split.linear import linear
+from zerobubble.runtime.split.layers import matmul
+from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.linear import linear
 
 
 def _linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

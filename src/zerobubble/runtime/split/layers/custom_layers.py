@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.eligibility import is_watched
-from zerobubble.runtime.split.weight_work import WeightWork, pass_in_progress
+from zerobubble.runtime.split.layers.eligibility import is_watched
+from zerobubble.runtime.split.layers.weight_work import WeightWork, pass_in_progress
 
 
 class Deferral:

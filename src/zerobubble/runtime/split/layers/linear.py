@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.eligibility import unaliased, work_for
-from zerobubble.runtime.split.weight_work import WeightWork
+from zerobubble.runtime.split.layers.eligibility import unaliased, work_for
+from zerobubble.runtime.split.layers.weight_work import WeightWork
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]
 

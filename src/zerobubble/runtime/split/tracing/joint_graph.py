@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.fx_nodes import ancestors, extract, inputs_of, is_cotangent, is_getitem, is_random, results_of, without_none
-from zerobubble.runtime.split.recompute import CheckpointOf, recompute_in_backward
+from zerobubble.runtime.split.graphs.fx_nodes import (
+    ancestors,
+    extract,
+    inputs_of,
+    is_cotangent,
+    is_getitem,
+    is_random,
+    results_of,
+    without_none,
+)
+from zerobubble.runtime.split.tracing.recompute import CheckpointOf, recompute_in_backward
 
 
 @dataclass

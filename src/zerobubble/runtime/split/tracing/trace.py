@@ -20,19 +20,19 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.autocast import Autocast, outside_of_autocast, within
-from zerobubble.runtime.split.backward_graph import BackwardSplit
-from zerobubble.runtime.split.backward_pass import BackwardPass, LeaveWork
-from zerobubble.runtime.split.capture import Part
-from zerobubble.runtime.split.compiled_part import PartMaker
-from zerobubble.runtime.split.culprit import culprit
-from zerobubble.runtime.split.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
-from zerobubble.runtime.split.grouped_products import TraceableGroupedProducts
-from zerobubble.runtime.split.joint_graph import ForwardNodes, forward_and_backward
-from zerobubble.runtime.split.module_tensors import TensorsOfModule, replacing_tensors
-from zerobubble.runtime.split.python_state import State, random_state, read_state
-from zerobubble.runtime.split.recompute import recording_checkpoints
-from zerobubble.runtime.split.traceable import refuse_recurrent_dropout, refuse_untraceable
-from zerobubble.runtime.split.value_guard import AnsweringMode, ValueGuard
+from zerobubble.runtime.split.compiled.capture import Part
+from zerobubble.runtime.split.compiled.part import PartMaker
+from zerobubble.runtime.split.graphs.backward_graph import BackwardSplit
+from zerobubble.runtime.split.graphs.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
+from zerobubble.runtime.split.python_state.state import State, random_state, read_state
+from zerobubble.runtime.split.tracing.backward_pass import BackwardPass, LeaveWork
+from zerobubble.runtime.split.tracing.culprit import culprit
+from zerobubble.runtime.split.tracing.grouped_products import TraceableGroupedProducts
+from zerobubble.runtime.split.tracing.joint_graph import ForwardNodes, forward_and_backward
+from zerobubble.runtime.split.tracing.module_tensors import TensorsOfModule, replacing_tensors
+from zerobubble.runtime.split.tracing.recompute import recording_checkpoints
+from zerobubble.runtime.split.tracing.traceable import refuse_recurrent_dropout, refuse_untraceable
+from zerobubble.runtime.split.tracing.value_guard import AnsweringMode, ValueGuard
 from zerobubble.runtime.values.added_losses import add_loss, collecting_losses
 from zerobubble.runtime.values.payload import Structure, unflatten_pytree
 
