@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zerobubble import Kind, Op, Timeline, make, simulate
-from zerobubble.cli.inputs import equal_costs
+from zerobubble.cli.inputs.schedule_and_costs import equal_costs
 from zerobubble.export.palette import ink, shade
 from zerobubble.export.svg import HATCH, STYLE
 from zerobubble.kinds import traits_of

@@ -17,8 +17,8 @@ from docs.gallery.unequal import UNEQUAL, unequal_picture
 from docs.gallery.vocabulary import VOCABULARY, vocabulary_picture
 from zerobubble import Costs, Schedule, make
 from zerobubble.blocks import KNOWN, Block, Steps, four_steps, known_block
-from zerobubble.cli.evaluation import Evaluation, evaluate
-from zerobubble.cli.inputs import Costed
+from zerobubble.cli.inputs.schedule_and_costs import Costed
+from zerobubble.cli.outputs.evaluation import Evaluation, evaluate
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg

@@ -236,6 +236,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == ["schedule.txt"]
 
 
+def test_links_stay_and_what_they_lead_to_is_written(tmp_path: Path) -> None:
+    """A file, and a device, which root could replace by a file."""
+    to_file, to_device = tmp_path / "link", tmp_path / "device"
+    to_file.symlink_to(tmp_path / "schedule.txt")
+    to_device.symlink_to("/dev/stdout")
+    command = [sys.executable, "-m", "zerobubble.cli", "make", "zb-h1", "--ranks", "2", "--microbatches", "2", "-o"]
+    done = subprocess.run([*command, to_device], capture_output=True, text=True, check=True, timeout=300)
+    subprocess.run([*command, to_file], check=True, timeout=300)
+    assert "0F0" in done.stdout
+    assert (tmp_path / "schedule.txt").read_text() in done.stdout
+    assert to_file.is_symlink()
+    assert to_device.is_symlink()
+
+
 @pytest.mark.parametrize("verb", ["", "list", "show", "make", "check"])
 def test_help_gives_examples(verb: str) -> None:
     text = run(*verb.split(), "--help").stdout

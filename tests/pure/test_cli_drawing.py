@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from zerobubble.cli.drawing import draw
+from zerobubble.cli.outputs.drawing import draw
 from zerobubble.costs import Costs
 from zerobubble.export.palette import shade
 from zerobubble.ir import Kind

@@ -17,8 +17,8 @@ from rich.console import Console
 import zerobubble as zb
 from zerobubble.cli import main
 from zerobubble.cli import plan as verb
-from zerobubble.cli.layers import equal_limits, read_layers
-from zerobubble.cli.workload import SearchOptions
+from zerobubble.cli.inputs.layers import equal_limits, read_layers
+from zerobubble.cli.inputs.workload import SearchOptions
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress

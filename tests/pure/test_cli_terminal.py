@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.pure.test_cli import refused, run
-from zerobubble.cli.drawing import draw, legend, shows_density
+from zerobubble.cli.outputs.drawing import draw, legend, shows_density
 from zerobubble.costs import Costs
 from zerobubble.schedules import make
 from zerobubble.simulation import simulate

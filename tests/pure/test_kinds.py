@@ -14,7 +14,7 @@ import pytest
 from tests.recomputing import recomputing, with_recomputation
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, lower, make, schedule_faults, simulate
 from zerobubble.blocks import Block, Start
-from zerobubble.cli.drawing import draw, legend
+from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.errors import ParseError
 from zerobubble.explain import attribute, diff
 from zerobubble.export import perfetto_json, timeline_svg, to_torch_csv

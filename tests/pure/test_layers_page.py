@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import zerobubble as zb
 from tests.thinned import every
 from zerobubble.cli import main
-from zerobubble.cli.layers import read_layers
+from zerobubble.cli.inputs.layers import read_layers
 
 PAGE = (Path(__file__).parents[2] / "docs/layers.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| Llama-3-(\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)

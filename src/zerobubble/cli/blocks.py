@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
-from zerobubble.cli.files import is_file, read_text, require_size, write_text
-from zerobubble.cli.options import PictureFiles, json_option, microbatches_option, option_group, picture_options, ranks_option
+from zerobubble.cli.inputs.files import is_file, read_text, require_size
+from zerobubble.cli.inputs.options import PictureFiles, json_option, microbatches_option, option_group, picture_options, ranks_option
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_svg
 from zerobubble.view.block_page import block_html
+from zerobubble.whole_files import write_text
 
 NOTE = (
     "Lifespans: for each stage of the rank, the slots from its F to the end of its W for one microbatch. Law, steady and the steps: stage "

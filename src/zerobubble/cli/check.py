@@ -8,10 +8,10 @@ from dataclasses import asdict
 
 import click
 
-from zerobubble.cli.evaluation import describe_shape
-from zerobubble.cli.excerpts import excerpt, source_rows
-from zerobubble.cli.inputs import Costed, find_schedule
-from zerobubble.cli.options import Shape, json_option, shape_options
+from zerobubble.cli.inputs.options import Shape, json_option, shape_options
+from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule
+from zerobubble.cli.outputs.evaluation import describe_shape
+from zerobubble.cli.outputs.excerpts import excerpt, source_rows
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Schedule

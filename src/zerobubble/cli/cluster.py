@@ -13,8 +13,8 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from zerobubble.cli.cluster_page import write_divisions
-from zerobubble.cli.options import PictureFiles, option_group
+from zerobubble.cli.inputs.options import PictureFiles, option_group
+from zerobubble.cli.outputs.cluster_page import write_divisions
 from zerobubble.cost_model import Divisions, divide
 from zerobubble.cost_model.divide import DivideProgress, Division
 from zerobubble.display import COLUMNS

@@ -12,13 +12,22 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from zerobubble.cli.drawing import draw, legend, shows_density
-from zerobubble.cli.evaluation import Column, Evaluation, evaluate, evaluation_to_dict, table_rows
-from zerobubble.cli.inputs import Given, find_schedules, with_costs
-from zerobubble.cli.offload import with_offloads_of_plan
-from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
-from zerobubble.cli.page import column_groups, marked, note_of, title_of, write_pictures
-from zerobubble.cli.terminal import is_coloured
+from zerobubble.cli.beside.offload import with_offloads_of_plan
+from zerobubble.cli.inputs.options import (
+    CostOptions,
+    PictureFiles,
+    Shape,
+    cost_options,
+    json_option,
+    picture_options,
+    shape_options,
+    width_option,
+)
+from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedules, with_costs
+from zerobubble.cli.outputs.drawing import draw, legend, shows_density
+from zerobubble.cli.outputs.evaluation import Column, Evaluation, evaluate, evaluation_to_dict, table_rows
+from zerobubble.cli.outputs.page import column_groups, marked, note_of, title_of, write_pictures
+from zerobubble.cli.outputs.terminal import is_coloured
 from zerobubble.timeline import Timeline
 
 WIDEST_TABLE = 160

@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerobubble.cli.files import is_file, read_timeline, write_text
-from zerobubble.cli.inputs import Costed, find_schedule, with_costs
-from zerobubble.cli.options import (
+from zerobubble.cli.inputs.files import is_file, read_timeline
+from zerobubble.cli.inputs.options import (
     EQUAL_COSTS,
     CostOptions,
     PictureFiles,
@@ -23,6 +22,7 @@ from zerobubble.cli.options import (
     picture_options,
     shape_options,
 )
+from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
 from zerobubble.errors import InputError
 from zerobubble.explain import PARTS, Difference, diff, gaps
 from zerobubble.export.perfetto import perfetto_json
@@ -31,6 +31,7 @@ from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import ms
 from zerobubble.view import Report, report_html
+from zerobubble.whole_files import write_text
 
 TABLE_WIDTH = 130
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from zerobubble.cli.terminal import draw_in_ascii_where_needed
+from zerobubble.cli.outputs.terminal import draw_in_ascii_where_needed
 from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from zerobubble.cli.options import json_option
+from zerobubble.cli.inputs.options import json_option
 from zerobubble.schedules import Recipe, registry
 
 

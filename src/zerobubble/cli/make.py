@@ -9,10 +9,18 @@ from pathlib import Path
 
 import click
 
-from zerobubble.cli.files import write_text
-from zerobubble.cli.head import vocabulary_option, with_head_divided
-from zerobubble.cli.inputs import Given, find_schedule, with_costs
-from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, json_option, option_group, shape_options
+from zerobubble.cli.beside.head import vocabulary_option, with_head_divided
+from zerobubble.cli.inputs.options import (
+    EQUAL_COSTS,
+    CostOptions,
+    Shape,
+    cost_options,
+    given_flags,
+    json_option,
+    option_group,
+    shape_options,
+)
+from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedule, with_costs
 from zerobubble.errors import InputError
 from zerobubble.export.json_form import dumps
 from zerobubble.export.megatron import balanced_layers, to_megatron_layout
@@ -25,6 +33,7 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import lower
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
+from zerobubble.whole_files import write_text
 
 LAYOUT = "megatron-layout"
 TORCHTITAN = "torchtitan"

@@ -8,16 +8,16 @@ from math import floor
 
 import click
 
-from zerobubble.cli.files import write_text
-from zerobubble.cli.options import PictureFiles, json_option, picture_options
+from zerobubble.cli.inputs.options import PictureFiles, json_option, picture_options
+from zerobubble.cli.inputs.workload import SearchOptions, WorkOptions, in_microbatches, read_question, search_options, work_options
 from zerobubble.cli.plan import progress_bar, solved_to_dict
-from zerobubble.cli.workload import SearchOptions, WorkOptions, in_microbatches, read_question, search_options, work_options
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_svg
 from zerobubble.planning import Objective
 from zerobubble.planning.pareto import Point, pareto
 from zerobubble.units import counted, read_bytes
 from zerobubble.view.front_page import front_html
+from zerobubble.whole_files import write_text
 
 MOST_POINTS = 100
 

@@ -12,14 +12,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from zerobubble.cli.beside.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
+from zerobubble.cli.beside.head import HeadOptions, head_options, plan_with_head, tell_of_head
+from zerobubble.cli.beside.offload import Rates, rates_option
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
-from zerobubble.cli.files import write_text
-from zerobubble.cli.forms import print_schedule
-from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
-from zerobubble.cli.head import HeadOptions, head_options, plan_with_head, tell_of_head
-from zerobubble.cli.layers import cuts_dict, cuts_text, equal_limits, read_layers
-from zerobubble.cli.offload import Rates, rates_option
-from zerobubble.cli.options import (
+from zerobubble.cli.inputs.layers import cuts_dict, cuts_text, equal_limits, read_layers
+from zerobubble.cli.inputs.options import (
     Bytes,
     PictureFiles,
     json_option,
@@ -29,9 +27,7 @@ from zerobubble.cli.options import (
     picture_options,
     refuse_beside,
 )
-from zerobubble.cli.plan_offload import link_asked, plan_question, refuse_beside_offload, tell
-from zerobubble.cli.plan_page import write_plan
-from zerobubble.cli.workload import (
+from zerobubble.cli.inputs.workload import (
     Question,
     SearchOptions,
     WorkOptions,
@@ -42,6 +38,9 @@ from zerobubble.cli.workload import (
     search_options,
     work_options,
 )
+from zerobubble.cli.outputs.forms import print_schedule
+from zerobubble.cli.outputs.plan_page import write_plan
+from zerobubble.cli.plan_offload import link_asked, plan_question, refuse_beside_offload, tell
 from zerobubble.costs import NONE, Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
@@ -57,6 +56,7 @@ from zerobubble.planning.reasons import percent
 from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
 from zerobubble.rules import recomputed
 from zerobubble.units import ms
+from zerobubble.whole_files import write_text
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from textwrap import fill
 
 import click
 
-from zerobubble.cli.evaluation import evaluate
-from zerobubble.cli.files import write_text
-from zerobubble.cli.forms import print_schedule
-from zerobubble.cli.inputs import Costed
-from zerobubble.cli.offload import Offloaded, Rates, as_dicts, host_link, told_of_rank
-from zerobubble.cli.options import PLANNED_APART, Bytes, PictureFiles, given_flags
-from zerobubble.cli.page import write_page
-from zerobubble.cli.workload import Question, SearchOptions, WorkOptions
+from zerobubble.cli.beside.offload import Offloaded, Rates, as_dicts, host_link, told_of_rank
+from zerobubble.cli.inputs.options import PLANNED_APART, Bytes, PictureFiles, given_flags
+from zerobubble.cli.inputs.schedule_and_costs import Costed
+from zerobubble.cli.inputs.workload import Question, SearchOptions, WorkOptions
+from zerobubble.cli.outputs.evaluation import evaluate
+from zerobubble.cli.outputs.forms import print_schedule
+from zerobubble.cli.outputs.page import write_page
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.export.svg import timeline_svg
@@ -24,6 +23,7 @@ from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.reasons import NOTE_WIDTH
+from zerobubble.whole_files import write_text
 
 
 def refuse_beside_offload(search: SearchOptions) -> None:

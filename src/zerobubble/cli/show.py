@@ -10,25 +10,34 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerobubble.cli.drawing import draw, legend, shows_density
-from zerobubble.cli.evaluation import describe_shape, evaluate
-from zerobubble.cli.files import write_text
-from zerobubble.cli.gathers import GatherOptions, as_dicts, gather_options, picture, planned, told_in_time
-from zerobubble.cli.head import vocabulary_option, with_head_divided
-from zerobubble.cli.inputs import Costed, find_schedule, with_costs
-from zerobubble.cli.offload import Offloaded, OffloadOptions, offload_options, offloaded
-from zerobubble.cli.offload import as_dicts as offloads_as_dicts
-from zerobubble.cli.offload import picture as offload_picture
-from zerobubble.cli.options import CostOptions, PictureFiles, Shape, cost_options, json_option, picture_options, shape_options, width_option
-from zerobubble.cli.page import write_page
-from zerobubble.cli.terminal import is_coloured
-from zerobubble.cli.windows import as_dicts as windows_as_dicts
-from zerobubble.cli.windows import told as windows_told
-from zerobubble.cli.windows import windows_of, windows_option
+from zerobubble.cli.beside.gathers import GatherOptions, as_dicts, gather_options, picture, planned, told_in_time
+from zerobubble.cli.beside.head import vocabulary_option, with_head_divided
+from zerobubble.cli.beside.offload import Offloaded, OffloadOptions, offload_options, offloaded
+from zerobubble.cli.beside.offload import as_dicts as offloads_as_dicts
+from zerobubble.cli.beside.offload import picture as offload_picture
+from zerobubble.cli.beside.windows import as_dicts as windows_as_dicts
+from zerobubble.cli.beside.windows import told as windows_told
+from zerobubble.cli.beside.windows import windows_of, windows_option
+from zerobubble.cli.inputs.options import (
+    CostOptions,
+    PictureFiles,
+    Shape,
+    cost_options,
+    json_option,
+    picture_options,
+    shape_options,
+    width_option,
+)
+from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
+from zerobubble.cli.outputs.drawing import draw, legend, shows_density
+from zerobubble.cli.outputs.evaluation import describe_shape, evaluate
+from zerobubble.cli.outputs.page import write_page
+from zerobubble.cli.outputs.terminal import is_coloured
 from zerobubble.export.svg import timeline_svg
 from zerobubble.gathers import RankGathers
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
+from zerobubble.whole_files import write_text
 
 TABLE_WIDTH = 72
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerobubble.cli.files import write_text
-from zerobubble.cli.inputs import INPUT_HELP, find_schedule
-from zerobubble.cli.options import Bytes, Shape, json_option, microbatches_or_bytes, option_group, refuse_beside, shape_options
+from zerobubble.cli.inputs.options import Bytes, Shape, json_option, microbatches_or_bytes, option_group, refuse_beside, shape_options
+from zerobubble.cli.inputs.schedule_and_costs import INPUT_HELP, find_schedule
 from zerobubble.errors import InputError
 from zerobubble.partition import LayerCut, layers_to_dict, parameter_bytes
 from zerobubble.units import ms
+from zerobubble.whole_files import write_text
 
 if TYPE_CHECKING:
     from zerobubble.models.cutting.by_hand import ByHand

@@ -10,9 +10,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from zerobubble.cli.inputs import Costed, Given, equal_costs, equal_times, find_schedules, make_schedule, shapes_of_names
-from zerobubble.cli.options import Shape, Times, comm_option, given_flags, json_option, shape_options, times_option
-from zerobubble.cli.terminal import with_bar
+from zerobubble.cli.inputs.options import Shape, Times, comm_option, given_flags, json_option, shape_options, times_option
+from zerobubble.cli.inputs.schedule_and_costs import Costed, Given, equal_costs, equal_times, find_schedules, make_schedule, shapes_of_names
+from zerobubble.cli.outputs.terminal import with_bar
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
 from zerobubble.formulas import FORMULAS, Form, setting

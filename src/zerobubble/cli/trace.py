@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from zerobubble.cli.diff import print_difference
-from zerobubble.cli.drawing import draw, legend, shows_density
-from zerobubble.cli.evaluation import describe_shape
-from zerobubble.cli.files import write_text
-from zerobubble.cli.inputs import find_schedule
-from zerobubble.cli.options import PictureFiles, Shape, json_option, picture_options, width_option
-from zerobubble.cli.terminal import is_coloured
+from zerobubble.cli.inputs.options import PictureFiles, Shape, json_option, picture_options, width_option
+from zerobubble.cli.inputs.schedule_and_costs import find_schedule
+from zerobubble.cli.outputs.drawing import draw, legend, shows_density
+from zerobubble.cli.outputs.evaluation import describe_shape
+from zerobubble.cli.outputs.terminal import is_coloured
 from zerobubble.explain import Difference
 from zerobubble.export.json_form import dumps
 from zerobubble.export.svg import timeline_svg
@@ -24,6 +23,7 @@ from zerobubble.simulation import simulate
 from zerobubble.traces import TracedRun, read_trace
 from zerobubble.units import counted, ms, show_ms
 from zerobubble.view import Report, report_html
+from zerobubble.whole_files import write_text
 
 MOST_STEPS = 8
 """Steps whose makespans are told."""

@@ -12,6 +12,7 @@ from zerobubble.planning.head.plan import HeadPlan
 from zerobubble.planning.layer_plan import LayersPlan
 from zerobubble.planning.offload_plan import OffloadedPlan
 from zerobubble.planning.problem.problem import Solved
+from zerobubble.whole_files import write_text
 
 AnyPlan = Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan
 """What a plan file can be written from."""
@@ -23,7 +24,7 @@ def save_plan(plan: AnyPlan, file: str | Path) -> None:
 
     The file holds everything the plan was made from: costs, placement, limits, objective, and the workload or the layers of each stage,
     and a head, or what goes to the host and over which link.
-    Raises `InputError` when there is no schedule or the file cannot be written.
+    Raises `InputError` when there is no schedule or the file cannot be written, which is then as it was.
 
     >>> import zerobubble as zb, tempfile
     >>> from pathlib import Path
@@ -33,13 +34,7 @@ def save_plan(plan: AnyPlan, file: str | Path) -> None:
     >>> zb.io.load_plan(file).schedule == found.schedule
     True
     """
-    text = plan_text(plan)
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"cannot write {str(file)!r}: {error}") from error
+    write_text(file, plan_text(plan))
 
 
 def plan_text(plan: AnyPlan) -> str:

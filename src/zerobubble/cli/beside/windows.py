@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from zerobubble.cli.inputs import Costed
+from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.explain import Window, windows
 from zerobubble.units import counted, ms, show_bytes, show_ms
 

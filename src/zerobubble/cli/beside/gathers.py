@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import click
 from rich.text import Text
 
-from zerobubble.cli.inputs import Costed
-from zerobubble.cli.options import bytes_with_unit, option_group
+from zerobubble.cli.inputs.options import bytes_with_unit, option_group
+from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.gathers import RankGathers, plan_gathers, play_gathers
 from zerobubble.ir import Schedule
 from zerobubble.planning import Problem, Sharded

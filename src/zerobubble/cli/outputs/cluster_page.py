@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 
-from zerobubble.cli.files import write_text
-from zerobubble.cli.options import PictureFiles
+from zerobubble.cli.inputs.options import PictureFiles
 from zerobubble.cost_model import Division, Divisions
 from zerobubble.export.svg import timeline_svg
 from zerobubble.simulation import simulate
@@ -15,6 +14,7 @@ from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_bytes, show_percent
 from zerobubble.view import Viewed
 from zerobubble.view.page import header, page, section, table, viewer
+from zerobubble.whole_files import write_text
 
 SHOWN = 3
 """So many of the quickest steps are drawn."""

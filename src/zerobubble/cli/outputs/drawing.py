@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from zerobubble.cli.density import SHADES, dense_row, is_dense
+from zerobubble.cli.outputs.density import SHADES, dense_row, is_dense
 from zerobubble.export.palette import REDUCTION_COLOUR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, traits_of
 from zerobubble.timeline import Reduction, Span, Timeline, steps_of

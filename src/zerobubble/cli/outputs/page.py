@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import le
 
-from zerobubble.cli.evaluation import Cell, Column, Evaluation, causes_of, idle_columns, table_rows, time_and_memory_columns
-from zerobubble.cli.files import write_text
-from zerobubble.cli.options import PictureFiles
+from zerobubble.cli.inputs.options import PictureFiles
+from zerobubble.cli.outputs.evaluation import Cell, Column, Evaluation, causes_of, idle_columns, table_rows, time_and_memory_columns
 from zerobubble.export.svg import timeline_svg
 from zerobubble.view import Viewed, comparison_html
+from zerobubble.whole_files import write_text
 
 NOTE = (
     "* best of its column. Makespan: from the first start to the last end over all ranks. Longest span: the longest time from the first "

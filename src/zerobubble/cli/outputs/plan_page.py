@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 
-from zerobubble.cli.evaluation import Evaluation, evaluate
-from zerobubble.cli.files import write_text
-from zerobubble.cli.inputs import Costed
-from zerobubble.cli.options import PictureFiles
-from zerobubble.cli.page import title_of, write_page
+from zerobubble.cli.inputs.options import PictureFiles
+from zerobubble.cli.inputs.schedule_and_costs import Costed
+from zerobubble.cli.outputs.evaluation import Evaluation, evaluate
+from zerobubble.cli.outputs.page import title_of, write_page
 from zerobubble.export.svg import timeline_svg
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Plan, Problem
@@ -18,6 +17,7 @@ from zerobubble.planning.simple_choice import simple_choice_text
 from zerobubble.schedules import make
 from zerobubble.units import counted
 from zerobubble.view.page import section
+from zerobubble.whole_files import write_text
 
 USUAL = "1f1b"
 """What the winner is shown beside, as the schedule that most use."""

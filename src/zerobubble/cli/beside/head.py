@@ -8,13 +8,12 @@ from typing import Any
 
 import click
 
-from zerobubble.cli.evaluation import evaluate
-from zerobubble.cli.files import write_text
-from zerobubble.cli.forms import print_schedule
-from zerobubble.cli.inputs import Costed, Given
-from zerobubble.cli.options import PLANNED_APART, PictureFiles, Times, given_flags, milliseconds, option_group, three_times
-from zerobubble.cli.page import write_pictures
-from zerobubble.cli.workload import Question, SearchOptions
+from zerobubble.cli.inputs.options import PLANNED_APART, PictureFiles, Times, given_flags, milliseconds, option_group, three_times
+from zerobubble.cli.inputs.schedule_and_costs import Costed, Given
+from zerobubble.cli.inputs.workload import Question, SearchOptions
+from zerobubble.cli.outputs.evaluation import evaluate
+from zerobubble.cli.outputs.forms import print_schedule
+from zerobubble.cli.outputs.page import write_pictures
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.planning import HeadPlan, Objective, Workload
@@ -23,6 +22,7 @@ from zerobubble.planning.head.plan import plan_head
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.head import Head, has_parts
 from zerobubble.schedules import with_vocabulary
+from zerobubble.whole_files import write_text
 
 
 def _times_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> Times | None:

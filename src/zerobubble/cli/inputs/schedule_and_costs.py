@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from zerobubble.cli.files import is_file, parse_document, read_costs, read_text, require_size
-from zerobubble.cli.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_beside
+from zerobubble.cli.inputs.files import is_file, parse_document, read_costs, read_text, require_size
+from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_beside
 from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of

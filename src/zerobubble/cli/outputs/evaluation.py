@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zerobubble.cli.inputs import Costed
+from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.explain import Causes, Idle, attribute
 from zerobubble.ir import Schedule
 from zerobubble.kinds import MOVES

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import click
 from rich.text import Text
 
-from zerobubble.cli.inputs import Costed, Given
-from zerobubble.cli.options import Bytes, microbatches_or_bytes, option_group
+from zerobubble.cli.inputs.options import Bytes, microbatches_or_bytes, option_group
+from zerobubble.cli.inputs.schedule_and_costs import Costed, Given
 from zerobubble.costs import NS_PER_MS, Limits
 from zerobubble.errors import InputError
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from zerobubble.arguments import require, require_amount, require_ms
-from zerobubble.cli.files import read_json
+from zerobubble.cli.inputs.files import read_json
 from zerobubble.costs import Limits
 from zerobubble.errors import ParseError
 from zerobubble.partition import Cuts, Layer, cut_layers

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from zerobubble.cli.files import read_document, read_json, require_size
-from zerobubble.cli.options import (
+from zerobubble.cli.inputs.files import read_document, read_json, require_size
+from zerobubble.cli.inputs.options import (
     Times,
     buckets_option,
     bytes_with_unit,

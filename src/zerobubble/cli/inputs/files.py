@@ -1,10 +1,9 @@
-"""Files as the command line reads and writes them: whole or not at all."""
+"""Files as the command line reads them."""
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,28 +85,3 @@ def read_text(file: str) -> str:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"cannot read {file}: it is not UTF-8 text") from error
-
-
-def write_text(file: str, text: str) -> None:
-    """Write `file` atomically: either it holds all of `text` or it is as before. Raises `InputError` when it cannot be written."""
-    target = Path(file)
-    try:
-        handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"cannot write {file!r}: {error}") from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
-            out.write(text)
-        os.chmod(draft, 0o666 & ~_umask())
-        os.replace(draft, target)
-    except OSError as error:
-        Path(draft).unlink(missing_ok=True)
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
