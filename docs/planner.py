@@ -1,4 +1,6 @@
-"""Write into docs/planner.md what its four commands print and the table above them: plans of the Zero Bubble paper's models.
+"""Write into docs/planner.md what its four commands print and the table above them, and into README.md the row of one model.
+
+The commands plan the Zero Bubble paper's models.
 
 .venv/bin/python docs/planner.py           takes 10 s a model, and wants a machine that does nothing else
 """
@@ -15,8 +17,12 @@ from typing import NamedTuple
 import zerobubble as zb
 
 PAGE = Path(__file__).with_suffix(".md")
+README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- plans: docs/planner.py writes what stands here -->", "<!-- end of plans -->"
 SECONDS = 10
+
+IN_README = "6.2B"
+"""The model whose plan README.md tells of."""
 
 
 class Model(NamedTuple):
@@ -84,12 +90,22 @@ def told(model: Model) -> tuple[str, str]:
     return f"| {row} |", f"<details><summary>{model.name}: <code>{model.command}</code></summary>\n\n```text\n{printed}\n```\n\n</details>"
 
 
+def summary(row: str) -> str:
+    """What README.md says of the model of a row of the table."""
+    model, shape, one_f_one_b, _, _, plan, _, bound = (cell.strip(" *") for cell in row.strip("| ").split("|"))
+    ranks = shape.split(",")[0]
+    beside = f"({model} on {ranks} ranks in its memory; no schedule on that placement is below {bound})"
+    return f"planned, with a proof: {plan} where 1F1B has {one_f_one_b} {beside}"
+
+
 def main() -> None:
-    """Run the commands, and write the page."""
+    """Run the commands, and write the pages."""
     rows, details = zip(*map(told, MODELS), strict=True)
     before, after = PAGE.read_text(encoding="utf-8").split(BEGIN)
     text = "\n\n".join(["\n".join([HEADER, *rows]), WORDS, *details])
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after.split(END)[1]}", encoding="utf-8")
+    told_of, readme = next(row for row in rows if row.startswith(f"| {IN_README} |")), README.read_text(encoding="utf-8")
+    README.write_text(re.sub(r"planned, with a proof: [^|]*?(?= \|)", summary(told_of), readme), encoding="utf-8")
 
 
 if __name__ == "__main__":

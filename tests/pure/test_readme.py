@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from docs import planner
 from docs.gallery.generate import families, gallery
 from zerobubble.cli import main
 from zerobubble.io import load_plan
@@ -27,6 +28,11 @@ COMMAND = r"^\$ (?:\.venv/bin/)?zerobubble (.*)\n((?:(?!\$ |```).*\n)*)"
 
 def test_the_readme_is_short() -> None:
     assert len(README.encode()) < 6000
+
+
+def test_the_readme_tells_of_a_plan_what_the_planner_page_tells() -> None:
+    row = next(line for line in PLANNER.splitlines() if line.startswith(f"| {planner.IN_README} |"))
+    assert planner.summary(row) in README
 
 
 def test_links_are_absolute_when_the_project_has_an_address() -> None:
