@@ -366,6 +366,12 @@ def refused(group: Any, stage_type: Any, recompute: Any, split: str) -> str:
             "deferred",
             "of stage 0 cannot be computed again by itself, as '0.part' is compiled as one",
         ),
+        (
+            Block,
+            {"a": nn.ReLU},
+            "deferred",
+            "'0.mlp.1' of stage 0 is ReLU(inplace=True), which changes its input, so that it cannot be computed again by itself: give",
+        ),
         (Plain, {"a": "*.mlp"}, "graph", "split='graph' traces stage 0, whose forwards run once"),
         (
             Plain,

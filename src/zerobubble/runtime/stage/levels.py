@@ -114,7 +114,8 @@ class RecomputeLevels:
     def of(self, name: str, stage: int, module: nn.Module) -> ComputedAgain:
         """What level `name` computes again of a stage: of the submodules that it chooses the outermost.
 
-        Raises `InputError` for one within a module that is compiled, in which calls cannot be told apart.
+        Raises `InputError` for one within a module that is compiled, in which calls cannot be told apart, and for one of PyTorch's that
+        works in place.
         """
         what = self._given_for(name, stage)
         if what is None:
@@ -125,6 +126,8 @@ class RecomputeLevels:
                 found[path] = part
         for path in found:
             _refuse_compiled(path, module, stage)
+        for path, part in found.items():
+            _refuse_in_place(path, part, stage)
         return ComputedAgain(name, found)
 
     def _given_for(self, name: str, stage: int) -> Chosen | None:
@@ -168,6 +171,20 @@ def _refuse_compiled(path: str, module: nn.Module, stage: int) -> None:
                 f"{path!r} of stage {stage} cannot be computed again by itself, as {outer or 'the stage'!r} is compiled as one: compile it "
                 "with torch.compile(module) and choose that, or choose modules that are not compiled"
             )
+
+
+def _refuse_in_place(path: str, part: nn.Module, stage: int) -> None:
+    """Raise `InputError` for a module of PyTorch's that writes its output over its input, or a sequence that begins with one."""
+    first = part
+    while type(first) is nn.Sequential and len(first):
+        first = first[0]
+    works_in_place = type(first).__module__.startswith("torch.nn.modules.") and getattr(first, "inplace", False)
+    if works_in_place and getattr(first, "p", None) != 0:  # a Dropout of nothing writes nothing
+        begins = "is" if first is part else "begins with"
+        raise InputError(
+            f"{path!r} of stage {stage} {begins} {first}, which changes its input, so that it cannot be computed again by itself: give "
+            "inplace=False, or choose the module around it"
+        )
 
 
 def _words(what: Any) -> str:
