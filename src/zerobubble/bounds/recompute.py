@@ -6,12 +6,12 @@ inequalities for each rank, linear in the share of microbatches that have each l
 duality: any mean of the two, with each stage at its best level, is a bound.
 
 And before the first B of a rank, forwards that keep little let more of them fit, but what they leave to R is work for later: of the time
-that each fills, only what is beyond its R is won.
+that each fills, only what is beyond its R is won. One of them is the forward of that B, which by then is there in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -22,10 +22,13 @@ from typing import NamedTuple
 from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
-from zerobubble.bounds.rank_load import MOST_EXACT, MOST_SUMS, RankLoad, worth
+from zerobubble.bounds.rank_load import MOST_SUMS, RankLoad, worth
 from zerobubble.bounds.reasons import first_backward_reason
 from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
+
+MOST_FORWARDS = 100
+"""Forwards of a rank up to which it is found exactly which of them, at which levels, win most in its memory before its first B."""
 
 
 class Price(NamedTuple):
@@ -135,10 +138,10 @@ def _first_backwards(
                 yield window.rank is not None, time, partial(first_backward_reason, here, window, most[here.rank])
 
 
-def _most_before(costs: Costs, stages: Iterable[int], room: int | None, microbatches: int, levels: Sequence[Level]) -> int:
+def _most_before(costs: Costs, stages: Sequence[int], room: int | None, microbatches: int, levels: Sequence[Level]) -> int:
     """The most work (ns) of a rank before its first B, less the R's that it leaves for later: forwards at the best price of room.
 
-    `room` is the rank's limit in bytes, None without one.
+    `room` is the rank's limit in bytes, None without one. The first B is of the last of `stages`, and its forward is there in full.
     """
     columns = [(stage, costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
     # Whose R is done before, too, holds everything and leaves nothing for later.
@@ -146,22 +149,30 @@ def _most_before(costs: Costs, stages: Iterable[int], room: int | None, microbat
         [(saved, time), *((round(level.kept_in(stage) * saved), time - round(level.extra_in(stage) * time)) for level in levels)]
         for stage, time, saved in columns
     ]
+    needed, first = options[-1][0]
+    others = tuple((microbatches - (own is options[-1]), tuple(own)) for own in options)
     if room is None:
-        return microbatches * sum(max(won for _, won in own) for own in options)
-    if microbatches * len(columns) <= MOST_EXACT:
+        return first + sum(count * max(won for _, won in own) for count, own in others)
+    return first + _most_within(room - needed, others)
+
+
+@lru_cache(maxsize=256)
+def _most_within(room: int, forwards: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]) -> int:
+    """The most that forwards win (ns) in so much room: of each stage so many, each by one of its options (bytes and ns) or not at all."""
+    if sum(count for count, _ in forwards) <= MOST_FORWARDS:
         sums = [(0, 0)]
-        for own in options * microbatches:
+        for own in (own for count, own in forwards for _ in range(count)):
             sums = worth([*sums, *((held + more, won + gain) for held, won in sums for more, gain in own)], room)
             if len(sums) > MOST_SUMS:
                 break
         else:
             return sums[-1][1]
     prices = {Fraction(0)}
-    for own in options:
+    for _, own in forwards:
         for (held, won), (less, other) in product(own, [(0, 0), *own]):
             if held > less and won > other:
                 prices.add(Fraction(won - other, held - less))
-    return floor(min(price * room + microbatches * sum(_beyond(own, price) for own in options) for price in prices))
+    return floor(min(price * room + sum(count * _beyond(own, price) for count, own in forwards) for price in prices))
 
 
 def _beyond(options: Sequence[tuple[int, int]], price: Fraction) -> Fraction:
