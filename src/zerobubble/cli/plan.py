@@ -412,7 +412,7 @@ def solved_to_dict(name: str, solved: Solved) -> dict[str, object]:
     Where forwards may be computed again, `levels` has the level of each stage, and bubbles count the passes R as idle.
     """
     problem, timeline, again = solved.problem, solved.timeline, solved.problem.recomputation
-    bounds = problem.bounds()
+    bounds = solved.bounds
     return {
         "placement": name,
         "name": None if solved.schedule is None else solved.schedule.name,

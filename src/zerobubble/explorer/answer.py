@@ -16,7 +16,7 @@ from zerobubble.explorer.estimating import estimate_figures, estimate_of
 from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, beside, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning.problem.problem import Problem, Solved, microbatch_bytes
+from zerobubble.planning.problem.problem import Solved, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import find, make
 from zerobubble.simulation import simulate
@@ -31,7 +31,7 @@ MOST_EXPLAINED = 30_000
 
 @dataclass(frozen=True)
 class Answer:
-    """A schedule played: `limits` are the bytes that each rank may hold, empty without a limit; `problem` is what a plan file answers.
+    """A schedule played: `limits` are the bytes that each rank may hold, empty without a limit; `plan` is what a plan file says.
 
     `estimate` is where the costs of a model on GPUs come from.
     """
@@ -41,7 +41,7 @@ class Answer:
     costs: Costs
     timeline: Timeline
     limits: tuple[int, ...] = ()
-    problem: Problem | None = None
+    plan: Solved | None = None
     estimate: Estimate | None = None
 
     @property
@@ -49,7 +49,7 @@ class Answer:
         """Whether the bytes in the costs are real, or stand for microbatches."""
         if self.estimate is not None:
             return True
-        measured = bool(self.question.costs) or (self.problem is not None and self.problem.workload is None)
+        measured = bool(self.question.costs) or (self.plan is not None and self.plan.problem.workload is None)
         return measured and set(self.costs.held_after_f) != {UNIT_BYTES}
 
     @property
@@ -67,22 +67,22 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """The schedule of the question, played. Raises `FieldError` naming the field that cannot be used."""
-    schedule, problem = _from_file(question) if question.file else (_made(question), None)
+    schedule, plan = _from_file(question) if question.file else (_made(question), None)
     _require_size(schedule.num_stages * schedule.num_microbatches, "file" if question.file else "microbatches")
     estimate: Estimate | None = None
     limits: tuple[int, ...] = ()
     if question.model and not question.costs:
         estimate = estimate_of(question, schedule)
-        costs, limits, problem = estimate.costs, _left_by(estimate, schedule.placement), None
-    elif problem is not None and not question.costs:
-        costs, limits = problem.costs, problem.limits.memory
+        costs, limits, plan = estimate.costs, _left_by(estimate, schedule.placement), None
+    elif plan is not None and not question.costs:
+        costs, limits = plan.problem.costs, plan.problem.limits.memory
     else:
         costs = _costs(question, schedule)
     try:
         timeline = simulate(schedule, costs)
     except ScheduleError as error:
         raise FieldError("file" if question.file else "schedule", f"the schedule cannot run: {error.faults[0].message}") from error
-    return Answer(question, schedule, costs, timeline, _limits(question, schedule, costs) or limits, problem, estimate)
+    return Answer(question, schedule, costs, timeline, _limits(question, schedule, costs) or limits, plan, estimate)
 
 
 def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
@@ -112,10 +112,10 @@ def _made(question: Question) -> Schedule:
         return make(question.schedule, question.ranks, question.microbatches, question.stages, **options)
 
 
-def _from_file(question: Question) -> tuple[Schedule, Problem | None]:
+def _from_file(question: Question) -> tuple[Schedule, Solved | None]:
     with beside("file"):
         document = load_document(question.file, question.file_name or "file")
-        return schedule_of(document), document.problem if isinstance(document, Solved) else None
+        return schedule_of(document), document if isinstance(document, Solved) else None
 
 
 def _costs(question: Question, schedule: Schedule) -> Costs:
@@ -201,8 +201,11 @@ def _figures(made: Answer) -> Iterator[tuple[str, str, str]]:
 def _bounds(made: Answer) -> Bounds | None:
     """What no schedule of this placement can beat; None where there are no bounds, as for stages with copies.
 
-    A limit counts where the schedule keeps it: one that holds more may well be shorter.
+    Those of a plan are its own, as long as it is shown with the costs and limits that it was made for. A limit counts where the schedule
+    keeps it: one that holds more may well be shorter.
     """
+    if made.plan is not None and (made.costs, made.limits) == (made.plan.problem.costs, made.plan.problem.limits.memory):
+        return made.plan.bounds
     placement = made.schedule.placement
     if len(placement.routes) > 1 or made.schedule.is_forward_only:
         return None
@@ -235,7 +238,7 @@ def _peak(made: Answer) -> tuple[str, str]:
 
 def _notes(made: Answer) -> Iterator[str]:
     """Where the times come from, ranks that hold too much, and why ranks are idle."""
-    if made.problem is not None and not made.question.costs:
+    if made.plan is not None and not made.question.costs:
         yield "Times, messages and memory are those that the plan was made for; those beside are not looked at."
     elif made.estimate is not None:
         yield "Times, messages and memory are estimates from data sheets, and real times are often longer: compare schedules by them."

@@ -92,7 +92,7 @@ def command(made: Answer) -> str:
     words = ["zerobubble", "show", *_source_words(made)]
     if _needs_costs_file(made):
         words += ["--costs", _quoted(f"{made.schedule.name}.costs.json")]
-    elif made.problem is None:
+    elif made.plan is None:
         words += ["--times", ",".join(map(_number, question.times))]
         words += ["--comm", _number(question.comm)] if question.comm else []
         words += ["--held", _number(question.held)] if question.held != 1 else []
@@ -114,14 +114,14 @@ def _source_words(made: Answer) -> Iterator[str]:
 def _needs_costs_file(made: Answer) -> bool:
     """Whether the times are more than three and one for messages."""
     question = made.question
-    return bool(question.costs or question.model) or (made.problem is None and question.slow_link is not None)
+    return bool(question.costs or question.model) or (made.plan is None and question.slow_link is not None)
 
 
 def python_lines(made: Answer) -> str:
     """The program that makes the same timeline."""
     question = made.question
     lines = ["import zerobubble as zb", ""]
-    if question.file and made.problem is not None:
+    if question.file and made.plan is not None:
         lines += [f"plan = zb.io.load_plan({question.file_name or 'plan.json'!r})", "schedule, costs = plan.schedule, plan.problem.costs"]
     elif question.file:
         lines.append(f"schedule = zb.io.load_schedule(open({question.file_name or 'schedule.json'!r}).read())")
@@ -140,7 +140,7 @@ def _costs_lines(made: Answer) -> Iterator[str]:
         yield from estimate_lines(question, schedule)
     elif _needs_costs_file(made):
         yield f"costs = zb.io.loads(open({f'{schedule.name}.costs.json'!r}).read())  # saved as costs, JSON"
-    elif made.problem is None:
+    elif made.plan is None:
         times = ", ".join(map(_number, question.times))
         parts = [str(schedule.num_stages), f"times=({times})", f"comm={_number(question.comm)}"]
         per_rank = max(1, schedule.num_stages // schedule.num_ranks)

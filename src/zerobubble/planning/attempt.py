@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
@@ -60,6 +61,12 @@ class Budget(NamedTuple):
         """Whether there is time for more than to check an answer; always where the clock must not decide."""
         return self.evaluations is not None or self.seconds > CHECK_SECONDS * problem.num_passes
 
+    def lasts_for_windows(self, problem: Problem) -> bool:
+        """Whether the bound by windows takes a small part of it at most; where the clock must not decide, of `SECONDS_COUNTED`."""
+        seconds = self.seconds if self.evaluations is None else SECONDS_COUNTED
+        pairs = problem.num_passes**2 / problem.placement.num_ranks
+        return not self.is_empty and WINDOWS_SECONDS * pairs <= WINDOWS_SHARE * seconds
+
 
 PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second: they always get that."""
@@ -84,6 +91,15 @@ LENGTHENED_TRIES = 3
 
 CHECK_SECONDS = 4e-6
 """Seconds for each pass of an answer to check and play it."""
+
+WINDOWS_SECONDS = 1e-5
+"""Seconds for each pair of passes on one rank to find a sharper bound by windows; where there is none, it takes a tenth of that."""
+
+WINDOWS_SHARE = 0.1
+"""The share of the budget that the bound by windows may take on one placement."""
+
+SECONDS_COUNTED = 5.0
+"""Seconds that a budget of evaluations stands for where it is asked what takes a small part of it."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +155,23 @@ def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[S
         if best.status is Status.OPTIMAL:
             break
     return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept), published=tuple(plain))
+
+
+def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:
+    """The attempt with the bound by windows, if that is sharper; it may prove the schedule that there is to be optimal.
+
+    Whatever meets the simple bound needs no other, and where the budget is empty or small for the passes the simple bound stays. `budget`
+    is what there is for all placements. Compiling counts unless it is done before. Raises `InputError` where numba is missing.
+    """
+    solved = attempt.solved
+    if not attempt.can_improve or not budget.lasts_for_windows(solved.problem):
+        return attempt
+    from zerobubble.planning.search import load_kernels
+
+    started = perf_counter()
+    bound = load_kernels().sharper_bound(solved.problem, solved.bound)
+    status = Status.OPTIMAL if solved.time == bound.time else solved.status
+    return replace(attempt, solved=replace(solved, bound=bound, status=status, seconds=solved.seconds + perf_counter() - started))
 
 
 def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
@@ -243,12 +276,19 @@ def shorter(one: Solved, other: Solved) -> Solved:
     return other if (other.time, other.makespan or 0) < (one.time, one.makespan or 0) else one
 
 
-def attempt_by_baseline(name: str, baseline: str, problem: Problem) -> Attempt:
-    """What a planner of the papers finds. Raises `InputError` for an unknown one, and where it has no answer, with its reason."""
+def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budget) -> Attempt:
+    """What a planner of the papers finds, beside the bound that a search within `budget` has; where numba is missing, the simple one.
+
+    Its seconds are those of that planner alone. Raises `InputError` for an unknown one, and where it has no answer, with its reason.
+    """
     if problem.sharded is not None:
         raise InputError(f"the planner {baseline!r} knows nothing of weights in shards: leave out the baseline or sharded")
     if baseline not in BASELINES:
         raise InputError(f"there is no baseline {baseline!r}: {near(baseline, BASELINES)}known are {', '.join(BASELINES)}")
     started, bound = perf_counter(), problem.bound()
     schedule = BASELINES[baseline](problem)
-    return Attempt(name, Solved.of(problem, bound, schedule, perf_counter() - started, baseline), searched=True)
+    attempt = Attempt(name, Solved.of(problem, bound, schedule, perf_counter() - started, baseline), searched=True)
+    if find_spec("numba") is None:
+        return attempt
+    bounded = with_sharper_bound(attempt, budget)
+    return replace(bounded, solved=replace(bounded.solved, seconds=attempt.solved.seconds))

@@ -25,6 +25,7 @@ from zerobubble.planning.attempt import (
     start_attempt,
     with_list_schedule,
     with_serial_schedule,
+    with_sharper_bound,
 )
 from zerobubble.planning.placements import ANY, family, placements_to_try
 from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
@@ -35,7 +36,7 @@ from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.reasons import NOTE_WIDTH, Told, comparison_table, notes
 from zerobubble.planning.recompute.bought import Bought
 from zerobubble.planning.recompute.plan import plan_recomputing
-from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving
+from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving, with_sharper_bounds
 from zerobubble.planning.seeds import promising
 from zerobubble.planning.shards.few_gathers import FewGathers, few_gathers
 from zerobubble.planning.simple_choice import simple_choice, simple_choice_text
@@ -150,14 +151,15 @@ def solve(
         raise InputError("solve keeps all that waits on the device, and this problem has a link to the host: take plan_offloaded")
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if baseline is not None:
-        return attempt_by_baseline(name, baseline, problem).solved
+        return attempt_by_baseline(name, baseline, problem, budget).solved
     if problem.sharded is not None:
         return plan_problems({name: problem}, budget, seed, progress, {name: chain(seeds, promising(problem, budget.for_seeds))}).best
     started = perf_counter()
     attempt = start_attempt(name, problem, budget, chain(seeds, promising(problem, budget.for_seeds)))
     with suppress(KeyboardInterrupt):
-        spent = perf_counter() - started
-        compile_search([attempt], budget)
+        compiling = compile_search([attempt], budget)
+        attempt = with_sharper_bound(attempt, budget)
+        spent = perf_counter() - started - compiling
         if not budget.is_empty:
             attempt = with_list_schedule(improve(attempt, budget.share(1, spent=spent), seed, progress))
     return with_weights_ordered(with_serial_schedule(attempt).solved)
@@ -248,7 +250,7 @@ def plan(
         return _plan_unequal(problems, as_budget(seconds, evaluations), seed, progress)
     if baseline is not None:
         started = perf_counter()
-        return _plan_of(_all_by(baseline, problems), started)
+        return _plan_of(_all_by(baseline, problems, as_budget(seconds, evaluations)), started)
     return plan_problems(problems, as_budget(seconds, evaluations), seed, progress)
 
 
@@ -287,8 +289,9 @@ def plan_problems(
     with CtrlC() as ctrl_c:
         for name, problem in problems.items():
             attempts.append(start_attempt(name, problem, budget.share(len(problems)), given.get(name)))
-        spent = perf_counter() - started
         compiling = compile_search(contenders(attempts), budget)
+        attempts = with_sharper_bounds(attempts, budget)
+        spent = perf_counter() - started - compiling
         attempts = attempts if budget.is_empty else successive_halving(attempts, budget.share(1, spent=spent), seed, on_progress)
     if not attempts:
         raise KeyboardInterrupt
@@ -331,12 +334,12 @@ def explained(ranked: Sequence[Attempt]) -> tuple[Choice, ...]:
     return tuple(Choice(a.name, a.solved, note, a.searched) for a, note in zip(ranked, reasons, strict=True))
 
 
-def _all_by(baseline: str, problems: Mapping[str, Problem]) -> list[Attempt]:
+def _all_by(baseline: str, problems: Mapping[str, Problem], budget: Budget) -> list[Attempt]:
     """The answers of a paper's planner, on the placements it has one for. Raises its reason when it has none for any."""
     attempts, refusals = [], []
     for name, problem in problems.items():
         try:
-            attempts.append(attempt_by_baseline(name, baseline, problem))
+            attempts.append(attempt_by_baseline(name, baseline, problem, budget))
         except InputError as error:
             refusals.append(error)
     if not attempts:

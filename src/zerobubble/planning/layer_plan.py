@@ -17,7 +17,7 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, slices, stage_costs
 from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.descent import moves
-from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve
+from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_sharper_bound
 from zerobubble.planning.competition import SECONDS, Plan, as_budget, explained, plan_problems
 from zerobubble.planning.problem.problem import Objective, Problem, Solved
 from zerobubble.planning.replay import Replay
@@ -171,9 +171,10 @@ def plan_layers(
             if candidate.attempt.interrupted:
                 break
     best = min(tried, key=lambda candidate: candidate.time)
-    answers = [Attempt(winner.name, best.attempt.solved, searched=not budget.is_empty)]
-    answers += [Attempt(other.name, other.solved, searched=other.searched) for other in others]
     cut_short = balanced.interrupted or ctrl_c.came or any(candidate.attempt.interrupted for candidate in tried)
+    bounded = best.attempt if cut_short else with_sharper_bound(best.attempt, budget.share(2))
+    answers = [Attempt(winner.name, bounded.solved, searched=not budget.is_empty)]
+    answers += [Attempt(other.name, other.solved, searched=other.searched) for other in others]
     seconds = balanced.seconds + perf_counter() - began
     plan = replace(balanced, choices=explained(answers), seconds=seconds, simple=None, interrupted=cut_short)
     cut = replace(balanced_cut, cuts=best.cuts)

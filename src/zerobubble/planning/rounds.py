@@ -8,7 +8,7 @@ from math import ceil
 from time import perf_counter
 from typing import Self
 
-from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_list_schedule
+from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_list_schedule, with_sharper_bound
 from zerobubble.planning.reasons import can_beat
 
 
@@ -63,6 +63,12 @@ def contenders(attempts: Iterable[Attempt]) -> list[Attempt]:
     ranked = sorted(attempts, key=rank_key)
     best = ranked[0].solved
     return [attempt for attempt in ranked if attempt.can_improve and (best.time is None or can_beat(attempt.solved, best))]
+
+
+def with_sharper_bounds(attempts: Sequence[Attempt], budget: Budget) -> list[Attempt]:
+    """The attempts, in the same order; those whose search may still give the winner with the bounds by windows."""
+    left = {attempt.name for attempt in contenders(attempts)}
+    return [with_sharper_bound(attempt, budget) if attempt.name in left else attempt for attempt in attempts]
 
 
 def rank_key(attempt: Attempt) -> tuple[float, float, int, float]:

@@ -8,6 +8,7 @@ from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
 from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
 from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
+from zerobubble.planning.kernels.windows import sharper_bound
 
 __all__ = [
     "BudgetMeter",
@@ -25,5 +26,6 @@ __all__ = [
     "schedule_of_order",
     "search_portfolio",
     "seed_random",
+    "sharper_bound",
     "tables_of",
 ]

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from zerobubble.bounds import Bound
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.coarse_to_fine import POOL_SIZE, policies_from_coarse
 from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Ints, tables_of
+from zerobubble.planning.kernels.windows import sharper_bound
 from zerobubble.planning.problem.problem import Problem
 
 TEMPERATURES = (0.02, 0.01, 0.05, 0.004)
@@ -90,6 +92,7 @@ def compile_all(problem: Problem) -> None:
     pool = PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0, AS_1F1B)[None])
     state.improve_policies(pool, 2)
     state.anneal_order(state.improve_due_dates(pool.policies[0], 1), 1, 1.0)
+    sharper_bound(problem, Bound(0, "no time is negative"))
 
 
 def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float) -> None:

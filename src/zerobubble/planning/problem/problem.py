@@ -305,6 +305,14 @@ class Solved(Displayed):
         return None if self.time is None else self.problem.bubble(self.time)
 
     @property
+    def bounds(self) -> Bounds:
+        """Proven lower bounds on span and makespan: on the objective the `bound` of the answer, on the other what the problem tells."""
+        known = self.problem.bounds()
+        if self.problem.objective is Objective.MAKESPAN:
+            return known._replace(makespan=self.bound)
+        return Bounds(self.bound, max(known.makespan, self.bound, key=lambda bound: bound.time))
+
+    @property
     def least_bubble(self) -> float:
         """No schedule has a smaller bubble rate of the objective."""
         return self.problem.bubble(self.bound.time)

@@ -1,0 +1,213 @@
+"""The bound by windows: never above an optimum, whatever the order of microbatches, and not used where its proof does not hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from itertools import permutations, product
+from pathlib import Path
+from random import Random
+
+import pytest
+from click.testing import CliRunner
+
+import zerobubble as zb
+from tests.thinned import every_and_all
+from zerobubble.bounds import Bound
+from zerobubble.cli import main
+from zerobubble.costs import FULL, NONE, Costs, Limits
+from zerobubble.explorer.answer import answer, answer_to_dict
+from zerobubble.explorer.question import Question
+from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.offload import HostLink
+from zerobubble.planning import Head, Sharded, solve
+from zerobubble.planning.kernels.windows import MOST_PASSES, is_covered, sharper_bound
+from zerobubble.planning.problem.problem import Objective, Problem, Status
+from zerobubble.planning.problem.recomputation import Recomputation
+from zerobubble.simulation import memory_faults, metrics
+from zerobubble.verify import schedule_faults
+
+MICROBATCHES = 2
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks/bounds"
+
+
+def rows_of_rank(stage: int) -> list[tuple[Op, ...]]:
+    """All orders of the passes of a rank with one stage, whatever the order of its microbatches."""
+    passes = [Op(kind, stage, j) for kind in (Kind.F, Kind.B, Kind.W) for j in range(MICROBATCHES)]
+    found = []
+    for row in permutations(passes):
+        place = {(op.kind, op.microbatch): number for number, op in enumerate(row)}
+        if all(place[Kind.F, j] < place[Kind.B, j] < place[Kind.W, j] for j in range(MICROBATCHES)):
+            found.append(row)
+    return found
+
+
+def all_schedules(placement: Placement) -> Iterator[Schedule]:
+    """Every schedule of two microbatches that runs, on a placement with one stage a rank."""
+    for rows in product(*map(rows_of_rank, range(placement.num_ranks))):
+        schedule = Schedule("tried", placement, MICROBATCHES, rows)
+        if not schedule_faults(schedule):
+            yield schedule
+
+
+def joined_schedules(placement: Placement) -> Iterator[Schedule]:
+    """Every schedule of two microbatches that runs, with B and W in one pass, on a placement with several stages a rank."""
+    rows = []
+    for rank in range(placement.num_ranks):
+        stages = [stage for stage, home in enumerate(placement.routes[0]) if home == rank]
+        visits = [*((Kind.F, stage) for stage in stages), *((Kind.BW, stage) for stage in reversed(stages))]
+        takers = set(permutations([0, 1] * len(visits)))
+        rows.append([_row(visits, microbatches) for microbatches in sorted(takers)])
+    for chosen in product(*rows):
+        schedule = Schedule("tried", placement, MICROBATCHES, chosen)
+        if not schedule_faults(schedule):
+            yield schedule
+
+
+def _row(visits: list[tuple[Kind, int]], microbatches: tuple[int, ...]) -> tuple[Op, ...]:
+    """The visits of a rank in their order for each microbatch, where `microbatches` says whose turn it is."""
+    left = [iter(visits) for _ in range(MICROBATCHES)]
+    return tuple(Op(*next(left[j]), j) for j in microbatches)
+
+
+def problem_of(dice: Random, placement: Placement) -> Problem:
+    """Random costs, zero among them, and limits that hold one microbatch or more."""
+    stages = placement.num_stages
+    times = [tuple(dice.randint(0, 6) for _ in range(stages)) for _ in range(3)]
+    comm = tuple(dice.choice((0, 1, 3)) for _ in range(stages - 1))
+    saved = tuple(dice.randint(1, 4) for _ in range(stages))
+    left = tuple(dice.randint(0, held) for held in saved)
+    whole = [sum(saved[stage] for _, stage in placement.stages(rank)) for rank in range(placement.num_ranks)]
+    limits = Limits(tuple(dice.randint(held, 2 * held) for held in whole))
+    return Problem(placement, MICROBATCHES, Costs(*times, comm, saved, left), limits)
+
+
+def test_never_above_the_best_of_all_schedules() -> None:
+    """From no bound at all; microbatches come in any order, and the first of a rank need not be that of the rank before it."""
+    placement = Placement.linear(2)
+    schedules = list(all_schedules(placement))
+    met = 0
+    for seed in range(4):
+        problem = problem_of(Random(seed), placement)
+        played = [metrics(one, problem.costs) for one in schedules if not memory_faults(one, problem.costs, problem.limits)]
+        for objective in Objective:
+            bound, best = sharper_bound(replace(problem, objective=objective), Bound(0, "nothing")), min(map(objective.of, played))
+            assert 0 < bound.time <= best
+            met += bound.time == best
+    assert met >= 4
+
+
+@pytest.mark.parametrize("placement", [Placement.vee(2), Placement.looped(2, 2)], ids=str)
+def test_never_above_the_best_of_all_schedules_of_several_stages_a_rank(placement: Placement) -> None:
+    """With B and W in one pass, so that there are few enough to play all of them."""
+    schedules = list(joined_schedules(placement))
+    assert len(schedules) > 400
+    for seed in range(3):
+        problem = problem_of(Random(seed), placement)
+        fitting = [one for one in schedules if not memory_faults(one, problem.costs, problem.limits)]
+        for objective in Objective:
+            bound = sharper_bound(replace(problem, objective=objective), Bound(0, "nothing"))
+            assert 0 < bound.time <= min(objective.of(metrics(one, problem.costs)) for one in fitting)
+
+
+FULL_AGAIN = Recomputation((NONE, FULL), (FULL,) * 2)
+HEAD = Head((1, 1, 1))
+
+NOT_COVERED = {
+    "microbatches of unequal cost": lambda p: replace(p, costs=replace(p.costs, shares=(1.0, 0.5))),
+    "overlapped passes": lambda p: replace(p, costs=replace(p.costs, hidden=(1, 0))),
+    "sums over replicas": lambda p: replace(p, costs=replace(p.costs, reduce=(1, 0))),
+    "sums in buckets": lambda p: replace(p, costs=replace(p.costs, buckets=(1, 0))),
+    "too many passes": lambda p: replace(p, num_microbatches=MOST_PASSES // 6 + 1),
+    "weights in shards": lambda p: replace(p, sharded=Sharded(1000)),
+    "forwards computed again": lambda p: replace(p, costs=p.costs.with_recompute(FULL), recomputation=FULL_AGAIN),
+    "a divided head": lambda p: replace(p, costs=HEAD.divided(p.costs, 2), head=Head.of_parts(HEAD.divided(p.costs, 2), p.placement)),
+    "a link to the host": lambda p: replace(p, host=HostLink(1e9, 1e9)),
+    "no room for one microbatch": lambda p: replace(p, limits=Limits((1, 1)), costs=replace(p.costs, held_after_f=(2, 2))),
+    "sums of times beyond 2**56": lambda p: replace(p, costs=replace(p.costs, forward=(10**15, 1)), num_microbatches=80),
+    "sums of bytes beyond 2**56": lambda p: replace(
+        p, costs=replace(p.costs, held_after_f=(10**15, 1)), limits=Limits((10**15,) * 2), num_microbatches=80
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COVERED)
+def test_not_used_where_the_proof_does_not_hold(name: str) -> None:
+    problem = problem_of(Random(1), Placement.linear(2))
+    assert is_covered(problem)
+    other = NOT_COVERED[name](problem)
+    known = other.bound()
+    assert not is_covered(other)
+    assert sharper_bound(other, known) is known
+
+
+def test_columns_that_no_pass_of_the_problem_uses_change_nothing() -> None:
+    problem = problem_of(Random(1), Placement.linear(2))
+    measured = replace(problem, costs=problem.costs.with_columns(offloadable=(1, 1)))
+    assert is_covered(measured)
+    assert sharper_bound(measured, Bound(0, "nothing")) == sharper_bound(problem, Bound(0, "nothing"))
+
+
+@every_and_all(10)
+def test_never_above_the_proven_optima(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the benchmark's small problems, which CP-SAT proved knowing no bound; in some it is above the simple claims."""
+    pytest.importorskip("ortools")
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    small_problem = import_module("small").small_problem
+    optima = json.loads((BENCHMARK / "optima.json").read_text(encoding="utf-8"))
+    raised = 0
+    for number, proven in list(optima.items())[::nth]:
+        if proven is not None:
+            problem = small_problem(int(number))
+            known = problem.bound()
+            bound = sharper_bound(problem, known)
+            assert known.time <= bound.time <= round(proven * 1e6)
+            raised += bound.time > known.time
+    assert raised > 5
+
+
+WORK = zb.Workload.uniform(3, times=(10, 10, 8), comm=1)
+SIMPLE, PROVEN = 244_000_000, 250_000_000
+"""What the simple claims prove of the span of `WORK` on three ranks in line, with memory for two microbatches of six, and windows (ns)."""
+
+
+def problem_of_work() -> Problem:
+    placement = Placement.linear(3)
+    return Problem(placement, 6, WORK.costs(placement), WORK.limits(2), workload=WORK)
+
+
+def test_a_plan_that_simple_claims_leave_open_is_proven_optimal() -> None:
+    problem = problem_of_work()
+    assert problem.bound().time == SIMPLE
+    found = solve(problem, evaluations=2000)
+    assert (found.status, found.time, found.bound.time) == (Status.OPTIMAL, PROVEN, PROVEN)
+    assert "simple claims: 244 ms" in found.bound.reason
+    assert solve(problem, evaluations=0).bound.time == SIMPLE  # nothing is compiled where nothing is searched
+
+
+def test_one_problem_has_one_bound_wherever_it_is_told(tmp_path: Path) -> None:
+    """In the plan, its text, its file, as JSON, of a baseline, among other placements, and in the explorer that shows the file."""
+    problem, file = problem_of_work(), tmp_path / "plan.json"
+    bubble = problem.bubble(PROVEN)
+    asked = ["plan", "--ranks", "3", "--microbatches", "6", "--times", "10,10,8", "--comm", "1", "--memory", "2", "--evaluations", "2000"]
+    linear = [*asked, "--placement", "linear"]
+
+    def told(*options: str) -> str:
+        result = CliRunner().invoke(main, [*options])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    text = told(*linear, "-o", str(file))
+    assert f"{100 * bubble:.2f} %" in text
+    assert f"{100 * problem.bubble(SIMPLE):.2f} %" not in text
+    for options in (linear, [*linear, "--baseline", "zb-heuristic"], [*asked, "--placement", "linear,looped-2"]):
+        choices = {choice["placement"]: choice for choice in json.loads(told(*options, "--json"))["choices"]}
+        assert choices["linear"]["lower_bound_span"] == bubble
+        assert choices["linear"]["lower_bound_makespan"] >= bubble
+    saved = zb.io.load_plan(file)
+    assert saved.bound.time == PROVEN
+    details = [figure["detail"] for figure in answer_to_dict(answer(Question(file=file.read_text(), file_name="plan.json")))["figures"]]
+    assert "above the bound of 250 ms" in details[1]
