@@ -228,6 +228,25 @@ def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best(microb
         assert found.best.time <= min(spans)
 
 
+@pytest.mark.parametrize("shares", [(1.0, 3.0), (3.0, 1.0), (0.5, 0.7)])
+def test_no_schedule_of_microbatches_of_unequal_cost_beats_the_bound(shares: tuple[float, ...]) -> None:
+    placement, levels = Placement.linear(2), (NONE, FULL)
+    costs = replace(Costs.uniform(2, times=(3, 4, 2), comm=0.5), placement=placement, shares=shares).with_recompute(FULL)
+    schedules = [(one, peak_memory(one, costs), metrics(one, costs)) for one in all_schedules(placement, 2)]
+    for room in (1.1, 1.4, 2.0):
+        limits = Limits((round(room * max(shares) * 1_000_000),) * 2)
+        spans, makespans = zip(*(times for _, peaks, times in schedules if max(peaks) <= limits.memory[0]), strict=True)
+        bounds = bounds_again(placement, 2, costs, limits, levels)
+        assert 0 < bounds.span.time <= min(spans)
+        assert bounds.makespan.time <= min(makespans)
+        in_full = bounds_again(placement, 2, costs, limits, [FULL])
+        all_again = [times for one, peaks, times in schedules if max(peaks) <= limits.memory[0] and count_again(one) == 4]
+        assert sum(shares) * (3 + 4 + 2 + 3) * 1_000_000 <= in_full.span.time <= min(times.span for times in all_again)
+        assert in_full.makespan.time <= min(times.makespan for times in all_again)
+        found = plan(replace(costs, further=()), 2, limits, recompute="auto", levels=[FULL], evaluations=20_000)
+        assert bounds.span.time <= (found.best.time or 0) <= 1.1 * min(spans)
+
+
 EXACT = {
     5: (Placement.vee(2), 2, ((7, 2, 9, 5), (2, 4, 3, 7), (9, 5, 8, 3)), 2, 2_947_992, 81),
     16: (Placement.vee(2), 2, ((9, 9, 6, 8), (5, 9, 2, 8), (6, 5, 5, 2)), 1, 3_106_131, 88),
@@ -344,11 +363,9 @@ def test_levels_by_leg_are_all_of_few_stages_and_leaner_first_of_many() -> None:
         assert kept == sorted(kept)
 
 
-def test_recomputation_is_planned_alone() -> None:
-    refusals = [({"shares": (1.0, 2.0)}, "one time and one number of bytes"), ({"baseline": "zb-heuristic"}, "papers place no R")]
-    for other, reason in refusals:
-        with pytest.raises(InputError, match=reason):
-            plan(WORK, 2, 2, recompute="auto", seconds=0, **other)  # type: ignore[arg-type]
+def test_planners_of_the_papers_plan_without_recomputation() -> None:
+    with pytest.raises(InputError, match="papers place no R"):
+        plan(WORK, 2, 2, recompute="auto", seconds=0, baseline="zb-heuristic")
 
 
 def test_orders_that_stand_noise_are_searched_for_without_recomputation() -> None:

@@ -16,8 +16,10 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import refused, run
 from zerobubble import Costs, InputError, Limits, Placement, make, simulate
+from zerobubble.costs import FULL, MOST_ROOM, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Objective, Problem, Workload, order_microbatches, plan
+from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.unequal.plan import alike
 from zerobubble.simulation import memory_faults, metrics, peak_memory
@@ -110,19 +112,114 @@ def test_a_plan_survives_its_file_with_its_shares(tmp_path: Path) -> None:
     assert json.loads(anew.stdout)["span_ms"] * 1_000_000 <= found.best.time * 1.2
 
 
+@pytest.mark.parametrize("levels", [(), (FULL,), (SELECTIVE, FULL), (NONE, Level("odd", 2.3, 0.4))], ids=str)
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
-def test_the_compiled_player_has_the_times_and_bytes_of_every_microbatch(name: str) -> None:
+def test_the_compiled_player_has_the_times_and_bytes_of_every_microbatch(name: str, levels: tuple[Level, ...]) -> None:
     kernels = load_kernels()
     schedule = make(name, 3, 7)
     costs = replace(WORK.costs(schedule.placement), shares=drawn(7, 2))
-    limits = Limits(peak_memory(schedule, costs))
-    problem = Problem(schedule.placement, 7, costs, limits)
-    tables, order = kernels.tables_of(problem), kernels.order_of(schedule)
+    problem = Problem(schedule.placement, 7, costs, Limits((MOST_ROOM,) * 3))
+    if levels:
+        chosen = tuple(levels[stage % len(levels)] for stage in range(schedule.num_stages))
+        costs = costs.with_recompute(chosen)
+        problem = replace(problem, costs=costs, recomputation=Recomputation(levels, chosen))
+    order = kernels.order_of(schedule)
     for takers in ([0, 1, 2, 3, 4, 5, 6], [3, 1, 6, 0, 2, 5, 4]):
-        named = kernels.schedule_of_order("named", problem, tables, order, takers)
-        fits = not memory_faults(named, costs, limits)
-        found = kernels.first_orders(tables, order, [takers])
-        assert [one.time for one in found] == [metrics(named, costs).span] * fits
+        named = kernels.schedule_of_order("named", problem, kernels.tables_of(problem), order, takers)
+        assert bool(levels) == any(op.kind is zb.Kind.R for row in named.rows for op in row)
+        peaks = peak_memory(named, costs)
+        for rank in range(3):
+            for lack in (0, 1):
+                limits = Limits(tuple(peak - lack * (other == rank) for other, peak in enumerate(peaks)))
+                found = kernels.first_orders(kernels.tables_of(replace(problem, limits=limits)), order, [takers])
+                assert [one.time for one in found] == [metrics(named, costs).span] * (not lack)
+
+
+def test_the_compiled_search_plays_what_it_finds_for_microbatches_that_are_computed_again() -> None:
+    """Where two change places, what R takes and F keeps of them does, too."""
+    kernels = load_kernels()
+    schedule = make("zb-v", 3, 7)
+    costs = replace(WORK.costs(schedule.placement), shares=drawn(7, 2)).with_recompute(FULL)
+    limits = Limits(tuple(round(0.6 * peak) for peak in peak_memory(schedule, replace(costs, shares=(3.0,) * 7))))
+    problem = Problem(schedule.placement, 7, costs, limits, recomputation=Recomputation((FULL,), (FULL,) * 6))
+    tables, order = kernels.tables_of(problem), kernels.order_of(schedule)
+    (start,) = kernels.first_orders(tables, order, [range(7)])
+    for seed in range(4):
+        found = kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, 600), seed, moves_passes=True)
+        named = kernels.schedule_of_order("found", problem, tables, found.order, found.takers.tolist())
+        assert found.time < start.time
+        assert found.time == metrics(named, costs).span
+        assert not memory_faults(named, costs, limits)
+
+
+@pytest.mark.parametrize(("mode", "memory"), [("full", 5), ("auto", 5), ("auto", 6.5), ("auto", 12)])
+def test_plans_with_recomputation_are_sound_and_no_slower_than_without_or_in_the_order_of_the_data(mode: str, memory: float) -> None:
+    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES, recompute=mode)
+    for choice in found.choices:
+        problem, solved = choice.solved.problem, choice.solved
+        assert solved.schedule is not None
+        assert problem.costs.shares == SHARES
+        assert not schedule_faults(solved.schedule)
+        assert not memory_faults(solved.schedule, problem.costs, problem.limits)
+        assert solved.time == metrics(solved.schedule, problem.costs).span
+        assert solved.time >= solved.bound.time
+        again = sum(op.kind is zb.Kind.R for row in solved.schedule.rows for op in row)
+        assert mode == "auto" or again == 8 * problem.placement.num_stages
+        assert mode == "auto" or solved.bound.time >= sum(SHARES) * (10 + 11 + 7 + 10) * 1_000_000
+    assert found.bought is not None
+    assert found.best.time is not None
+    if mode == "auto":
+        assert found.best.time <= (found.bought.without.time or found.best.time)
+        if found.bought.full is not None:
+            assert found.best.time <= (found.bought.full.time or found.best.time)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_with_recomputation_fit_however_bytes_are_rounded(seed: int) -> None:
+    """Stages that keep some bytes, so that a share of what is kept is seldom what is kept of a share."""
+    dice = random.Random(seed)
+    placement = dice.choice((Placement.linear(3), Placement.vee(2)))
+    stages = placement.num_stages
+    held = tuple(dice.randint(5, 40) for _ in range(stages))
+    costs = replace(Costs.uniform(stages, (4, 5, 3), 0.5), held_after_f=held, held_after_b=held, placement=placement)
+    shares = tuple(dice.uniform(0.3, 3) for _ in range(5))
+    own = [sum(size for size, home in zip(held, placement.routes[0], strict=True) if home == r) for r in range(placement.num_ranks)]
+    limits = Limits(tuple(round(dice.uniform(4, 8) * size) for size in own))
+    found = plan(costs, 5, limits, shares=shares, recompute="auto", levels=[Level("some", 0.4, 0.37)], evaluations=300).best
+    assert found.schedule is not None
+    assert not memory_faults(found.schedule, found.problem.costs, limits)
+    again = plan(costs, 5, limits, shares=shares, recompute="auto", levels=[Level("some", 0.4, 0.37)], evaluations=300)
+    assert again.schedule == found.schedule
+
+
+def test_a_plan_with_recomputation_survives_its_file_with_its_shares(tmp_path: Path) -> None:
+    asked = [
+        "plan",
+        "-p",
+        "3",
+        "-m",
+        "8",
+        "--times",
+        "10,11,7",
+        "--comm",
+        "0.4",
+        "--placement",
+        "vee",
+        "--memory",
+        "5",
+        "--evaluations",
+        "500",
+    ]
+    shares = ("--microbatch-costs", ",".join(map(str, SHARES)), "--recompute", "auto")
+    told: dict[str, Any] = json.loads(run(*asked, *shares, "-o", str(tmp_path / "plan.json"), "--json").stdout)
+    read = load_plan(tmp_path / "plan.json")
+    assert read.schedule is not None
+    assert read.problem.costs.shares == SHARES
+    assert any(op.kind is zb.Kind.R for row in read.schedule.rows for op in row)
+    assert told["span_ms"] == simulate(read.schedule, read.problem.costs).span / 1e6
+    assert told["recomputation"]["chosen"]["time_ms"] == told["span_ms"]
+    shown = json.loads(run("show", str(tmp_path / "plan.json"), "--json").stdout)
+    assert shown["span"] * 1_000_000 == read.time
 
 
 def test_wrong_questions_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement
 from zerobubble.units import counted, show_ms
 
+WORK = (Kind.F, Kind.B, Kind.W)
+"""The kinds of passes that every rank has to run for each microbatch and stage."""
+
 MOST_THRESHOLDS = 8
 """Shares for which a bound is worked out of the microbatches of that share and above."""
 
@@ -81,7 +84,7 @@ def bounds_with_turn(placement: Placement, num_microbatches: int, costs: Costs, 
         return _of_alike(placement, num_microbatches, costs, limits, turn)
     if len(costs.shares) != num_microbatches:
         raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
-    return _of_unequal(placement, costs, limits)
+    return bounds_of_unequal(placement, costs, WORK, lambda count, share: _of_alike(placement, count, costs.scaled(share), limits))
 
 
 def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, turn: int = 0) -> Bounds:
@@ -102,28 +105,28 @@ def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits:
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
-def _of_unequal(placement: Placement, costs: Costs, limits: Limits | None) -> Bounds:
-    """The bounds for microbatches with shares, whatever their order is.
+def bounds_of_unequal(placement: Placement, costs: Costs, kinds: Sequence[Kind], of_alike: Callable[[int, float], Bounds]) -> Bounds:
+    """The bounds for microbatches with shares, whatever their order is; `of_alike` has those for so many microbatches of some share.
 
-    The work of each rank counts in full. And microbatches of some share and above take at least as long as if all of them had that share
-    and no others were there.
+    The work of each rank, passes of these `kinds`, counts in full. And microbatches of some share and above take at least as long as if
+    all of them had that share and no others were there.
     """
     starts = first_starts(placement, costs.scaled(min(costs.shares)))
-    spans, makespans = (_works(placement, costs, begins) for begins in ([0] * placement.num_ranks, starts))
+    spans, makespans = (_works(placement, costs, kinds, begins) for begins in ([0] * placement.num_ranks, starts))
     for share in _thresholds(costs.shares):
         count = sum(other >= share for other in costs.shares)
         which = f"{counted(count, 'microbatch')} of share {share:g} or more"
-        bounds = _of_alike(placement, count, costs.scaled(share), limits)
+        bounds = of_alike(count, share)
         spans.append(Claim(bounds.span.time, partial("{}: {}".format, which, bounds.span.reason)))
         makespans.append(Claim(bounds.makespan.time, partial("{}: {}".format, which, bounds.makespan.reason)))
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
-def _works(placement: Placement, costs: Costs, begins: Sequence[int]) -> list[Claim]:
-    """For each rank, the time (ns) of all its passes, after the time at which it can begin."""
+def _works(placement: Placement, costs: Costs, kinds: Sequence[Kind], begins: Sequence[int]) -> list[Claim]:
+    """For each rank, the time (ns) of all its passes of these kinds, after the time at which it can begin."""
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
-        works[rank] += sum(sum(costs.times(kind, stage)) for kind in (Kind.F, Kind.B, Kind.W))
+        works[rank] += sum(sum(costs.times(kind, stage)) for kind in kinds)
     times = enumerate(zip(works, begins, strict=True))
     return [Claim(begin + work, partial(work_reason, rank, work, begin)) for rank, (work, begin) in times]
 

@@ -19,7 +19,7 @@ from itertools import combinations, product
 from math import ceil, floor
 from typing import NamedTuple
 
-from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds
+from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, lower_bounds
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
 from zerobubble.bounds.rank_load import MOST_SUMS, RankLoad, worth
@@ -50,7 +50,14 @@ def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limi
     400.0
     286.308725
     """
-    return _bounds(placement, num_microbatches, replace(costs, further=()), limits, tuple(levels))
+    plain = replace(costs, further=())
+    if not costs.shares:
+        return _bounds(placement, num_microbatches, plain, limits, tuple(levels))
+    least = [min(round(level.extra_in(stage) * time) for level in levels) for stage, time in enumerate(costs.forward)]
+    worked = plain.with_columns(recompute=least, held_input=[0] * costs.num_stages)
+    return bounds_of_unequal(
+        placement, worked, (*WORK, Kind.R), lambda count, share: _bounds(placement, count, plain.scaled(share), limits, tuple(levels))
+    )
 
 
 @lru_cache(maxsize=64)
@@ -78,8 +85,10 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
 def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]]) -> str:
     """Why no schedule fits the limits where each stage has one of its `levels`, naming the ranks that cannot hold one microbatch.
 
-    While a B runs, its stage holds all that its forward saves, and the stages of its rank before it what they keep.
+    While a B runs, its stage holds all that its forward saves, and the stages of its rank before it what they keep. Of microbatches of
+    unequal cost the largest counts.
     """
+    costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     kept, needed = [0] * placement.num_ranks, [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         saved = costs.held_after_f[stage]

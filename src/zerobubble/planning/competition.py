@@ -11,7 +11,7 @@ from textwrap import fill
 from time import perf_counter
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, takes
-from zerobubble.costs import Costs, Level, Limits
+from zerobubble.costs import NONE, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -22,6 +22,7 @@ from zerobubble.planning.attempt import (
     ProgressCallback,
     attempt_by_baseline,
     improve,
+    shorter,
     start_attempt,
     with_list_schedule,
     with_serial_schedule,
@@ -35,6 +36,7 @@ from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.reasons import NOTE_WIDTH, Told, comparison_table, notes
 from zerobubble.planning.recompute.bought import Bought
+from zerobubble.planning.recompute.lighter import lightened
 from zerobubble.planning.recompute.plan import plan_recomputing
 from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving, with_sharper_bounds
 from zerobubble.planning.seeds import promising
@@ -240,9 +242,11 @@ def plan(
             "microbatches of unequal cost are planned by neither a baseline nor with weights in shards: leave one of the two out"
         )
     if offered:
-        beside = {"shares": bool(shares), "baseline": baseline is not None, "sharded": sharded is not None}
+        beside = {"baseline": baseline is not None, "sharded": sharded is not None}
         refuse_beside_recomputation([name for name, is_given in beside.items() if is_given])
     problems = problems_of(work, num_microbatches, memory, tried, objective, sharded, shares)
+    if offered and shares:
+        return _plan_unequal_again(problems, offered, as_budget(seconds, evaluations), seed, progress)
     if offered:
         started, again = perf_counter(), plan_recomputing(problems, offered, as_budget(seconds, evaluations), seed, progress)
         return replace(_plan_of(again.attempts, started, again.compiling), simple=None, bought=again.bought)
@@ -319,6 +323,36 @@ def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on
         solved = unequal(problems[choice.name], choice.solved, part, seed)
         attempts.append(Attempt(choice.name, solved, searched=not part.is_empty, interrupted=found.interrupted))
     return _plan_of(attempts, started, found.compiling)
+
+
+def _plan_unequal_again(
+    problems: Mapping[str, Problem], offered: Sequence[Level], budget: Budget, seed: int, on_progress: ProgressCallback | None
+) -> Plan:
+    """`_plan_unequal` with recomputation: levels are chosen as if microbatches were alike, and R's left out again in their order."""
+    started = perf_counter()
+    as_alike = {name: alike(problem, offered) for name, problem in problems.items()}
+    again = plan_recomputing(as_alike, offered, budget.share(2), seed, on_progress)
+    left, nothing = budget.share(2 * (UNEQUAL_PLACEMENTS + 1)), Budget(0.0, budget.evaluations and 0)
+    by_placement = {problem.placement: problem for problem in problems.values()}
+
+    def ordered(solved: Solved, part: Budget) -> Solved:
+        return unequal(by_placement[solved.problem.placement], solved, part, seed)
+
+    ranked = sorted(again.attempts, key=rank_key)
+    without = ordered(again.bought.without, nothing if ranked[0].interrupted else left)
+    attempts = []
+    for place, attempt in enumerate(ranked):
+        part = left if place < UNEQUAL_PLACEMENTS and not attempt.interrupted else nothing
+        solved = lightened(ordered(attempt.solved, part), nothing)
+        if NONE in offered and solved.problem.placement == without.problem.placement:
+            solved = shorter(solved, without)
+        attempts.append(replace(attempt, solved=solved, searched=attempt.searched or not part.is_empty))
+    chosen = min(attempts, key=rank_key).solved
+    full = again.bought.full
+    if full is not None:
+        full = ordered(full, nothing) if NONE in offered else chosen
+    plan = _plan_of(attempts, started, again.compiling)
+    return replace(plan, simple=None, bought=Bought(without, full, chosen))
 
 
 def _plan_of(attempts: Sequence[Attempt], started: float, compiling: float = 0.0, interrupted: bool = False) -> Plan:

@@ -1,6 +1,6 @@
 """Microbatches of unequal cost: two change places where that shortens the schedule, now and then where it does not.
 
-Gradients do not depend on which microbatch takes which place of a schedule. The places are those of `Tables.time` and `Tables.held`.
+Gradients do not depend on which microbatch takes which place of a schedule. The places are those of `Tables.time` and the like.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerobubble.planning.kernels.tables import Ints, Tables
 def with_takers(tables: Tables, takers: Sequence[int]) -> Tables:
     """The tables of the same problem, whose microbatches stand in the order of their numbers, with microbatch `takers[j]` in place j."""
     shape, order = (len(tables.codes), tables.microbatches), list(takers)
-    return tables._replace(**{name: getattr(tables, name).reshape(shape)[:, order].ravel() for name in ("time", "held")})
+    return tables._replace(**{name: getattr(tables, name).reshape(shape)[:, order].ravel() for name in ("time", "held", "ahead", "over")})
 
 
 @compiled
@@ -78,3 +78,5 @@ def exchange(tables: Tables, takers: Ints, one: int, other: int) -> None:
         here, there = code * tables.microbatches + one, code * tables.microbatches + other
         tables.time[here], tables.time[there] = tables.time[there], tables.time[here]
         tables.held[here], tables.held[there] = tables.held[there], tables.held[here]
+        tables.ahead[here], tables.ahead[there] = tables.ahead[there], tables.ahead[here]
+        tables.over[here], tables.over[there] = tables.over[there], tables.over[here]

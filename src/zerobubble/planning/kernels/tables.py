@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.kinds import HELD, MOVES, traits_of
+from zerobubble.kinds import HELD, MOVES, made_where, traits_of
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.seeds import joined_for_room
 from zerobubble.rules import used_stages
@@ -84,8 +84,7 @@ def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
     ranks_of_stages = problem.placement.routes[0]
     codes = _codes(problem)
     chain = _chain(codes)
-    time, held = _of_passes(problem)
-    ahead, over = (np.repeat(codes[name], problem.num_microbatches) for name in ("ahead", "over"))
+    time, held, ahead, over = _of_passes(problem, codes)
     begins = [code for code in chain if codes["predecessor"][code] < 0]
     return Tables(
         problem.num_microbatches,
@@ -103,30 +102,37 @@ def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
     )
 
 
-def _of_passes(problem: Problem) -> tuple[Ints, Ints]:
-    """The ns of all passes and their bytes, code after code, microbatches in the order of their numbers."""
+def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints]:
+    """What `Tables` has of all passes, `time`, `held`, `ahead` and `over`: code after code, microbatches in the order of their numbers."""
     costs, m = problem.costs, problem.num_microbatches
-    passes = [(kind, stage) for kind in PLANNED for stage in range(problem.placement.num_stages)]
     if not costs.shares:
-        time, held = ([amount(*one) for one in passes] for amount in (costs.time, partial(_change, problem)))
-        return np.repeat(_ints(time), m), np.repeat(_ints(held), m)
+        time, held, ahead, over = (np.repeat(codes[name], m) for name in ("time", "held", "ahead", "over"))
+        return time, held, ahead, over
     shares, nothing = np.array(costs.shares), np.zeros(m, np.int64)
 
     def sized(names: Iterable[str], stage: int) -> Ints:
         return sum([np.rint(costs.column(name)[stage] * shares).astype(np.int64) for name in names], start=nothing)
 
-    times, changes = [], []
-    for kind, stage in passes:
-        traits = traits_of(kind)
-        used = (HELD[stuff] for stuff, hop in traits.uses if hop == 0 and stuff in HELD)
-        times.append(sized(traits.times, stage))
-        changes.append(sized((HELD[stuff] for stuff in traits.makes if stuff in HELD), stage) - sized(used, stage))
-    return np.concatenate(times), np.concatenate(changes)
+    def change(kind: Kind, stage: int, again: Kind | None) -> Ints:
+        used = (HELD[stuff] for stuff, hop in traits_of(kind).uses if hop == 0 and stuff in HELD)
+        return sized((HELD[stuff] for stuff in made_where(kind, again) if stuff in HELD), stage) - sized(used, stage)
+
+    columns = []
+    for kind in PLANNED:
+        for stage in range(problem.placement.num_stages):
+            again = Kind.R if problem.recomputes(stage) else None
+            held, ahead, over = change(kind, stage, again), nothing, nothing
+            if again is not None and kind is Kind.B:
+                more = change(again, stage, None)
+                held, ahead = held + more, sized(traits_of(again).times, stage)
+                over = np.maximum(0, more - held)
+            columns.append((sized(traits_of(kind).times, stage), held, ahead, over))
+    time, held, ahead, over = map(np.concatenate, zip(*columns, strict=True))
+    return time, held, ahead, over
 
 
-def _change(problem: Problem, kind: Kind, stage: int) -> int:
+def _change(problem: Problem, costs: Costs, kind: Kind, stage: int) -> int:
     """By how many bytes a pass changes what its rank holds, that of B together with that of its R."""
-    costs = problem.costs
     if not problem.recomputes(stage):
         return costs.memory_change(kind, stage)
     again = costs.memory_change(Kind.R, stage) if kind is Kind.B else 0
@@ -144,7 +150,7 @@ def _codes(problem: Problem) -> Records:
         one = codes[code]
         one["rank"] = ranks_of_stages[stage]
         one["time"] = costs.time(kind, stage)
-        one["held"] = costs.memory_change(kind, stage) if problem.costs.shares else _change(problem, kind, stage)
+        one["held"] = _change(problem, costs, kind, stage)
         one["ahead"], one["over"] = 0, 0
         one["grows"] = max(0, costs.memory_change(kind, stage)) if kind is Kind.B else 0
         if kind is Kind.B and problem.recomputes(stage):

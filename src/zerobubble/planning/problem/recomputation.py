@@ -20,8 +20,6 @@ LEVELS = (SELECTIVE, FULL)
 """The levels that a plan chooses from where none are given."""
 
 NOT_BESIDE = {
-    "shares": "microbatches of unequal cost are planned without recomputation, because the search that places R has one time and one "
-    "number of bytes for each level of a stage, whatever the microbatch: leave one of the two out",
     "baseline": "the planners of the papers place no R: leave one of the two out, or put R into a baseline's schedule by "
     "zb.schedules.with_recompute",
     "sharded": "weights in shards are planned without recomputation, because Pipeline computes no stage that FSDP2 divides again: leave "
@@ -64,8 +62,6 @@ class Recomputation:
         """Raise `InputError` unless the levels are for as many stages as `costs`, whose columns are those of the chosen ones."""
         for level in self.offered:
             level.require_fit(costs.num_stages)
-        if costs.shares:
-            refuse_beside_recomputation(["shares"])
         if costs != costs.with_recompute(self.chosen):
             raise InputError(
                 "times of R and bytes of kept inputs in the costs are not those of the levels of their stages: see with_recompute"

@@ -12,7 +12,7 @@ from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
-from zerobubble.costs import NONE
+from zerobubble.costs import NONE, Costs
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.attempt import Budget, shorter
 from zerobubble.planning.problem.problem import Problem, Solved
@@ -24,6 +24,9 @@ MOST_OTHERS = 6
 """How many other schedules are tried, and the share of the seconds for them."""
 
 FOR_OTHERS = 0.15
+
+WHERE_IT_PAYS = ", R where it pays"
+"""What the answers are called, behind the name of what they were made from."""
 
 
 class Stay(NamedTuple):
@@ -55,7 +58,7 @@ def lightened(solved: Solved, budget: Budget, seed: int = 0, others: Sequence[Sc
     if best is solved:
         return solved
     assert best.schedule is not None
-    name = f"{best.how}, R where it pays"
+    name = best.how if best.how.endswith(WHERE_IT_PAYS) else f"{best.how}{WHERE_IT_PAYS}"
     return replace(best, how=name, schedule=replace(best.schedule, name=name), seconds=solved.seconds + perf_counter() - started)
 
 
@@ -85,16 +88,17 @@ def _with_cheaper_levels(problem: Problem, schedule: Schedule) -> Problem:
     """The problem with, for one stage after the other, the quickest level with which the schedule fits the limits."""
     assert problem.recomputation is not None
     levels = [level for level in problem.recomputation.offered if level != NONE]
+    costs_at = {level.name: problem.costs.with_recompute(level) for level in levels}
     chosen = list(problem.recomputation.chosen)
     for rank, row in enumerate(schedule.rows):
         held, stays = held_bytes(row, problem.costs), list(_stays(row))
         for stage in sorted({stay.stage for stay in stays}):
-            saved = problem.costs.held_after_f[stage]
+            own = [stay for stay in stays if stay.stage == stage]
             for level in sorted(levels, key=lambda level: level.extra_in(stage)):
                 if level.extra_in(stage) >= chosen[stage].extra_in(stage):
                     break
-                more = round(level.kept_in(stage) * saved) - round(chosen[stage].kept_in(stage) * saved)
-                lighter = _with_more(held, [stay for stay in stays if stay.stage == stage], more)
+                more = [_left_out(problem.costs, stay) - _left_out(costs_at[level.name], stay) for stay in own]
+                lighter = _with_more(held, own, more)
                 if max(lighter) <= problem.limits.memory[rank]:
                     held, chosen[stage] = lighter, level
                     break
@@ -111,11 +115,10 @@ def _without(problem: Problem, rank: int, row: Sequence[Op]) -> Iterator[Op]:
     costs, gone, held = problem.costs, set(), held_bytes(row, problem.costs)
 
     def price(stay: Stay) -> float:
-        more = costs.held_after_f[stay.stage] - costs.column("held_input")[stay.stage]
-        return (stay.stop - stay.start) * more / max(1, costs.time(Kind.R, stay.stage))
+        return (stay.stop - stay.start) * _left_out(costs, stay) / max(1, costs.time(Kind.R, stay.stage, stay.microbatch))
 
     for stay in sorted(_stays(row), key=price):
-        more = costs.held_after_f[stay.stage] - costs.column("held_input")[stay.stage]
+        more = _left_out(costs, stay)
         if max(held[stay.start : stay.stop]) + more <= problem.limits.memory[rank]:
             held[stay.start : stay.stop] = [number + more for number in held[stay.start : stay.stop]]
             gone.add(Op(Kind.R, stay.stage, stay.microbatch))
@@ -132,10 +135,15 @@ def _stays(row: Sequence[Op]) -> Iterator[Stay]:
             yield Stay(stage, microbatch, begun[stage, microbatch], at)
 
 
-def _with_more(held: Sequence[int], stays: Iterable[Stay], more: int) -> list[int]:
+def _left_out(costs: Costs, stay: Stay) -> int:
+    """The bytes that a forward leaves for its R to make."""
+    return costs.memory_change(Kind.R, stay.stage, microbatch=stay.microbatch)
+
+
+def _with_more(held: Sequence[int], stays: Iterable[Stay], more: Iterable[int]) -> list[int]:
     """The bytes held where each of `stays` holds so many more."""
     changes = [0] * (len(held) + 1)
-    for stay in stays:
-        changes[stay.start] += more
-        changes[stay.stop] -= more
+    for stay, size in zip(stays, more, strict=True):
+        changes[stay.start] += size
+        changes[stay.stop] -= size
     return [number + extra for number, extra in zip(held, accumulate(changes[:-1]), strict=True)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from statistics import fmean
 from time import perf_counter
 
-from zerobubble.costs import UNIT_BYTES, Costs, Limits
+from zerobubble.costs import UNIT_BYTES, Costs, Level, Limits
 from zerobubble.ir import Placement
 from zerobubble.planning.attempt import Budget, shorter
 from zerobubble.planning.problem.problem import Problem, Solved
@@ -16,12 +17,20 @@ from zerobubble.planning.seeds import fits_memory, serial_schedule, split
 from zerobubble.planning.unequal.order import first_choices
 
 
-def alike(problem: Problem) -> Problem:
-    """The problem with microbatches that all take the mean time and hold the bytes of the largest: its schedules fit in any order."""
+def alike(problem: Problem, levels: Sequence[Level] = ()) -> Problem:
+    """The problem with microbatches that all take the mean time and hold the bytes of the largest: its schedules fit in any order.
+
+    So do those that compute forwards again at one of `levels`: what a forward keeps is rounded otherwise here, for which room is left.
+    """
     shares = problem.costs.shares
     mean, largest = (problem.costs.scaled(share) for share in (fmean(shares), max(shares)))
     costs = replace(mean, held_after_f=largest.held_after_f, held_after_b=largest.held_after_b)
-    return replace(problem, costs=costs, workload=None)
+    room = list(problem.limits.memory)
+    for stage, rank in enumerate(problem.placement.routes[0]):
+        kept = [[each.with_recompute(level).column("held_input")[stage] for level in levels] for each in (problem.costs, costs)]
+        more = max((round(own * max(shares)) - here for own, here in zip(*kept, strict=True)), default=0)
+        room[rank] = max(1, room[rank] - problem.num_microbatches * max(0, more))
+    return replace(problem, costs=costs, limits=Limits(tuple(room)), workload=None)
 
 
 @cache
@@ -37,8 +46,12 @@ def unequal(problem: Problem, found: Solved, budget: Budget, seed: int) -> Solve
     """The best answer to `problem`, whose microbatches have shares, that the answer `found` to `alike(problem)` leads to.
 
     It is never longer than the schedule of `found` with the microbatches in the order of the data. Where nothing was found there, it
-    is infeasible for the same reason. Compiling the search is not counted as part of the budget.
+    is infeasible for the same reason. Stages have the levels of recomputation that they have there; in another order, those that compute
+    again do so for all microbatches, each R right before its B. Compiling the search is not counted as part of the budget.
     """
+    if found.problem.recomputation is not None:
+        costs = problem.costs.with_recompute(found.problem.recomputation.chosen)
+        problem = replace(problem, costs=costs, recomputation=found.problem.recomputation)
     bound = problem.bound()
     if found.schedule is None:
         return replace(found, problem=problem, bound=bound)
