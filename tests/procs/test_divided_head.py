@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -300,44 +301,88 @@ def test_steps_are_validated_afterwards_to_the_bit(world: Ranks) -> None:
     assert all(world.run(both_ways, ranks=2))
 
 
-def save_and_load(group: Any, path: str) -> tuple[list[float], list[float], str]:
-    """The losses of two steps after a checkpoint, of those of another pipeline that begins with it, and what one with other parts says."""
-
-    def steps(pipe: zb.Pipeline, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
-        losses = []
-        for seed in seeds:
-            losses.append(pipe.step(*batch(4, seed=seed)).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    schedule, found = with_vocabulary(zb.make("1f1b", 2, 4)), []
-    for seen in (0, 2):
-        with zb.Pipeline(body, schedule, 4, zb.nn.DividedHead(linear()), group=group) as pipe:
-            optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
-            if seen:
-                zb.load(path, pipe, optimizer)
-            else:
-                steps(pipe, optimizer, range(2))
-                zb.save(path, pipe, optimizer)
-            found.append(steps(pipe, optimizer, range(2, 4)))
-    with zb.Pipeline(with_head, "1f1b", 4, loss, group=group) as pipe, pytest.raises(zb.InputError) as refused:
-        zb.load(path, pipe, torch.optim.Adam(pipe.parameters(), lr=0.01))
-    return found[0], found[1], str(refused.value)
+LAYERS = 4
 
 
-def with_head(stage: int, num_stages: int) -> nn.Module:
-    return nn.Sequential(*body(stage, num_stages), *[linear()] * (stage == num_stages - 1))
+def named(stage: int, num_stages: int, has_head: bool = False) -> nn.Module:
+    """A stage in which everything has the name that it has in the whole model."""
+    torch.manual_seed(100)
+    layers = [Block(WIDTH).double() for _ in range(LAYERS)]
+    parts = {"embedding": nn.Embedding(ROWS, WIDTH).double()} if stage == 0 else {}
+    parts |= {f"layer{each}": layers[each] for each in range(stage * LAYERS // num_stages, (stage + 1) * LAYERS // num_stages)}
+    if has_head and stage == num_stages - 1:
+        parts["lm_head"] = linear()
+    return nn.Sequential(OrderedDict(parts))
+
+
+def some_steps(pipe: zb.Pipeline, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
+    losses = []
+    for seed in seeds:
+        losses.append(pipe.step(*batch(4, seed=seed)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def go_on(group: Any, name: str, has_head: bool, load: str | None, save: str | None, seeds: range, kind: str = "Adam") -> list[float]:
+    """Losses of steps in a schedule whose head is divided, or whole in the last stage, from a checkpoint and up to another."""
+    plain = zb.make(name, group.size(), 4)
+    schedule, head = (plain, loss) if has_head else (with_vocabulary(plain), zb.nn.DividedHead(linear(), name="lm_head"))
+    with zb.Pipeline(partial(named, has_head=has_head), schedule, 4, head, group=group) as pipe:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(pipe.parameters(), lr=0.01)
+        if load:
+            assert zb.load(load, pipe, optimizer) == {"head": "any"}
+        losses = some_steps(pipe, optimizer, seeds)
+        if save:
+            zb.save(save, pipe, optimizer, extra={"head": "any"})
+    return losses
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def test_a_checkpoint_goes_on_with_the_same_parts(world: Ranks, tmp_path: Path) -> None:
-    for before, after, refused in world.run(save_and_load, str(tmp_path / "saved"), ranks=2):
-        assert before == after
-        assert "head_rows_0_to_6" in refused
+def test_a_checkpoint_has_the_head_whole_however_it_was_divided(world: Ranks, tmp_path: Path) -> None:
+    """Two parts, then four, then whole in a pipeline, then three parts, then one device, and that of two again where it began."""
+    first, second, third, fourth = (str(tmp_path / str(number)) for number in range(4))
+    (began, *_) = world.run(go_on, "zb-h1", False, None, first, range(2), ranks=2)
+    (straight, *_) = world.run(go_on, "zb-h1", False, first, None, range(2, 7), ranks=2)
+    found = [
+        *world.run(go_on, "1f1b", False, first, second, range(2, 4), ranks=4)[0],
+        *world.run(go_on, "zb-v", True, second, third, range(4, 5), ranks=2)[0],
+        *world.run(go_on, "gpipe", False, third, fourth, range(5, 6), ranks=3)[0],
+    ]
+    model = named(0, 1, has_head=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    zb.load(fourth, model, optimizer)
+    inputs, targets = batch(4, seed=6)
+    last = torch.stack([loss(model(x), y) for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True)]).mean()
+    assert began
+    assert straight == pytest.approx([*found, last.item()], abs=1e-12)
+
+
+def cannot_be_joined(group: Any, path: str, which: str) -> str:
+    """What is said where a checkpoint could not have the head whole."""
+    head = zb.nn.DividedHead(linear(), name="layer1.up" if which == "taken" else "lm_head")
+    with zb.Pipeline(named, with_vocabulary(zb.make("1f1b", 2, 4)), 4, head, group=group) as pipe:
+        optimizer = torch.optim.Adafactor(pipe.parameters(), lr=0.01) if which == "factors" else torch.optim.SGD(pipe.parameters(), lr=0.1)
+        some_steps(pipe, optimizer, range(1))
+        with pytest.raises(zb.InputError) as refused:
+            zb.save(path, pipe, optimizer)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    [
+        ("taken", "and a checkpoint calls a part of the divided head so: give DividedHead the name that the head has in the whole model"),
+        ("factors", "of which this rank has a part of shape"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_on_every_rank(world: Ranks, tmp_path: Path, which: str, told: str) -> None:
+    for said in world.run(cannot_be_joined, str(tmp_path / "saved"), which, ranks=2):
+        assert told in said
+    assert not (tmp_path / "saved").exists()
 
 
 def tied(stage: int, num_stages: int) -> nn.Module:

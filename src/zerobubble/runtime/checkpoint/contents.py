@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.checkpoint.joined import Mark, Marks, marks_in, part, whole
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.optimizer_state import ParameterState
 from zerobubble.runtime.step.hook import StepHook
-from zerobubble.runtime.values.experts import ExpertMark, expert_marks
-from zerobubble.runtime.values.memory import local_part
+from zerobubble.runtime.values.head_rows import HeadRows
 
-Marks = Mapping[nn.Parameter, ExpertMark]
-"""Of parameters that are this rank's part of experts, which a checkpoint has joined."""
 FORM = 1
 """The number of this form; one who reads a higher number is too old."""
 
@@ -36,26 +34,42 @@ FORM = 1
 def parameters_by_name(modules: Mapping[int, nn.Module], names: Names) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a rank under each of their names in the checkpoint."""
     for stage, module in sorted(modules.items()):
+        marks = marks_in(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            yield f"{names.prefix(stage)}{name}", parameter
+            yield _name(names, stage, name, marks.get(name)), parameter
 
 
 def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, Tensor]:
     """Parameters and buffers by key; raises `InputError` for a state that is no tensor."""
     found = {}
     for stage, module in sorted(modules.items()):
-        marks = expert_marks(module)
+        marks = marks_in(module)
         for name, value in module.state_dict().items():
             if not isinstance(value, Tensor):
                 raise InputError(f"{name!r} in the state of stage {stage} is a {type(value).__name__}, and a checkpoint has tensors there")
-            found[f"model.{names.prefix(stage)}{name}"] = marks[name].whole(value) if name in marks else value
+            found[f"model.{_name(names, stage, name, marks.get(name))}"] = marks[name].whole(value) if name in marks else value
     return found
 
 
+def model_keys(modules: Mapping[int, nn.Module], names: Names) -> list[str]:
+    """The keys of `model_tensors`."""
+    return [
+        f"model.{_name(names, stage, name, marks.get(name))}"
+        for stage, module in modules.items()
+        for marks in [marks_in(module)]
+        for name in module.state_dict()
+    ]
+
+
+def _name(names: Names, stage: int, name: str, mark: Mark | None) -> str:
+    """What `name` of a stage is called in the checkpoint: the rows of a head as the head is, which belongs to no stage."""
+    return mark.name if isinstance(mark, HeadRows) else f"{names.prefix(stage)}{name}"
+
+
 def optimizer_tensors(named: Mapping[str, nn.Parameter], states: Mapping[nn.Parameter, ParameterState], marks: Marks) -> dict[str, Tensor]:
-    """What the optimizer keeps of each parameter, by key."""
+    """What the optimizer keeps of each parameter, by key; raises `InputError` for what cannot be joined."""
     return {
-        f"optimizer.{name}.{key}": _whole(parameter, tensor, marks)
+        f"optimizer.{name}.{key}": whole(parameter, name, key, tensor, marks)
         for name, parameter in named.items()
         if parameter in states
         for key, tensor in states[parameter].tensors.items()
@@ -133,22 +147,18 @@ def room_for_optimizer(
         parameter = named.get(name) if key.startswith("optimizer.") and kept else None
         if parameter is not None and parameter in held:
             now = optimizer.state.get(parameter, {}).get(kept)
-            now = _whole(parameter, now, marks) if isinstance(now, Tensor) else now
-            fits = isinstance(now, Tensor) and now.shape == tensor.size and now.dtype == tensor.properties.dtype
-            found[key] = now if fits else _new(_whole(parameter, parameter.detach(), marks), tensor)
+            there = whole(parameter, name, kept, now, marks) if isinstance(now, Tensor) else None
+            fits = there is not None and there.shape == tensor.size and there.dtype == tensor.properties.dtype
+            found[key] = there if there is not None and fits else _new(parameter, tensor, marks)
     return found
 
 
-def _whole(parameter: nn.Parameter, tensor: Tensor, marks: Marks) -> Tensor:
-    """What experts of all ranks have where `tensor` is what this rank keeps of its own, of the shape of the parameter."""
-    mark = marks.get(parameter)
-    return tensor if mark is None or tensor.shape != parameter.shape else mark.whole(tensor)
-
-
-def _new(parameter: Tensor, saved: Any) -> Tensor:
+def _new(parameter: nn.Parameter, saved: Any, marks: Marks) -> Tensor:
     """Room for a tensor that an optimizer keeps, divided as the parameter is where it is of its shape."""
-    dtype = saved.properties.dtype
-    return torch.empty_like(parameter, dtype=dtype) if saved.size == parameter.shape else torch.empty(saved.size, dtype=dtype)
+    dtype, mark = saved.properties.dtype, marks.get(parameter)
+    own = torch.empty_like(parameter.detach(), dtype=dtype)
+    like = own if mark is None else mark.whole(own)
+    return like if saved.size == like.shape else torch.empty(saved.size, dtype=dtype)
 
 
 def optimizer_states(
@@ -159,7 +169,7 @@ def optimizer_states(
     for key, tensor in room.items():
         if key.startswith("optimizer."):
             name, _, kept = key.removeprefix("optimizer.").rpartition(".")
-            tensors.setdefault(name, {})[kept] = local_part(tensor) if named[name] in marks else tensor
+            tensors.setdefault(name, {})[kept] = part(tensor) if named[name] in marks else tensor
     return {parameter: ParameterState(tensors.get(name, {}), *saved[name]) for name, parameter in named.items() if name in saved}
 
 

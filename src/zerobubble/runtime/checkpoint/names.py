@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,6 +27,17 @@ def are_of_one_model(told: Sequence[StageNames], tied: Sequence[Sequence[tuple[i
             for name in found:
                 holders.setdefault(name, set()).add(stage)
     return all(len(stages) == 1 or any({(stage, name) for stage in stages} <= group for group in same) for name, stages in holders.items())
+
+
+def refuse_taken(told: Sequence[StageNames], heads: Set[str]) -> None:
+    """Raise `InputError` where a stage has something under one of the names that `heads` have in the whole model."""
+    for names in told:
+        for stage, found in sorted(names.items()):
+            if taken := sorted(heads & set(found)):
+                raise InputError(
+                    f"stage {stage} has {taken[0]!r}, and a checkpoint calls a part of the divided head so: "
+                    "give DividedHead the name that the head has in the whole model, name=..."
+                )
 
 
 class Names(NamedTuple):

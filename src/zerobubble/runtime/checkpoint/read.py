@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import contents
 from zerobubble.runtime.checkpoint.folder import find
-from zerobubble.runtime.checkpoint.names import Names, names_of
+from zerobubble.runtime.checkpoint.joined import marks_of
+from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.optimizer_state import take_over
 from zerobubble.runtime.checkpoint.random_states import set_plain_states, set_tensor_states
 from zerobubble.runtime.checkpoint.together import agreed
 from zerobubble.runtime.checkpoint.trained import Trained
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
-from zerobubble.runtime.values.experts import marks_of
 
 
 class Saved(NamedTuple):
@@ -66,7 +66,7 @@ class Reading:
             optimizer, saved = agreed(trained, lambda: (settled(self._given), open_checkpoint(path)))
             trained.settle()
             names = trained.names()
-            held = trained.gather([f"model.{name}" for name in self._held(names)], "comparing with the checkpoint")
+            held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
             room = agreed(trained, lambda: self._room(saved, names, optimizer, {key for keys in held for key in keys}))
             agreed(trained, lambda: self._take_over_hooks(saved))
             saved.read(room)
@@ -74,9 +74,6 @@ class Reading:
             trained.gather(None, "taking over the checkpoint")
         extra: dict[str, Any] = saved.rest["extra"]
         return extra
-
-    def _held(self, names: Names) -> list[str]:
-        return [f"{names.prefix(stage)}{name}" for stage, found in names_of(self._trained.modules).items() for name in found]
 
     def _room(self, saved: Saved, names: Names, optimizer: Optimizer | None, held: set[str]) -> dict[str, Tensor]:
         """Where the checkpoint is read to: the model's own tensors, and new ones; raises `InputError` with all that does not fit."""

@@ -14,12 +14,13 @@ from torch import nn
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.background import BackgroundSaves
-from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, names_of
+from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, names_of, refuse_taken
 from zerobubble.runtime.checkpoint.together import Together
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.values.experts import expert_marks
+from zerobubble.runtime.values.head_rows import names_of_heads
 
 R = TypeVar("R")
 
@@ -107,9 +108,14 @@ class PipelineTrained:
 
     def names(self) -> Names:
         """See `Trained`."""
-        told = self.gather(names_of(self.modules), "comparing the names of parameters")
+        mine = names_of(self.modules), names_of_heads(self.modules.values())
+        told = self.gather(mine, "comparing the names of parameters")
         setup = self._session.setup
-        return Names(self._pipe.schedule.num_stages, setup.is_cut_model or are_of_one_model(told, setup.tied))
+        is_whole_model = setup.is_cut_model or are_of_one_model([names for names, _ in told], setup.tied)
+        if is_whole_model:
+            with self.alike():
+                refuse_taken([names for names, _ in told], {name for _, heads in told for name in heads})
+        return Names(self._pipe.schedule.num_stages, is_whole_model)
 
     def settle(self) -> int:
         """See `Trained`."""

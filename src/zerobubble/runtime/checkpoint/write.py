@@ -17,6 +17,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import contents
 from zerobubble.runtime.checkpoint.background import Saving
 from zerobubble.runtime.checkpoint.folder import publish, room_beside
+from zerobubble.runtime.checkpoint.joined import marks_of
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.optimizer_state import states_of
 from zerobubble.runtime.checkpoint.parts import Part
@@ -24,7 +25,6 @@ from zerobubble.runtime.checkpoint.random_states import plain_states, tensor_sta
 from zerobubble.runtime.checkpoint.together import agreed
 from zerobubble.runtime.checkpoint.trained import Trained
 from zerobubble.runtime.hooks.post_validation import PostValidation
-from zerobubble.runtime.values.experts import marks_of
 
 AnyOptimizer = Optimizer | PostValidation
 SCHEDULE = "schedule.json"

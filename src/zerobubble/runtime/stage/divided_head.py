@@ -12,7 +12,7 @@ from torch.nn import functional
 from zerobubble.arguments import NUMBER, shown
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.runtime.stage.head_part import BuildRows, HeadPart
+from zerobubble.runtime.stage.head_part import BuildRows, HeadName, HeadPart
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import Gradients
 
@@ -31,12 +31,19 @@ class DividedHead:
         vocabulary: how many rows there are in all, where `head` is a function.
         ignore_index: the target of tokens that do not count.
         label_smoothing: how much of each target goes to all rows alike, from 0 to 1, as in `torch.nn.functional.cross_entropy`.
+        name: what the head is called in the whole model, such as "lm_head": checkpoints have it whole, as `lm_head.weight`.
 
     Raises `InputError` for a head that is neither, for a vocabulary that is missing, or given beside a whole head, and for other smoothing.
     """
 
     def __init__(
-        self, head: nn.Linear | BuildRows, vocabulary: int | None = None, *, ignore_index: int = -100, label_smoothing: float = 0.0
+        self,
+        head: nn.Linear | BuildRows,
+        vocabulary: int | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        name: str = "head",
     ) -> None:
         is_whole = isinstance(head, nn.Module)
         if (is_whole and type(head) is not nn.Linear) or not callable(head):
@@ -47,7 +54,10 @@ class DividedHead:
             raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
         if not NUMBER.accepts(label_smoothing) or not 0 <= label_smoothing <= 1:
             raise InputError(f"label_smoothing must be a number from 0 to 1, got {shown(label_smoothing)}")
+        if type(name) is not str or not name.strip("."):
+            raise InputError(f"name must be the name of the head in the whole model, such as 'lm_head', got {shown(name)}")
         self._head = head
+        self.name = name
         self.vocabulary: int = head.out_features if isinstance(head, nn.Linear) else vocabulary  # type: ignore[assignment]
         self.ignore_index = ignore_index
         self.label_smoothing = float(label_smoothing)
@@ -59,7 +69,7 @@ class DividedHead:
         return functional.cross_entropy(logits, target.flatten(), ignore_index=self.ignore_index, label_smoothing=smoothing)
 
     def __str__(self) -> str:
-        return f"{self.vocabulary} rows, ignore_index {self.ignore_index}, label_smoothing {self.label_smoothing:g}"
+        return f"{self.vocabulary} rows, ignore_index {self.ignore_index}, label_smoothing {self.label_smoothing:g}, {self.name}"
 
     def parts(self, stages: tuple[int, ...], modules: Mapping[int, nn.Module], gradients: Gradients) -> dict[int, HeadPart]:
         """The parts that go by those of `stages` that this rank has `modules` of, as parameters of these.
@@ -75,10 +85,10 @@ class DividedHead:
             raise InputError(f"stage {sharded[0]} is divided by FSDP2 and has a part of a divided head: leave out one of both")
         starts = [-(-number * self.vocabulary // len(stages)) for number in range(len(stages) + 1)]
         counts = 1 - self.label_smoothing, self.label_smoothing / self.vocabulary
-        found = {}
+        whole, found = HeadName(self.name, self.vocabulary), {}
         for stage, (first, end) in zip(stages, pairwise(starts), strict=True):
             if stage in modules:
-                found[stage] = HeadPart(modules[stage], self._rows, first, end, gradients, *counts)
+                found[stage] = HeadPart(modules[stage], self._rows, first, end, whole, gradients, *counts)
         return found
 
     def _rows(self, first: int, end: int) -> nn.Linear:

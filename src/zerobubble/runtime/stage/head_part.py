@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.head_rows import HeadRows, mark_head_rows
 from zerobubble.runtime.values.payload import Tensors
 
 BuildRows = Callable[[int, int], nn.Linear]
@@ -82,11 +83,19 @@ class Correction(NamedTuple):
         return cls(parts / total, maximum + total.log() - targets.sum(0))
 
 
+class HeadName(NamedTuple):
+    """The whole head: its name in checkpoints, and its rows."""
+
+    name: str
+    num_rows: int
+
+
 class HeadPart:
     """The rows of the head from `first_row` to `end_row` that one rank has, as parameters of the `module` of the stage it goes by.
 
-    So they are trained, summed over replicas, clipped and saved like all that this module has. They have names that no other part has. A
-    module that has them already goes on with them; otherwise `build` makes them. Gradients are added where `gradients` are.
+    So they are trained, summed over replicas and clipped like all that this module has. They have names that no other part has, and are
+    marked as rows of the `whole`, which is what a checkpoint has. A module that has them already goes on with them; otherwise `build` makes
+    them. Gradients are added where `gradients` are.
 
     The target of a token counts `of_target` and each row of the whole vocabulary `of_each`, as label smoothing wants it.
     """
@@ -97,6 +106,7 @@ class HeadPart:
         build: BuildRows,
         first_row: int,
         end_row: int,
+        whole: HeadName,
         gradients: Gradients,
         of_target: float = 1.0,
         of_each: float = 0.0,
@@ -111,6 +121,8 @@ class HeadPart:
             made = build(first_row, end_row)
             module.register_parameter(self._name, made.get_parameter("weight"))
             module.register_parameter(f"{self._name}_bias", made.get_parameter("bias") if made.bias is not None else None)
+        for own, name in zip(self.names, ("weight", "bias"), strict=True):
+            mark_head_rows(module, own, HeadRows(f"{whole.name}.{name}", first_row, whole.num_rows))
 
     @property
     def names(self) -> tuple[str, str]:

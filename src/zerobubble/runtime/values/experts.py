@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -57,16 +56,6 @@ def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Modul
             )
     module.__dict__[_MARK] = ExpertMark(mesh, dim)
     return module
-
-
-def marks_of(modules: Iterable[nn.Module]) -> dict[nn.Parameter, ExpertMark]:
-    """The parameters in `modules` that are marked."""
-    found: dict[nn.Parameter, ExpertMark] = {}
-    for module in modules:
-        marks = expert_marks(module)
-        named = module.named_parameters(remove_duplicate=False)
-        found.update((parameter, marks[name]) for name, parameter in named if name in marks)
-    return found
 
 
 def expert_marks(module: nn.Module) -> dict[str, ExpertMark]:
