@@ -71,6 +71,14 @@ def test_a_budget_in_evaluations_gives_the_same_plan_again_and_a_better_one_than
     assert f"No schedule takes less than {least.bound.time / MB:g} ms, whatever goes to the host" in least.bought
 
 
+def test_an_order_that_is_slow_with_what_it_must_move_may_be_the_quickest_with_other_offloads() -> None:
+    """Of the orders that are quick with what they must move none comes below 200 ms here."""
+    link = HostLink(24e9 / 21, 24e9 / 21)  # a microbatch of a rank, whose passes take 30 ms, is there and back in 21 ms
+    found = plan_offloaded(zb.Workload.uniform(3, times=(10, 10, 10)), 6, 1.5, link, placements="vee", evaluations=200)
+    require_sound(found, zb.Limits((18 * MB,) * 3))
+    assert found.timeline.makespan < 195 * MB
+
+
 def test_what_fits_in_no_other_way_fits_with_offload() -> None:
     """Three quarters of a microbatch hold one of the two stages of a rank at a time."""
     found = plan_offloaded(zb.Workload.uniform(2, times=(10, 10, 10)), 2, 0.75, LINK, placements="vee", seconds=0)

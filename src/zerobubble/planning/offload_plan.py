@@ -37,7 +37,7 @@ ROOMS = (1.5, 2.0, None)
 """The larger memories that orders are planned for, as multiples of what there is; None is room for everything."""
 
 SHORT_LIST = 3
-"""Orders for which more is tried than to move what they must."""
+"""How many orders more is tried for than to move what they must: so many of the quickest with that, and of the quickest without limits."""
 
 PASSES_PLAYED = 1_200_000
 """Passes that may be played in changes of the offloads of one order, some seconds; ranks choose again where as many are enough for that."""
@@ -269,7 +269,8 @@ def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], roomy: Mappi
 def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: float | None) -> Iterator[_Priced]:
     """The quickest order that fits with all on the device, and then those that could be quicker with offloads, found before `until`.
 
-    What must move is tried on each of them, and more than that on the quickest. No order is quicker than where memory is no matter.
+    What must move is tried on each of them. More than that is tried on the quickest, and on those that would be so with memory for all:
+    what must move often makes these slow, and other offloads do not. No order is quicker than where memory is no matter.
     """
     best = next((_offloaded(order, link, 0, 0) for order in orders if fits_memory(order.schedule, order.problem)), None)
     if best is not None:
@@ -283,7 +284,8 @@ def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: floa
             first.append(one)
             best = one if best is None or one.price < best.price else best
             yield one
-    for early in sorted(first, key=lambda priced: priced.price)[:SHORT_LIST]:
+    quickest, without_limits = sorted(first, key=lambda priced: priced.price)[:SHORT_LIST], first[:SHORT_LIST]
+    for early in [*quickest, *(one for one in without_limits if not any(one is other for other in quickest))]:
         order = early.order
         if best is not None and order.fastest < min(early.makespan, best.makespan) and not (budget.is_empty or _is_over(until)):
             better = _offloaded(order, link, *_effort(order.problem, budget))
