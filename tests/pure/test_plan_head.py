@@ -124,7 +124,7 @@ def test_no_order_of_two_ranks_beats_the_bound() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": 0.5}, "no schedule fits with the head whole or divided: rank 0 needs"),
+        ({"memory": 0.5}, "no schedule fits with the head whole or divided: every rank has room for 0.5"),
         ({"slowdown": 0.5}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
         ({"held": -1.0}, "the bytes that the head keeps must be a finite number >= 0, got -"),
         ({"head": (1.0, -1.0, 1.0)}, "the time of the head's gradient for the input must be a finite number >= 0, got -1"),
@@ -363,3 +363,19 @@ def test_costs_that_cannot_be_planned_with_a_head_say_why(work: Workload | Costs
     with pytest.raises(InputError) as raised:
         plan_head(work, 8, evaluations=0, **options)
     assert message in str(raised.value)
+
+
+def test_a_whole_head_is_no_part_of_the_microbatches_that_memory_is_counted_in(tmp_path: Path) -> None:
+    """Neither where the plan is made, nor where its file is shown and compared, with itself or with a schedule that divides the head."""
+    file = str(tmp_path / "plan.json")
+    asked = (*SHAPE[:-4], "--head", "0.1,0.1,0.1", "--head-held", "0.5", "--placement", "vee", "--memory", "6", "--evaluations", "0")
+    told = json.loads(run(*asked, "--json", "-o", file))
+    assert told["best"] == 0
+    peak = told["ways"][0]["peak_microbatches"]
+    solved = load_plan(file)
+    assert peak == solved.peak_microbatches == max(solved.peaks) / RANK_BYTES
+    assert solved.peaks[solved.problem.placement.routes[0][-1]] == max(solved.peaks)
+    assert json.loads(run("show", file, "--json"))["peak_microbatches"] == peak
+    itself, other = json.loads(run("compare", file, "zb-v", "--json"))
+    assert max(itself["peak_microbatches"]) == peak
+    assert max(other["peak_microbatches"]) == max(peak_memory(make("zb-v", 4, 8), solved.problem.costs)) / RANK_BYTES == 4.5

@@ -146,6 +146,14 @@ def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere
         _ = nowhere.schedule
 
 
+@pytest.mark.parametrize(("options", "says"), [(("--recompute", "auto"), "computed again"), (("--offload", "2"), "offload")])
+def test_the_verb_plans_in_less_memory_than_one_microbatch_takes_where_that_is_possible(options: tuple[str, ...], says: str) -> None:
+    """It refused what `zb.plan` plans: with R, or on the host, a rank never holds all that its stages save for a microbatch."""
+    asked = ("plan", "-p", "2", "-m", "4", "--placement", "looped-4", "--memory", "0.5", "--evaluations", "0")
+    assert "every rank has room for 0.5 microbatches and needs room for 1 to run one alone" in refused(*asked)
+    assert says in run(*asked, *options).stdout
+
+
 @pytest.mark.parametrize("levels", [(FULL,) * 8, (FULL, NONE) * 4, (SELECTIVE,) * 4 + (FULL,) * 4])
 def test_compiled_play_and_plain_play_agree_where_forwards_are_computed_again(levels: tuple[Level, ...]) -> None:
     problem = problem_at(Placement.vee(4), levels, 6, 2.0)

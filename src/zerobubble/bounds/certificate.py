@@ -138,24 +138,36 @@ def _thresholds(shares: Sequence[float]) -> list[float]:
     return [known[round(place * step)] for place in range(min(len(known), MOST_THRESHOLDS))]
 
 
-def shortage(placement: Placement, costs: Costs, limits: Limits | None) -> str:
+def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: Sequence[int] = ()) -> str:
     """Why no schedule fits the limits, naming every rank that cannot hold one microbatch; empty where one microbatch fits.
 
     Before a rank can start its first backward of a microbatch it holds what all its stages saved for it. Of microbatches of unequal cost
-    the largest counts.
+    the largest counts. With `sizes`, the bytes in which each rank's memory is counted as microbatches, the answer is in these.
     """
     _check(placement, costs, limits)
+    one = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     needed = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         needed[rank] += costs.held_after_f[stage]
-    memory = limits.memory if limits else needed
-    lacks = [
-        f"rank {rank} needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
-        for rank, (need, limit) in enumerate(zip(needed, memory, strict=True))
-        if need > limit
-    ]
-    return "; ".join(lacks)
+    return told_lacks(needed, limits.memory if limits else needed, sizes, one)
+
+
+def told_lacks(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int], one: str = "one") -> str:
+    """Which ranks need more bytes for one microbatch alone than their memory has, in microbatches of `sizes` where these are given."""
+    lacks = [(rank, need, limit) for rank, (need, limit) in enumerate(zip(needed, memory, strict=True)) if need > limit]
+    if not sizes:
+        return "; ".join(
+            f"rank {rank} needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
+            for rank, need, limit in lacks
+        )
+    told = {
+        rank: f"has room for {counted(limit / sizes[rank], 'microbatch')} and needs room for {need / sizes[rank]:.4g} to run {one} alone"
+        for rank, need, limit in lacks
+    }
+    if len(told) == len(needed) > 1 and len(set(told.values())) == 1:
+        return f"every rank {told[0]}"
+    return "; ".join(f"rank {rank} {lack}" for rank, lack in told.items())
 
 
 def _check(placement: Placement, costs: Costs, limits: Limits | None) -> None:

@@ -19,7 +19,7 @@ from itertools import combinations, product
 from math import ceil, floor
 from typing import NamedTuple
 
-from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, lower_bounds
+from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, lower_bounds, told_lacks
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
 from zerobubble.bounds.rank_load import MOST_SUMS, RankLoad, worth
@@ -82,23 +82,20 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
     return Bounds(span, makespan)
 
 
-def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]]) -> str:
+def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]], sizes: Sequence[int] = ()) -> str:
     """Why no schedule fits the limits where each stage has one of its `levels`, naming the ranks that cannot hold one microbatch.
 
     While a B runs, its stage holds all that its forward saves, and the stages of its rank before it what they keep. Of microbatches of
-    unequal cost the largest counts.
+    unequal cost the largest counts. `sizes` as in `shortage`.
     """
+    one = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     kept, needed = [0] * placement.num_ranks, [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         saved = costs.held_after_f[stage]
         needed[rank] = max(needed[rank], kept[rank] + saved)
         kept[rank] += min(round(level.kept_in(stage) * saved) for level in levels[stage])
-    return "; ".join(
-        f"rank {rank} needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
-        for rank, (need, limit) in enumerate(zip(needed, limits.memory, strict=True))
-        if need > limit
-    )
+    return told_lacks(needed, limits.memory, sizes, one)
 
 
 def _work_of(placement: Placement, costs: Costs, rank: int, microbatches: int) -> int:

@@ -229,7 +229,6 @@ def plan_verb(
     refuse_beside("costs_file", "layers")
     refuse_beside("memory", "memory_bytes")
     refuse_beside("shares", "layers", "noise", "baseline", "weights")
-    _require_room_for_one(options.room_microbatches)
     head.require_alone(work.costs_file)
     if offload is not None:
         refuse_beside_offload(search)
@@ -261,11 +260,6 @@ def plan_verb(
         print_schedule(schedule, form)
     else:
         click.echo("\n\n".join([str(answer.plan), *answer.paragraphs]))
-
-
-def _require_room_for_one(memory: float | None) -> None:
-    if memory is not None and 0 < memory < 1:
-        raise InputError(f"--memory {memory:g} cannot hold one microbatch: rank 0, as every rank, lacks room for {1 - memory:.4g} of it")
 
 
 def _answer(question: Question | None, work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions) -> Answer:

@@ -16,7 +16,7 @@ from zerobubble.cli.outputs.forms import print_schedule
 from zerobubble.cli.outputs.page import write_pictures
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
-from zerobubble.planning import HeadPlan, Objective, Workload
+from zerobubble.planning import HeadPlan, Objective, PlannedHead, Workload
 from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.head.plan import plan_head
 from zerobubble.planning.plan_file import plan_text
@@ -101,14 +101,19 @@ def tell_of_head(head: Head, found: HeadPlan, output: str | None, pictures: Pict
         write_text(output, plan_text(found))
     if pictures.svg is not None or pictures.html is not None:
         source = f"head of {', '.join(f'{time:g}' for time in head.times)} ms"
-        named = [(replace(way.schedule, name=f"{way.placement}: {way.schedule.name}"), way.costs) for way in found.ways]
-        write_pictures(pictures, [evaluate(Costed(schedule, costs, source)) for schedule, costs in named])
+        write_pictures(pictures, [evaluate(_costed(way, source)) for way in found.ways])
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2))
     elif form is not None:
         print_schedule(found.schedule, form)
     else:
         click.echo(str(found))
+
+
+def _costed(way: PlannedHead, source: str) -> Costed:
+    """The schedule of a way to place the head, named by its placement, with its costs."""
+    named = replace(way.schedule, name=f"{way.placement}: {way.schedule.name}")
+    return Costed(named, way.costs, source, of_head=way.solved.problem.bytes_of_whole_head)
 
 
 head_options = option_group(

@@ -46,7 +46,8 @@ class Costed:
 
     Bytes are real in costs that were measured; costs made from times alone count the memory of a stage and microbatch as `UNIT_BYTES`,
     and memory is then shown in microbatches only. `limits` are the bytes that each rank may hold, empty where the schedule is no plan.
-    `offloads` are what each rank moves over the `link` to its host, where verbs play them (`cli.offload`).
+    `offloads` are what each rank moves over the `link` to its host, where verbs play them (`cli.offload`). Of what the last stage keeps,
+    `of_head` bytes are those of a whole head, which is no part of the microbatches that memory is counted in.
     """
 
     schedule: Schedule
@@ -56,6 +57,7 @@ class Costed:
     limits: tuple[int, ...] = ()
     offloads: tuple[RankOffloads, ...] = ()
     link: HostLink | None = None
+    of_head: int = 0
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -77,8 +79,8 @@ class Costed:
 
     @property
     def microbatch_bytes(self) -> tuple[int, ...]:
-        """Per rank, the bytes of one microbatch in all its stages."""
-        return microbatch_bytes(self.schedule.placement, self.costs)
+        """Per rank, the bytes of one microbatch in all its stages without a head."""
+        return microbatch_bytes(self.schedule.placement, self.costs, self.of_head)
 
     def in_microbatches(self, peaks: Sequence[int]) -> list[float]:
         """The bytes that each rank holds, in microbatches of all the stages that one passes there."""
@@ -240,7 +242,9 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
         shared = [_with_head(_again(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
         costed = [Costed(each.schedule, replace(costs, shares=shares), source) for each, costs in zip(inputs, shared, strict=True)]
     limits = [() if each.problem is None else each.problem.limits.memory for each in inputs]
-    return [replace(one, limits=memory) for one, memory in zip(costed, limits, strict=True)]
+    in_whole = 0 if first.problem.head is None else round(first.problem.head.held)
+    of_heads = [0 if each.schedule.has_divided_head else in_whole for each in inputs]
+    return [replace(one, limits=memory, of_head=bytes) for one, memory, bytes in zip(costed, limits, of_heads, strict=True)]
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:

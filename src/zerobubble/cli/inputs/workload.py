@@ -29,7 +29,6 @@ from zerobubble.ir import Placement
 from zerobubble.planning import Objective, Problem, Solved, Workload
 from zerobubble.planning.competition import room_for_all
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
-from zerobubble.units import show_bytes
 
 _COLUMNS = ("forward", "backward", "weight")
 
@@ -248,9 +247,6 @@ def in_microbatches(room: int, work: WorkOptions) -> float:
     """The bytes `room` in microbatches, where ranks are known by their times; raises where nothing says what a microbatch takes."""
     if work.microbatch_bytes is None:
         raise click.UsageError("times tell no bytes: give --microbatch-bytes, those of a microbatch on a rank, or --memory in microbatches")
-    if room < work.microbatch_bytes:
-        sizes = f"{show_bytes(room)} cannot hold one microbatch of {show_bytes(work.microbatch_bytes)}"
-        raise InputError(f"{sizes}: every rank lacks {show_bytes(work.microbatch_bytes - room)}")
     return room / work.microbatch_bytes
 
 

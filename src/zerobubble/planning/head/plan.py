@@ -26,7 +26,7 @@ from zerobubble.planning.competition import (
 )
 from zerobubble.planning.head.choice import NAMES
 from zerobubble.planning.problem.head import HELD_OF_HEAD, Head, parts_on, without_parts
-from zerobubble.planning.problem.problem import Objective, Problem, Solved, microbatch_bytes
+from zerobubble.planning.problem.problem import Objective, Problem, Solved
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.reasons import NOTE_WIDTH, aligned, percent
 from zerobubble.planning.seeds import fits_memory
@@ -42,13 +42,11 @@ class PlannedHead(Displayed):
     """The best schedule found with the head placed in one way: by `algorithm` 1 or 2, or 0 for whole on the last stage.
 
     `solved` is the plan, which a file can keep. Its bound holds on its placement, and `bound` is a proven lower bound on the objective for
-    all schedules with the head placed so, on any of the placements tried. `peak_microbatches` are the most bytes that a rank holds, in
-    microbatches of its stages without the head.
+    all schedules with the head placed so, on any of the placements tried.
     """
 
     algorithm: int
     solved: Solved
-    peak_microbatches: float
     bound: Bound
 
     @property
@@ -83,6 +81,12 @@ class PlannedHead(Displayed):
     def peaks(self) -> tuple[int, ...]:
         """The bytes that each rank holds at most."""
         return self.solved.peaks
+
+    @property
+    def peak_microbatches(self) -> float:
+        """The most that a rank holds, in microbatches of its stages without the head."""
+        assert self.solved.peak_microbatches is not None
+        return self.solved.peak_microbatches
 
     @property
     def how(self) -> str:
@@ -263,7 +267,7 @@ def plan_head(
     found = [searches.best_of(problems, budget.share(len(plans))) for problems in plans]
     when_whole = min(choice.solved.bound for choice in found[0])
     when_divided = min(problem.bound() for problem in divided.values())
-    played = [way for choice in found[0] for way in _whole(choice, stages[choice.name], when_whole)]
+    played = [way for choice in found[0] for way in _whole(choice, when_whole)]
     for choice in (choice for choices in found[1:] for choice in choices):
         played += _divided(choice, stages[choice.name], divided[choice.name], when_divided)
     if not played:
@@ -321,7 +325,7 @@ def _leaner(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more:
     """The problems with room left for `more` microbatches and what the head keeps of them, of those in which one microbatch then fits."""
     leaner = {}
     for name, problem in stages.items():
-        sizes, held = microbatch_bytes(problem.placement, problem.costs), divided[name].costs.column(HELD_OF_HEAD)
+        sizes, held = problem.microbatch_bytes, divided[name].costs.column(HELD_OF_HEAD)
         kept = [held[stage] for stage in parts_on(problem.placement)]
         memory = [room - more * (size + part) for room, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]
         if min(memory) > 0 and not (less := replace(problem, limits=Limits(tuple(memory)))).shortage_reason:
@@ -329,10 +333,10 @@ def _leaner(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more:
     return leaner
 
 
-def _whole(choice: Choice, stages: Problem, bound: Bound) -> Iterator[PlannedHead]:
+def _whole(choice: Choice, bound: Bound) -> Iterator[PlannedHead]:
     """The answer with a whole head, if there is one."""
     if choice.solved.schedule is not None:
-        yield PlannedHead(0, choice.solved, _most_microbatches(choice.solved, stages), bound)
+        yield PlannedHead(0, choice.solved, bound)
 
 
 def _divided(choice: Choice, stages: Problem, divided: Problem, bound: Bound) -> Iterator[PlannedHead]:
@@ -343,10 +347,4 @@ def _divided(choice: Choice, stages: Problem, divided: Problem, bound: Bound) ->
         schedule = with_vocabulary(choice.solved.schedule, algorithm, stages.costs)
         if fits_memory(schedule, divided):
             solved = Solved.of(divided, divided.bound(), schedule, choice.solved.seconds, choice.solved.how)
-            yield PlannedHead(algorithm, solved, _most_microbatches(solved, stages), bound)
-
-
-def _most_microbatches(solved: Solved, stages: Problem) -> float:
-    """The most that a rank holds, in microbatches of its stages without the head."""
-    sizes = microbatch_bytes(stages.placement, stages.costs)
-    return max(peak / size for peak, size in zip(solved.peaks, sizes, strict=True))
+            yield PlannedHead(algorithm, solved, bound)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from zerobubble.bounds import shortage
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.problem.problem import Objective, Problem
@@ -137,9 +136,8 @@ class PartialSchedule:
 
 def check_memory(problem: Problem) -> None:
     """Raise `InputError` where no schedule fits the limits, saying which ranks lack how much."""
-    reason = shortage(problem.placement, problem.costs, problem.limits)
-    if reason:
-        raise InputError(reason)
+    if problem.shortage_reason:
+        raise InputError(problem.shortage_reason)
 
 
 def shortest(finished: Iterable[PartialSchedule]) -> PartialSchedule:

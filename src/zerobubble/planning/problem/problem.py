@@ -178,13 +178,24 @@ class Problem(Displayed):
         return 1 - self.work / (self.placement.num_ranks * time) if time else 0.0
 
     @property
+    def bytes_of_whole_head(self) -> int:
+        """What the last stage keeps for a head that is whole on it, in bytes."""
+        return 0 if self.head is None or self.has_divided_head else round(self.head.held)
+
+    @property
+    def microbatch_bytes(self) -> tuple[int, ...]:
+        """Per rank, the bytes of one microbatch in all its stages without a head, in which memory is counted."""
+        return microbatch_bytes(self.placement, self.costs, self.bytes_of_whole_head)
+
+    @property
     def shortage_reason(self) -> str:
         """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits, or goes to the host."""
         if self.host is not None:
             return ""
+        sizes = () if self.workload is None else self.microbatch_bytes
         if self.recomputation is not None:
-            return shortage_again(self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen])
-        return shortage(self.placement, self.costs, self.limits)
+            return shortage_again(self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen], sizes)
+        return shortage(self.placement, self.costs, self.limits, sizes)
 
     def bounds(self) -> Bounds:
         """Proven lower bounds on span and makespan; where nothing can run, those for unlimited memory.
@@ -319,11 +330,10 @@ class Solved(Displayed):
 
     @property
     def peak_microbatches(self) -> float | None:
-        """The most activations a rank holds, counted in microbatches of all its stages; None without a schedule."""
+        """The most activations a rank holds, counted in microbatches of all its stages without a head; None without a schedule."""
         if self.schedule is None:
             return None
-        sizes = microbatch_bytes(self.problem.placement, self.problem.costs)
-        return max(peak / size for peak, size in zip(self.peaks, sizes, strict=True))
+        return max(peak / size for peak, size in zip(self.peaks, self.problem.microbatch_bytes, strict=True))
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
@@ -421,15 +431,16 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
     )
 
 
-def microbatch_bytes(placement: Placement, costs: Costs) -> tuple[int, ...]:
-    """Per rank, the bytes that one microbatch saves in F in all its stages together, at least 1.
+def microbatch_bytes(placement: Placement, costs: Costs, of_head: int = 0) -> tuple[int, ...]:
+    """Per rank, the bytes that one microbatch saves in F in all its stages together, at least 1; of the last stage but those `of_head`.
 
     A stage that saves nothing in F counts with what its B leaves for W. Of several routes the one that saves most counts.
     """
+    saved = (*costs.held_after_f[:-1], max(0, costs.held_after_f[-1] - of_head))
     held = [0] * placement.num_ranks
     for route in placement.routes:
         here = [0] * placement.num_ranks
-        for rank, after_f, after_b in zip(route, costs.held_after_f, costs.held_after_b, strict=True):
+        for rank, after_f, after_b in zip(route, saved, costs.held_after_b, strict=True):
             here[rank] += after_f or after_b
         held = list(map(max, held, here))
     return tuple(max(1, count) for count in held)

@@ -54,7 +54,7 @@ def unequal(problem: Problem, found: Solved, budget: Budget, seed: int) -> Solve
         problem = replace(problem, costs=costs, recomputation=found.problem.recomputation)
     bound = problem.bound()
     if found.schedule is None:
-        return replace(found, problem=problem, bound=bound)
+        return replace(found, problem=problem, bound=bound, reason=problem.shortage_reason or found.reason)
     started, kernels, base = perf_counter(), load_kernels(), split(found.schedule)
     base = base if fits_memory(base, problem) else found.schedule
     given = Solved.of(problem, bound, found.schedule, found.seconds, found.how)
