@@ -9,6 +9,7 @@ from ortools.sat.python import cp_model
 import zerobubble as zb
 from zerobubble.planning.placements import family
 from zerobubble.planning.problem.problem import Objective, Problem
+from zerobubble.simulation import metrics
 
 MS = 1_000_000
 
@@ -46,7 +47,8 @@ def small_problem(seed: int) -> Problem:
 def optimum(problem: Problem) -> int | None:
     """The least time (ns) of the objective over all orders, B and W one after the other or apart; None where it is not proven in time.
 
-    A rank's first pass starts when its input has come, as it does when played: a later start would make the rank's span look shorter.
+    Microbatches are numbered on each stage in the order in which it takes them. A rank's first pass starts when some microbatch comes, as
+    when it is played: a later start would make the rank's span look shorter. The answer counts if it takes as long when played.
     """
     model, costs, home = cp_model.CpModel(), problem.costs, problem.placement.routes[0]
     stages, microbatches = problem.placement.num_stages, range(problem.num_microbatches)
@@ -54,6 +56,7 @@ def optimum(problem: Problem) -> int | None:
     horizon = problem.num_microbatches * sum(map(sum, (*time.values(), costs.comm, costs.comm))) // MS
     start = {(kind, stage, j): model.new_int_var(0, horizon, "") for kind in time for stage in range(stages) for j in microbatches}
     end = {key: begin + time[key[0]][key[1]] // MS for key, begin in start.items()}
+    first_of_rank: dict[int, list[cp_model.IntVar]] = {}
     for kind, stage, j in start:
         if j:
             model.add(start[kind, stage, j] >= end[kind, stage, j - 1])
@@ -64,9 +67,14 @@ def optimum(problem: Problem) -> int | None:
             if stage + 1 < stages:
                 lag = costs.comm[stage] // MS if home[stage] != home[stage + 1] else 0
                 arrival = end["F", stage, j] + lag
-                first = j == 0 and home[stage + 1] not in home[: stage + 1]
-                model.add(start["F", stage + 1, j] == arrival if first else start["F", stage + 1, j] >= arrival)
+                model.add(start["F", stage + 1, j] >= arrival)
+                if home[stage + 1] not in home[: stage + 1]:
+                    begins = model.new_bool_var("")
+                    model.add(start["F", stage + 1, 0] == arrival).only_enforce_if(begins)
+                    first_of_rank.setdefault(stage + 1, []).append(begins)
                 model.add(start["B", stage, j] >= end["B", stage + 1, j] + lag)
+    for begins_with in first_of_rank.values():
+        model.add_bool_or(begins_with)
     model.add(start["F", 0, 0] == 0)
     longest = model.new_int_var(0, horizon, "")
     for rank in range(problem.placement.num_ranks):
@@ -88,4 +96,22 @@ def optimum(problem: Problem) -> int | None:
     model.minimize(longest)
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time, solver.parameters.num_workers = PROOF, 1
-    return round(solver.objective_value) * MS if solver.solve(model) == cp_model.OPTIMAL else None
+    if solver.solve(model) != cp_model.OPTIMAL:
+        return None
+    begins_with = {stage: [bool(solver.value(one)) for one in begins].index(True) for stage, begins in first_of_rank.items()}
+    played = problem.objective.of(metrics(_schedule(problem, {key: solver.value(at) for key, at in start.items()}, begins_with), costs))
+    return played if played == round(solver.objective_value) * MS else None
+
+
+def _schedule(problem: Problem, start: dict[tuple[str, int, int], int], begins_with: dict[int, int]) -> zb.Schedule:
+    """The schedule with these starts; `begins_with` has, by the first stage of a rank, the microbatch that it takes first."""
+    taken, of_stage = list(range(problem.num_microbatches)), []
+    for stage in range(problem.placement.num_stages):
+        first = begins_with.get(stage, 0)
+        taken = [taken[first], *taken[:first], *taken[first + 1 :]]
+        of_stage.append(taken)
+    rows: list[list[zb.Op]] = [[] for _ in range(problem.placement.num_ranks)]
+    for kind, stage, place in sorted(start, key=start.__getitem__):
+        microbatch = of_stage[stage if kind == "F" else -1][place]
+        rows[problem.placement.routes[0][stage]].append(zb.Op(zb.Kind(kind), stage, microbatch))
+    return zb.Schedule("optimum", problem.placement, problem.num_microbatches, tuple(map(tuple, rows)))

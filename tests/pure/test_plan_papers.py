@@ -253,6 +253,28 @@ def test_the_exact_solver_agrees_with_trying_everything(number: int) -> None:
         assert (checked_time(problem, schedule), bound.time, status) == (least, least, Status.OPTIMAL)
 
 
+MIXED = """zerobubble schedule 1
+name mixed
+placement linear: 0 1 2
+microbatches 2
+rank 0: 0F0 0F1 0B0 0B1 0W0 0W1
+rank 1: 1F1 1F0 1B1 1W1 1B0 1W0
+rank 2: 2F1 2B1 2F0 2B0 2W0 2W1
+"""
+
+
+@with_solver
+@pytest.mark.parametrize("hint", [None, Schedule.from_text(MIXED)], ids=["no hint", "a hint"])
+def test_the_exact_solver_lets_a_rank_begin_with_a_later_microbatch(hint: Schedule | None) -> None:
+    """Rank 1 has nearly all of the work, and idles less before its first B where both of its F's have come when it begins."""
+    ms = [(10, 2, 2), (1, 1, 2), (0, 30, 0), (0, 0)]
+    costs = Costs(*(tuple(time * NS_PER_MS for time in column) for column in ms), (1, 1, 1), (1, 1, 1))
+    problem = Problem(LINE(3), 2, costs, Limits((2, 2, 2)))
+    schedule, bound, status = exact(problem, seconds=200, hint=hint)
+    assert checked_time(problem, schedule) == bound.time == 68 * NS_PER_MS  # 73 where every rank takes them in order
+    assert status is Status.OPTIMAL
+
+
 def random_problem(dice: random.Random, placement: Placement, microbatches: int, least: int = 0) -> Problem:
     """Small whole times from `least` on, so that ties are frequent, and limits from too little to plenty."""
     stages = placement.num_stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from math import floor, gcd
 from typing import Any, NamedTuple
@@ -68,7 +69,9 @@ def _start(problem: Problem, hint: Schedule | None) -> Schedule:
         raise InputError(f"the hint {hint.name!r} is for another placement or number of microbatches: make one for the problem")
     for fault in memory_faults(hint, problem.costs, problem.limits):
         raise InputError(f"the hint {hint.name!r} does not fit: {fault}")
-    return _in_order(split_in_room(hint, problem))
+    split = split_in_room(hint, problem)
+    numbers = {op.microbatch: place for place, op in enumerate(op for row in split.rows for op in row if op[:2] == (Kind.F, 0))}
+    return replace(split, rows=tuple(tuple(op._replace(microbatch=numbers[op.microbatch]) for op in row) for row in split.rows))
 
 
 def _quick(problem: Problem) -> Iterator[Schedule]:
@@ -79,7 +82,7 @@ def _quick(problem: Problem) -> Iterator[Schedule]:
 
 
 def _in_order(schedule: Schedule) -> Schedule:
-    """Microbatches numbered in the order in which they come to F and to B of each stage, W as their B: no pass has to wait longer."""
+    """Microbatches numbered in the order in which they come to F and to B of each stage, W as their B: the same starts break no rule."""
     numbers: dict[tuple[bool, int], list[int]] = defaultdict(list)
     rows = tuple(tuple(_numbered(op, numbers) for op in row) for row in schedule.rows)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
@@ -96,11 +99,12 @@ def _numbered(op: Op, numbers: dict[tuple[bool, int], list[int]]) -> Op:
 class _Program:
     """The constraint program of a problem whose objective lies between `least` ns and that of the schedule `known`.
 
-    Microbatches pass each stage in order, which loses nothing, since they are alike; the first pass of a rank starts as soon as it
-    can, as it will when played. B and W may be one piece where B leaves more bytes to W than F saved: that holds no more than F saved, its
-    gradient leaves at its end, and it may come before W of other microbatches. Times count ticks, `grain` of them for every `unit` of ns.
-    Passes of no time take one tick, so that passes of a rank have an order; `grain` is so large that all of these together cannot hide a
-    unit.
+    Microbatches are numbered anew on each stage by the order in which it takes them, which loses nothing, since they are alike. The first
+    pass of a rank starts when some microbatch arrives, as it will when played: not always the first one to come, since a rank that begins
+    later may idle less and have a shorter span. B and W may be one piece where B leaves more bytes to W than F saved: that holds no more
+    than F saved, its gradient leaves at its end, and it may come before W of other microbatches. Times count ticks, `grain` of them for
+    every `unit` of ns. Passes of no time take one tick, so that passes of a rank have an order; `grain` is so large that all of these
+    together cannot hide a unit.
     """
 
     def __init__(self, cp_model: Any, problem: Problem, known: Schedule, least: int) -> None:
@@ -115,14 +119,18 @@ class _Program:
         self.horizon = problem.num_microbatches * (sum(self.length.values()) + 2 * sum(map(self.ticks, costs.comm)))
         self.start = {Op(*one, j): self.variable() for one in self.needs for j in range(problem.num_microbatches)}
         self.end = {op: start + self.length[op.kind, op.stage] for op, start in self.start.items()}
+        firsts = sorted({problem.placement.routes[0].index(rank) for rank in range(problem.placement.num_ranks)} - {0})
+        self.begins = {stage: [self.model.new_bool_var("") for _ in range(problem.num_microbatches)] for stage in firsts}
+        """By the first stage of a rank: the microbatch, by its place on the stage before, with whose arrival the rank begins."""
         self.in_one = {op: self.model.new_bool_var("") for op in self.start if op.kind is Kind.B and self._grows(op.stage)}
         self._precedence()
         for rank in range(problem.placement.num_ranks):
             self._no_overlap(rank)
             self._limit_memory(rank)
         self._minimise(self.ticks(least) - self.points, self.ticks(_objective(problem, known)) + self.points)
-        for span in (span for row in simulate(known, costs).rows for span in row):
-            self._add_hint(span.op, span.start)
+        for row, spans in zip(_in_order(known).rows, simulate(known, costs).rows, strict=True):
+            for op, span in zip(row, spans, strict=True):
+                self._add_hint(op, span.start)
 
     def _add_hint(self, op: Op, start: int) -> None:
         """Tell when a pass may start, in ns."""
@@ -146,7 +154,6 @@ class _Program:
     def _precedence(self) -> None:
         """Passes wait for what they use, and for the microbatch before."""
         microbatches, home = self.problem.num_microbatches, self.problem.placement.routes[0]
-        firsts = {Op(Kind.F, home.index(rank), 0) for rank in set(home)}
         self.model.add(self.start[Op(Kind.F, 0, 0)] == 0)
         for op, start in self.start.items():
             if op.microbatch + 1 < microbatches and not (op.kind is Kind.W and self._grows(op.stage)):
@@ -154,10 +161,15 @@ class _Program:
             for kind, stage in self.needs[op.kind, op.stage]:
                 link = self.ticks(self.problem.costs.comm[min(stage, op.stage)]) if home[stage] != home[op.stage] else 0
                 arrival = self.end[Op(kind, stage, op.microbatch)] + link
-                self.model.add(start == arrival if op in firsts else start >= arrival)
+                self.model.add(start >= arrival)
+                if op.kind is Kind.F and op.stage in self.begins:
+                    begins = self.begins[op.stage][op.microbatch]
+                    self.model.add(self.start[op._replace(microbatch=0)] == arrival).only_enforce_if(begins)
                 maker = Op(kind, stage, op.microbatch)
                 if maker in self.in_one and op.kind is Kind.B:
                     self.model.add(start >= self.end[maker._replace(kind=Kind.W)] + link).only_enforce_if(self.in_one[maker])
+        for begins_with in self.begins.values():
+            self.model.add_bool_or(begins_with)
         for op, in_one in self.in_one.items():
             self.model.add(self.start[op._replace(kind=Kind.W)] == self.end[op]).only_enforce_if(in_one)
 
@@ -214,12 +226,22 @@ class _Program:
             return [], least
         return [self._read(solver)], least
 
+    def _taken(self, solver: Any) -> Iterator[list[int]]:
+        """For each stage, the microbatches in the order in which it takes them forward; B and W take them as the last stage does."""
+        taken = list(range(self.problem.num_microbatches))
+        for stage in range(self.problem.placement.num_stages):
+            first = next((place for place, begins in enumerate(self.begins.get(stage, ())) if solver.value(begins)), 0)
+            taken = [taken[first], *taken[:first], *taken[first + 1 :]]
+            yield taken
+
     def _read(self, solver: Any) -> Schedule:
         home, order = self.problem.placement.routes[0], sorted(self.start, key=lambda op: solver.value(self.start[op]))
         whole = {op for op, in_one in self.in_one.items() if solver.value(in_one)}
         joined = {op._replace(kind=Kind.W) for op in whole}
         passes = [op._replace(kind=Kind.BW) if op in whole else op for op in order if op not in joined]
-        rows = tuple(tuple(op for op in passes if home[op.stage] == rank) for rank in range(self.problem.placement.num_ranks))
+        taken = list(self._taken(solver))
+        named = [op._replace(microbatch=taken[op.stage if op.kind is Kind.F else -1][op.microbatch]) for op in passes]
+        rows = tuple(tuple(op for op in named if home[op.stage] == rank) for rank in range(self.problem.placement.num_ranks))
         schedule = Schedule("exact", self.problem.placement, self.problem.num_microbatches, rows)
         assert not memory_faults(schedule, self.problem.costs, self.problem.limits)
         return schedule
