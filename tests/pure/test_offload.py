@@ -354,6 +354,9 @@ def test_the_figures_of_the_page_are_those_of_the_benchmark() -> None:
     assert exact["optimal"] == exact["of"] == exact["bounds_met"] == 40
     assert max(abs(cell["off"]) for cell in results["k"]["cells"] if cell["length"] == 4096) <= 1
     assert results["k"]["farthest_off"] <= 7
+    plans = {(row["memory"], row["k"]): row for row in results["plans"]}
+    assert [round(plans[4, k]["plan_ms"]) for k in (0.5, 1.0, 1.5, 2.0)] == [755, 785, 791, 810]
+    assert all(row["bound_ms"] <= row["plan_ms"] <= row["without_ms"] for row in plans.values())
 
 
 def test_a_link_is_read_off_the_copies_of_a_timeline() -> None:
