@@ -195,6 +195,7 @@ def test_wrong_questions_are_told(call: Callable[[], object], message: str) -> N
     [
         ("--model megatron-22b", "--model needs --gpu and --gpus, such as --gpu H100 --gpus 1024"),
         ("--model megatron-22b --gpus 8 -p 4 --times 1,1,1", "beside which --ranks and --times have no meaning: leave them out"),
+        ("--model megatron-22b --gpus 8 --offload 5", "beside which --offload has no meaning: leave it out"),
         ("--gpu H100 --batch 8", "--gpu and --batch describe a cluster for --model: give that, too"),
         ("--top 3", "--top describes a cluster for --model: give that, too"),
         ("--model megatron-22b --gpu A100 --gpus 8 --batch 8 --memory 8", "--memory 8 beside --model is that of a GPU in bytes"),

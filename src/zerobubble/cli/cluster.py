@@ -87,7 +87,8 @@ def require_model(options: ClusterOptions) -> None:
 def _refuse_others() -> None:
     names = {param.name for param in click.get_current_context().command.params if param.name}
     if flags := _given_flags(names - _TAKEN):
-        raise click.UsageError(f"--model is planned by estimates, beside which {' and '.join(flags)} have no meaning: leave them out")
+        meaning, them = ("has no meaning", "it") if len(flags) == 1 else ("have no meaning", "them")
+        raise click.UsageError(f"--model is planned by estimates, beside which {' and '.join(flags)} {meaning}: leave {them} out")
 
 
 def _given_flags(names: set[str]) -> list[str]:
