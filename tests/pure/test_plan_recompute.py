@@ -85,6 +85,11 @@ def test_where_memory_is_short_it_pays_and_with_room_for_everything_nothing_is_c
     assert "nothing is computed again" in " ".join(str(ample).split())
 
 
+def test_what_full_costs_where_memory_is_ample_is_more_time() -> None:
+    found = plan(WORK, 6, placements="linear", recompute="full", evaluations=0)
+    assert "% more time than without R" in " ".join(str(found).split())
+
+
 def test_full_computes_every_forward_again() -> None:
     found = plan(WORK, 6, 2, placements=["vee", "linear"], recompute="full", evaluations=200)
     for choice in found.choices:

@@ -39,7 +39,8 @@ class Bought(Displayed):
     def _gain(self) -> str:
         if not self.without.time or self.chosen.time is None:
             return ""
-        return f", {100 * (1 - self.chosen.time / self.without.time):.1f} % less time than without R"
+        gain = 1 - self.chosen.time / self.without.time
+        return f", {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'} time than without R"
 
     def _forwards(self) -> dict[str, int]:
         """How many forwards have each level."""
