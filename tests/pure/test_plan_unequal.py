@@ -258,3 +258,13 @@ def test_the_page_runs_as_it_is_pasted(capsys: pytest.CaptureFixture[str]) -> No
         arguments = shlex.split(command)
         done = run(*arguments, *(["--evaluations", "50"] if arguments[0] == "plan" else []))
         assert done.exit_code == 0, done.output
+
+
+def test_a_winner_whose_stages_take_microbatches_in_other_orders_is_told_in_json() -> None:
+    """Breadth-first takes B's in another order than F's, and with R it may be the quickest as it is: JSON refused it."""
+    ask = "plan -p 2 -m 4 --times 16.7,12,3.839 --placement looped-2 --evaluations 0 --comm 2.7 --memory 3 --recompute auto"
+    done = run(*shlex.split(ask), "--microbatch-costs", "2,2,2,4", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["name"].startswith("breadth-first")
+    assert sorted(told["microbatch_order"]) == [0, 1, 2, 3]

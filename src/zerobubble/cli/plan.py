@@ -44,6 +44,7 @@ from zerobubble.cli.plan_offload import link_asked, plan_question, refuse_beside
 from zerobubble.costs import NONE, Limits
 from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.ir import Kind
 from zerobubble.partition import join_blocks
 from zerobubble.planning import Objective, Plan, Sharded, Solved, Workload, plan, plan_layers
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
@@ -53,7 +54,7 @@ from zerobubble.planning.pareto import room_for_microbatches
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, refuse_beside_recomputation, show_levels
 from zerobubble.planning.reasons import percent
-from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
+from zerobubble.planning.unequal.order import with_numbers
 from zerobubble.rules import recomputed
 from zerobubble.units import ms
 from zerobubble.whole_files import write_text
@@ -378,11 +379,12 @@ def _shown(bar: Progress, seconds: float | None) -> ProgressCallback:
 def plan_to_dict(found: Plan) -> dict[str, object]:
     """The winner's figures, with its CSV, and those of every placement; bounds are bubble rates too.
 
-    Where microbatches are of unequal cost, the CSV numbers them by their places, and `microbatch_order` says which one takes each place.
+    Where microbatches are of unequal cost, the CSV numbers them in the order in which the last stage takes them, `microbatch_order`.
     """
     in_places, ordered = found.schedule, {}
     if found.best.problem.costs.shares:
-        order = numbers_by_place(found.schedule)
+        last = found.schedule.num_stages - 1
+        order = [op.microbatch for _, _, op in found.schedule.ops() if op.kind is Kind.F and op.stage == last]
         in_places = with_numbers(found.schedule, {number: place for place, number in enumerate(order)})
         ordered = {"microbatch_order": order}
     return {
