@@ -215,20 +215,25 @@ def test_evaluation_norms_and_timelines_know_it(world: Ranks) -> None:
         assert set(planned) == ran
 
 
-def planned(group: Any) -> tuple[float, float, set[str]]:
+def planned(group: Any, way: str) -> tuple[float, float, set[str]]:
     """The worst error of gradients and that of the loss with a plan that divides the head, and the kinds of passes that it has."""
-    work = zb.Workload.uniform(2, times=(10, 10, 10))
-    plan = zb.planning.plan_head(work, 4, (10, 10, 10), memory=4, placements=["linear"], evaluations=0)
-    whole = OneDevice(plan.schedule.num_stages)
+    plan: zb.planning.HeadPlan | zb.planning.HeadChoice
+    if way == "planned":
+        work = zb.Workload.uniform(2, times=(10, 10, 10))
+        plan = zb.planning.plan_head(work, 4, (10, 10, 10), memory=4, placements=["linear"], evaluations=0)
+    else:
+        plan = zb.planning.place_head(zb.make("1f1b", 2, 4), zb.Costs.uniform(2, times=(10, 10, 10)), (10, 10, 10))
+    whole = OneDevice(plan.best.schedule.num_stages)
     with zb.Pipeline(body, plan, 4, zb.nn.DividedHead(linear()), group=group) as pipe:
         loss = pipe.step(*ignoring(4, 0))
         _, mean = whole.step(*ignoring(4, 0), 4)
         worst = whole.worst(pipe, lambda parameter: parameter.grad)
-    return worst, (loss - mean).abs().item(), {str(op.kind) for row in plan.schedule.rows for op in row}
+    return worst, (loss - mean).abs().item(), {str(op.kind) for row in plan.best.schedule.rows for op in row}
 
 
-def test_a_plan_with_a_divided_head_is_played(world: Ranks) -> None:
-    for gradients, loss, kinds in world.run(planned, ranks=2):
+@pytest.mark.parametrize("way", ["planned", "placed"])
+def test_a_plan_with_a_divided_head_is_played(world: Ranks, way: str) -> None:
+    for gradients, loss, kinds in world.run(planned, way, ranks=2):
         assert max(gradients, loss) <= 1e-12
         assert kinds & {"S", "SL"}
 
@@ -489,6 +494,36 @@ def test_what_cannot_be_is_one_error_on_every_rank(world: Ranks, which: str, kin
 def test_a_head_that_is_none_is_refused(arguments: Any, words: str) -> None:
     with pytest.raises(zb.InputError) as caught:
         zb.nn.DividedHead(*arguments)
+    assert words in str(caught.value)
+
+
+def with_a_hook() -> nn.Linear:
+    found = linear()
+    found.register_forward_hook(lambda module, inputs, logits: torch.tanh(logits))
+    return found
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / 8
+
+
+def scaled_on_one_device() -> Tensor:
+    return zb.nn.DividedHead(lambda first, end: Scaled(WIDTH, end - first), ROWS)(torch.ones(1, 2, WIDTH), torch.zeros(1, 2).long())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: zb.nn.DividedHead(with_a_hook()), "the head has hooks, and ranks that divide a head"),
+        (lambda: zb.nn.DividedHead(nn.utils.weight_norm(linear())), "has parameters beside weight and bias, weight_g, weight_v, and ranks"),
+        (scaled_on_one_device, "head(0, 11) is a Scaled with a forward of its own, and ranks that divide a head"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_head_that_does_more_than_a_linear_layer_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(zb.InputError) as caught:
+        make()
     assert words in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, require_offloads
-from zerobubble.planning import HeadPlan, LayersPlan, OffloadedPlan, Plan, Solved
+from zerobubble.planning import HeadChoice, HeadPlan, LayersPlan, OffloadedPlan, Plan, Solved
 from zerobubble.rules import recomputed
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overlapped import Overlap
@@ -33,7 +33,7 @@ from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
-Plays = str | Schedule | Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan | MakeSchedule | Auto
+Plays = str | Schedule | Solved | Plan | LayersPlan | HeadPlan | HeadChoice | OffloadedPlan | MakeSchedule | Auto
 """What a pipeline can be given to play."""
 _ALIKE = frozenset({"dp", "dp_replicate"})
 """Dimensions of a mesh along which ranks hold the same."""
@@ -84,7 +84,7 @@ WANTED: dict[str, Wanted | type] = {
     "build_or_modules": either(function("(stage_index, num_stages) -> nn.Module"), Wanted("the modules of this rank", _are_modules)),
     "schedule": either(
         Wanted("a name", lambda given: isinstance(given, str)),
-        instance(Schedule, Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan, Auto),
+        instance(Schedule, Solved, Plan, LayersPlan, HeadPlan, HeadChoice, OffloadedPlan, Auto),
         function("(num_ranks, num_microbatches) -> Schedule"),
     ),
     "num_microbatches": MICROBATCHES,
@@ -240,6 +240,8 @@ def divided_head_fault(options: PipelineOptions) -> str:
 def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     """What is known of the costs of the stages, and what bounds their memory: the plan's, or else the pace of a rehearsal."""
     given = options.schedule
+    if isinstance(given, HeadChoice):
+        return given.best.costs, None
     if not isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan)):
         return options.pace, None
     problem = _solved(given).problem
@@ -262,8 +264,10 @@ def usable_timeout(options: PipelineOptions) -> float:
     return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
 
 
-def planned_schedule(given: Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan) -> Schedule:
+def planned_schedule(given: Solved | Plan | LayersPlan | HeadPlan | HeadChoice | OffloadedPlan) -> Schedule:
     """The schedule of a plan; raises `InputError` for one that found none."""
+    if isinstance(given, HeadChoice):
+        return given.best.schedule
     solved = _solved(given)
     if solved.schedule is None:
         raise InputError("this plan has no schedule, because none fits into its limits; give one that has")

@@ -13,7 +13,7 @@ from functools import partial
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
-from zerobubble.planning import HeadPlan, LayersPlan, OffloadedPlan, Plan, Solved
+from zerobubble.planning import HeadChoice, HeadPlan, LayersPlan, OffloadedPlan, Plan, Solved
 from zerobubble.reductions import stage_sums
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.pace import Pace
@@ -296,7 +296,7 @@ def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Sched
     if isinstance(given, Auto):
         planner = AutoPlanner(given, num_ranks, options.num_microbatches)
         return planner.schedule, planner
-    return planned_schedule(given) if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan)) else given, None
+    return planned_schedule(given) if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, HeadChoice, OffloadedPlan)) else given, None
 
 
 def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:

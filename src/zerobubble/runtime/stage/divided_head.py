@@ -33,7 +33,8 @@ class DividedHead:
         label_smoothing: how much of each target goes to all rows alike, from 0 to 1, as in `torch.nn.functional.cross_entropy`.
         name: what the head is called in the whole model, such as "lm_head": checkpoints have it whole, as `lm_head.weight`.
 
-    Raises `InputError` for a head that is neither, for a vocabulary that is missing, or given beside a whole head, and for other smoothing.
+    Raises `InputError` for a head that is neither, or does more than `nn.Linear` does, for a vocabulary that is missing, or given beside a
+    whole head, and for other smoothing.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class DividedHead:
         is_whole = isinstance(head, nn.Module)
         if (is_whole and type(head) is not nn.Linear) or not callable(head):
             raise InputError(f"head must be an nn.Linear, or a function (first_row, end_row) -> nn.Linear, got {type(head).__name__}")
+        if isinstance(head, nn.Linear):
+            _refuse_more_than_linear(head, "the head")
         if is_whole == (vocabulary is not None) or (vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1)):
             raise InputError(f"vocabulary is the number of rows in all, for a function that makes some of them, got {vocabulary!r}")
         if type(ignore_index) is not int:
@@ -98,6 +101,7 @@ class DividedHead:
         if not isinstance(made, nn.Linear) or len(made.weight) != end - first:
             got = f"a weight of {tuple(made.weight.shape)}" if isinstance(made, nn.Linear) else type(made).__name__
             raise InputError(f"head({first}, {end}) must give an nn.Linear with {end - first} outputs, got {got}")
+        _refuse_more_than_linear(made, f"head({first}, {end})")
         return made
 
     def _refuse_tied(self, head: nn.Linear, modules: Mapping[int, nn.Module]) -> None:
@@ -108,6 +112,22 @@ class DividedHead:
                         f"the head's {'weight' if parameter is head.weight else 'bias'} is {name!r} of stage {stage}, too: a divided head "
                         "is not tied to a stage; give it a weight of its own, or keep it whole in the last stage, with tied=..."
                     )
+
+
+def _refuse_more_than_linear(rows: nn.Linear, what: str) -> None:
+    """Raise where `rows` compute anything but `nn.Linear` does: parts take the weight and the bias alone, and would leave the rest out."""
+    hooks = (rows._forward_hooks, rows._forward_pre_hooks, rows._backward_hooks, rows._backward_pre_hooks)
+    others = [name for name, _ in rows.named_parameters() if name not in ("weight", "bias")]
+    faults = {
+        "has hooks": any(hooks),
+        f"is a {type(rows).__name__} with a forward of its own": type(rows).forward is not nn.Linear.forward or "forward" in vars(rows),
+        f"has parameters beside weight and bias, {', '.join(others)}": bool(others),
+    }
+    if found := " and ".join(fault for fault, holds in faults.items() if holds):
+        raise InputError(
+            f"{what} {found}, and ranks that divide a head compute with its weight and bias alone: give a plain nn.Linear, or keep the "
+            "head whole in the last stage"
+        )
 
 
 def _copy_of(head: nn.Linear, first: int, end: int) -> nn.Linear:
