@@ -66,21 +66,20 @@ class DividedLoss:
             )
         target = target.flatten()
         counts = target != self._head.ignore_index
-        if target.device.type == "cpu":
-            self._refuse_beyond(target[counts], microbatch)
+        self._refuse_beyond(target, counts, microbatch)
         share = self._losses.share_of(microbatch) * self._seed.double()
         weight = (counts * (share / counts.sum().clamp(min=1))).to(torch.promote_types(output.dtype, torch.float32))
         self._given[microbatch] = _Given(tuple(output.shape), output.dtype, output.requires_grad, counts, weight)
         return GivenToHead(output.detach().flatten(0, -2), target, weight)
 
-    def _refuse_beyond(self, targets: Tensor, microbatch: int) -> None:
-        """Raise where a target is that of no row; on a GPU, whose host would wait for the answer, nobody looks."""
-        beyond = targets[(targets < 0) | (targets >= self._head.vocabulary)]
-        if len(beyond):
-            raise InputError(
-                f"target {beyond[0].item()} of microbatch {microbatch} is neither a row of the head, which has {self._head.vocabulary}, "
-                f"nor ignore_index={self._head.ignore_index}"
-            )
+    def _refuse_beyond(self, target: Tensor, counts: Tensor, microbatch: int) -> None:
+        """Raise where a target that counts is that of no row; a GPU stops at it, as in `cross_entropy`, and no host waits for it."""
+        is_beyond = counts & ((target < 0) | (target >= self._head.vocabulary))
+        told = f"is neither a row of the head, which has {self._head.vocabulary}, nor ignore_index={self._head.ignore_index}"
+        if target.device.type != "cpu":
+            torch._assert_async(~is_beyond.any(), f"a target of microbatch {microbatch} {told}")
+        elif is_beyond.any():
+            raise InputError(f"target {target[is_beyond][0].item()} of microbatch {microbatch} {told}")
 
     def gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
         """The gradient for the last stage's output from what all parts gave; tells the loss of the microbatch."""
