@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.checkpoint.joined import Mark, Marks, marks_in, part, whole
+from zerobubble.runtime.checkpoint.joined import Mark, Marks, joined, marks_in, part, whole
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.optimizer_state import ParameterState
 from zerobubble.runtime.step.hook import StepHook
@@ -47,7 +47,7 @@ def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, T
         for name, value in module.state_dict().items():
             if not isinstance(value, Tensor):
                 raise InputError(f"{name!r} in the state of stage {stage} is a {type(value).__name__}, and a checkpoint has tensors there")
-            found[f"model.{_name(names, stage, name, marks.get(name))}"] = marks[name].whole(value) if name in marks else value
+            found[f"model.{_name(names, stage, name, marks.get(name))}"] = joined(marks[name], value) if name in marks else value
     return found
 
 
@@ -157,7 +157,7 @@ def _new(parameter: nn.Parameter, saved: Any, marks: Marks) -> Tensor:
     """Room for a tensor that an optimizer keeps, divided as the parameter is where it is of its shape."""
     dtype, mark = saved.properties.dtype, marks.get(parameter)
     own = torch.empty_like(parameter.detach(), dtype=dtype)
-    like = own if mark is None else mark.whole(own)
+    like = own if mark is None else joined(mark, own)
     return like if saved.size == like.shape else torch.empty(saved.size, dtype=dtype)
 
 

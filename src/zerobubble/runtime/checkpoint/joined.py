@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.checkpoint.tensor_part import TensorPart
 from zerobubble.runtime.values.experts import ExpertMark, expert_marks
-from zerobubble.runtime.values.head_rows import HeadRows, TensorPart, head_rows
+from zerobubble.runtime.values.head_rows import HeadRows, head_rows
 from zerobubble.runtime.values.memory import local_part
 
 Mark = ExpertMark | HeadRows
@@ -42,7 +43,7 @@ def whole(parameter: nn.Parameter, name: str, key: str, tensor: Tensor, marks: M
     if mark is None or (tensor.numel() == 1 and tensor.shape != parameter.shape):
         return tensor
     if tensor.shape == parameter.shape:
-        return mark.whole(tensor)
+        return joined(mark, tensor)
     if isinstance(mark, ExpertMark) and mark.dim is None:
         return tensor
     raise InputError(
@@ -50,6 +51,11 @@ def whole(parameter: nn.Parameter, name: str, key: str, tensor: Tensor, marks: M
         f"{tuple(parameter.shape)}: such parts cannot be joined in a checkpoint; train it with an optimizer whose state has the shape "
         "of the parameter, as Adam's and SGD's"
     )
+
+
+def joined(mark: Mark, tensor: Tensor) -> Tensor:
+    """The whole of which `tensor` is this rank's part, in the same memory."""
+    return TensorPart(tensor, mark.first_row, mark.num_rows) if isinstance(mark, HeadRows) else mark.whole(tensor)
 
 
 def part(kept: Tensor) -> Tensor:
