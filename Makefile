@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; torchvision, and timm with it, belong to one version alone.
+# The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; requirements-images.txt is for the pinned one alone.
 TORCHES := 2.6.0 2.15.0
 
 .PHONY: help venv demo test test-long test-all test-versions lint docs gallery playground bench clean
@@ -12,10 +12,11 @@ TORCHES := 2.6.0 2.15.0
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
-$(READY): requirements.txt pyproject.toml
+$(READY): requirements.txt requirements-images.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zerobubble needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(RUN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/image-models --upgrade -r requirements-images.txt
 	$(RUN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -36,7 +37,7 @@ test-versions: $(READY) ## run the process tests on the oldest and the newest to
 	for torch in $(TORCHES); do \
 	  $(PYTHON) -m venv $(VENV)-torch-$$torch && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check torch==$$torch && \
-	  grep -vE '^(torch|torchvision|timm|sympy)==' requirements.txt > $(VENV)-torch-$$torch/requirements.txt && \
+	  grep -vE '^(torch|sympy)==' requirements.txt > $(VENV)-torch-$$torch/requirements.txt && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-torch-$$torch/requirements.txt && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	  $(VENV)-torch-$$torch/bin/python -m pytest -W default tests/procs tests/pure/test_export_torch.py || exit 1; \

@@ -1,6 +1,8 @@
 """A ResNet of torchvision, trained over pipeline ranks; its batch norms see a microbatch at a time, as in gradient accumulation.
 
 torchrun --nproc-per-node 2 examples/split_resnet.py
+
+It needs torchvision from the index that torch came from: pip install torchvision.
 """
 
 from __future__ import annotations

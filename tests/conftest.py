@@ -56,12 +56,13 @@ ALONE = (
         "saved_tensors",
         "special_tensors",
         "split_matrix",
+        "torchvision_fits",
     ),
 )
 """Tests of stages, nearly all in the test's own process."""
 UNTIMED = (
     *("families", "fifty_steps", "graph_cut_models", "models_in_use", "other_models", "post_validation", "split_examples"),
-    *("command_line_page", "gpu_benchmark", "split_transformers"),
+    *("command_line_page", "gpu_benchmark", "pages_by_launcher", "split_transformers"),
 )
 """Tests of ranks that compute, none of which looks at a clock: they take longest, and each goes to the worker that is free."""
 

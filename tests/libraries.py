@@ -1,8 +1,9 @@
-"""Libraries of models for tests, loaded where torchvision was compiled for another build of torch, too."""
+"""Libraries of models for tests. Those of images lie next to the environment, as requirements-images.txt says why."""
 
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,21 +12,25 @@ from typing import Any
 
 import torch
 
+IMAGE_MODELS = Path(sys.prefix) / "image-models"
+
 
 def library(name: str) -> Any:
     """The module of this name, such as "transformers", which asks no network for anything."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    _make_up_for_torchvision()
+    _add_image_models()
     return import_module(name)
 
 
 @cache
-def _make_up_for_torchvision() -> torch.library.Library | None:
-    """Declare what torchvision asks for when it is imported and its compiled part has.
+def _add_image_models() -> torch.library.Library | None:
+    """Put torchvision and timm on the path, with declarations of the operators that torchvision's compiled part would register.
 
-    PyPI's torchvision is compiled for PyPI's torch, with CUDA; beside a torch for CPUs its compiled part does not load, and the import of
-    torchvision fails, and with it that of whatever uses it where it is installed. No model here runs these operations.
+    PyPI's torchvision is compiled for PyPI's torch, with CUDA. With a torch for CPUs its compiled part does not load, and importing
+    torchvision fails unless these operators exist. No model here runs them. Some models of Transformers need timm, too.
     """
+    if find_spec("torchvision") is None:
+        sys.path.append(str(IMAGE_MODELS))
     found = find_spec("torchvision")
     if found is None or found.origin is None:
         return None

@@ -49,9 +49,12 @@ def run_forked(program: str, folder: Path, ranks: int) -> str:
 
 
 def _run(folder: Path, rank: int, size: int, port: int) -> None:
+    import random
+
     import torch
 
     torch.set_num_threads(1)
+    random.seed(), torch.seed()  # a process that torchrun starts has random states of its own, and a forked one those of its parent
     os.chdir(folder)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tests.procs.programs import ROOT, programs_of, run_forked, torchrun
+from tests.procs.programs import ROOT, programs_of, run_forked
 from tests.procs.versions import needs_torchs_runtime
 from zerobubble.cli import main
 from zerobubble.io import load_schedule
 from zerobubble.schedules import SCHEDULES
 
-FIND_LIBRARIES = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.libraries import library\nlibrary('transformers')\n"
 
-
-def by_torchrun(program: str, folder: Path, ranks: int) -> str:
-    done = torchrun(program, folder, ranks)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("run", [run_forked, pytest.param(by_torchrun, marks=pytest.mark.long)])
-def test_the_program_runs_as_pasted(run: Callable[[str, Path, int], str], tmp_path: Path) -> None:
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run(programs_of("README.md")[0], tmp_path, 4))]
+def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(programs_of("README.md")[0], tmp_path, 4))]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
@@ -58,7 +48,7 @@ def test_the_page_on_hooks_works_in_bubbles(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_page_on_bringing_a_model_shows_what_it_prints(tmp_path: Path) -> None:
     """Its programs go on from each other."""
-    printed = run_forked("\n".join([FIND_LIBRARIES, *programs_of("docs/any-model.md")]), tmp_path, 2)
+    printed = run_forked("\n".join(programs_of("docs/any-model.md")), tmp_path, 2)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert losses[-1] < losses[0]
     (cut,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/any-model.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -106,7 +96,7 @@ def test_the_page_on_checkpoints_goes_on_with_the_same_losses(tmp_path: Path) ->
 
 def test_the_page_on_checkpoints_gives_transformers_the_same_logits(tmp_path: Path) -> None:
     program = programs_of("docs/checkpoints.md")[1]
-    assert run_forked(f"{FIND_LIBRARIES}{program}", tmp_path, 1) == "the same logits: True\n"
+    assert run_forked(program, tmp_path, 1) == "the same logits: True\n"
 
 
 @needs_torchs_runtime

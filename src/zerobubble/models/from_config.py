@@ -13,6 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.cutting.by_hand import ByHand, spelled_out
 from zerobubble.models.making.configuration import maker_of
 from zerobubble.models.making.factory import ModelFactory
+from zerobubble.models.making.torchvision_fits import check_torchvision
 from zerobubble.models.model_split import ModelSplit
 from zerobubble.models.observation.example import own_example
 
@@ -43,6 +44,7 @@ def split_config(
 
 def read_config(path: str) -> Any:
     """The configuration in a config.json, or in the folder with it; raises `InputError` where it cannot be read."""
+    check_torchvision()
     transformers: Any = import_module("transformers")
     where = Path(path).parent if Path(path).is_file() else Path(path)
     try:

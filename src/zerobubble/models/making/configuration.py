@@ -10,6 +10,7 @@ from torch import nn
 
 from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
+from zerobubble.models.making.torchvision_fits import check_torchvision
 
 
 def is_configuration(given: object) -> bool:
@@ -26,6 +27,7 @@ def maker_of(config: Any) -> Callable[[], nn.Module]:
 
     Raises `InputError` where Transformers has neither. Code that comes with a configuration runs where the user runs it.
     """
+    check_torchvision()
     transformers: Any = sys.modules["transformers"]
     names = getattr(config, "architectures", None) or []
     kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
