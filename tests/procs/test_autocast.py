@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
@@ -68,3 +73,86 @@ def test_gradients_go_back_outside_of_autocast(world: Ranks, schedule: str, spli
     if (way, split) == ("checkpoint", "graph") and not CAN_SEE_HOOKS:
         pytest.skip("a graph stage takes checkpoints from torch 2.8 on")
     assert max(world.run(largest_error, schedule, split, way, ranks=2)) <= 1e-6
+
+
+class Symmetric(nn.Module):
+    """A parametrization whose backward needs nothing of its forward, so that `cached` may keep one weight for several microbatches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+def parametrized(stage: int, num_stages: int) -> nn.Module:
+    """A stage whose weight torch keeps another form of under autocast, and in `parametrize.cached()`."""
+    torch.manual_seed(stage)
+    layer = nn.Linear(16, 16)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    first: list[nn.Module] = [nn.Embedding(11, 16)] if stage == 0 else []
+    return nn.Sequential(*first, layer, nn.Tanh(), nn.Linear(16, 16 if stage < num_stages - 1 else 11))
+
+
+CACHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "parametrize": parametrize.cached,
+}
+
+
+def train_in(group: Any, schedule: str, cache: str, split: str, max_norm: float, *, waits: bool) -> list[float]:
+    """Losses of steps inside a context that caches weights, which are clipped in a barrier or without one."""
+    losses = []
+    with zb.Pipeline(parametrized, schedule, 4, loss_fn, group=group, split=split) as pipe:
+        inner = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+        optimizer = None if waits else zb.PostValidation(inner, pipe, max_norm, undo="copy")
+        for step in range(3):
+            with CACHES[cache]():
+                losses.append(pipe.step(*batch(4, seed=step)).item())
+            if optimizer is None:
+                pipe.clip_grad_norm_(max_norm)
+            (optimizer or inner).step()
+            inner.zero_grad()
+    return losses
+
+
+def losses_of_both(group: Any, *args: Any) -> list[list[float]]:
+    return [train_in(group, *args, waits=waits) for waits in (True, False)]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("schedule", "split"), [("1f1b", "whole"), ("zb-h1", "deferred"), ("zb-v", "deferred")])
+def test_a_step_taken_back_leaves_no_cached_weights(world: Ranks, schedule: str, split: str, cache: str) -> None:
+    for expected, found in world.run(losses_of_both, schedule, cache, split, 0.05, ranks=2):
+        assert found == expected
+
+
+def is_used_after(write: Callable[[], object], module: nn.Module, cache: str) -> bool:
+    """Whether a module computes with what `write` leaves in its weights, inside the context in which they were used before."""
+    x = torch.ones(2, 16)
+    with CACHES[cache]():
+        before = module(x)
+        write()
+        found = module(x)
+    with CACHES[cache]():
+        return torch.equal(module(x), found) and not torch.equal(found, before)
+
+
+def first_values(group: Any, cache: str) -> list[bool]:
+    """Whether this rank uses the values that a pipeline starts with: for a replica, and for a tied parameter."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    weight = "0.parametrizations.weight.original"
+    found = []
+    for options in ({"mesh": mesh}, {"group": group, "tied": [[(0, weight), (1, weight)]]}):
+        module = parametrized(1 + group.rank(), 4)
+        found.append(is_used_after(lambda: zb.Pipeline(module, "gpipe", 4, loss_fn, **options).close(), module, cache))  # noqa: B023
+    return found
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_first_values_are_used_where_others_were_cached(world: Ranks, cache: str) -> None:
+    assert world.run(first_values, cache, ranks=2)[1] == [True, True]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_checkpoint_is_used_where_other_weights_were_cached(tmp_path: Path, cache: str) -> None:
+    zb.save(tmp_path / "saved", parametrized(1, 4))
+    module = parametrized(2, 4)
+    assert is_used_after(lambda: zb.load(tmp_path / "saved", module), module, cache)

@@ -23,6 +23,7 @@ from zerobubble.runtime.checkpoint.random_states import set_plain_states, set_te
 from zerobubble.runtime.checkpoint.together import agreed
 from zerobubble.runtime.checkpoint.trained import Trained
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
+from zerobubble.runtime.values.weight_caches import changing_weights
 
 
 class Saved(NamedTuple):
@@ -69,7 +70,8 @@ class Reading:
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
             room = agreed(trained, lambda: self._room(saved, names, optimizer, {key for keys in held for key in keys}))
             agreed(trained, lambda: self._take_over_hooks(saved))
-            saved.read(room)
+            with changing_weights():
+                saved.read(room)
             self._take_over(saved, names, optimizer, room)
             trained.gather(None, "taking over the checkpoint")
         extra: dict[str, Any] = saved.rest["extra"]

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from zerobubble.runtime.values.weight_caches import changing_weights
+
 
 class Snapshot:
     """The buffers of `modules` and torch's random state on the CPU and on `device`, as they were when it was taken.
@@ -23,6 +25,7 @@ class Snapshot:
         self._device_random_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     @torch.no_grad()
+    @changing_weights()
     def restore(self) -> None:
         """Put buffers and random states back to what they were."""
         for part, buffers in self._buffers_of:

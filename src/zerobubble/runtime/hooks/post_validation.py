@@ -29,6 +29,7 @@ from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.values.gradients import IN_GRAD
+from zerobubble.runtime.values.weight_caches import changing_weights
 
 _STEPPING, _VALIDATING = "while stepping the optimizer", "while validating the optimizer's step"
 
@@ -230,7 +231,8 @@ class PostValidation(StepHook):
     def _step_early(self) -> None:
         """Make the step that may have to be taken back."""
         self._undo.save()
-        self.optimizer.step()
+        with changing_weights():
+            self.optimizer.step()
         if self._options_now() != self._options:
             kind = type(self.optimizer).__name__
             raise InputError(
@@ -251,7 +253,7 @@ class PostValidation(StepHook):
         self._verdict = not self._form.waits(ledger)
         self.norm = self._form.total(ledger).to(self._pipeline.device)
         if not (self._verdict and self._has_stepped):
-            with self._as_it_was():
+            with self._as_it_was(), changing_weights():
                 self._make_exact(ledger, self.norm)
         if self._scaler is not None:
             found = self._scaler._found_inf_per_device(self.optimizer)

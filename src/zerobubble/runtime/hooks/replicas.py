@@ -25,6 +25,7 @@ from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.memory import like_parameter, local_part
+from zerobubble.runtime.values.weight_caches import changing_weights
 
 BUCKET_BYTES = 16 << 20
 """Gradients travel together up to this size if nobody says otherwise: large enough that a message's latency does not count."""
@@ -116,6 +117,7 @@ class Replicas(StepHook):
         self._complete: set[nn.Parameter] = set()
         self.completes_at_end = frozenset(parameter for parameter in trained(modules) if self._left[parameter])
 
+    @changing_weights()
     def broadcast_initial_values(self) -> None:
         """Give all replicas the parameters and buffers of the first; raises `InputError`, the same on all, where they differ in form."""
         mine = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*self._left, *self._left_of_buffers)]

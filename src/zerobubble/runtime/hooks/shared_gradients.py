@@ -32,6 +32,7 @@ from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.memory import as_memory
+from zerobubble.runtime.values.weight_caches import changing_weights
 
 _DOING = "summing the gradients of a parameter that several ranks hold"
 _EQUALIZING = "making what is tied or copied equal"
@@ -93,6 +94,7 @@ class SharedGradients(StepHook):
         """Whether anything on this rank is shared."""
         return bool(self.completes_at_end or self._copied_modules)
 
+    @changing_weights()
     def broadcast_initial_values(self, *, are_equal: bool = False) -> None:
         """Give every copy the values of the first: of a tied parameter, that named first; of a copied stage, that of the first route.
 

@@ -20,6 +20,7 @@ from zerobubble.kinds import Collective, traits_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.measure.measured_head import without_head
 from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.weight_caches import changing_weights
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Timeline
 
@@ -89,9 +90,9 @@ def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradient
             for parameter, (gradient, total) in gradients.items():
                 parameter.grad = gradient
                 sums.put(parameter, total)
-            for part, named in buffers:
-                part._buffers.update(named)
-            with torch.no_grad():
+            with torch.no_grad(), changing_weights():
+                for part, named in buffers:
+                    part._buffers.update(named)
                 for buffer, content in contents.items():
                     buffer.copy_(content)
 

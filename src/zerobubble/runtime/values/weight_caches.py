@@ -1,0 +1,23 @@
+"""What torch keeps of weights inside a context of the user's, and how it is dropped when the library writes other numbers into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.utils import parametrize
+
+
+@contextmanager
+def changing_weights() -> Iterator[None]:
+    """Wraps whatever writes into parameters or buffers, so that torch computes with the new numbers afterwards.
+
+    `torch.autocast` caches its casts of parameters, and `parametrize.cached` the weights it computes, until the context ends: both by the
+    object, so a write goes unnoticed. Users may have such a context open around any call of this library.
+    """
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        parametrize._cache.clear()
