@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -483,6 +485,63 @@ def test_a_forward_only_schedule_serves_evaluation(world: Ranks, stages_per_rank
         assert text == "schedule 'forward-only' has no backward passes: evaluate with eval_step, or choose one that trains"
         assert error <= 1e-14
         assert idle
+
+
+class Compared:
+    """An object that compares its tensor, one truth value for each number."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def __eq__(self, other: object) -> Any:
+        return self.logits == other.logits if isinstance(other, Compared) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class GivesObjects(nn.Module):
+    """A last stage whose output has more than tensors."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {
+            "logits": x,
+            "array": x.detach().numpy(),
+            "one number": x.detach().sum().reshape(1).numpy(),
+            "namespace": SimpleNamespace(logits=x),
+            "compared": Compared(x),
+            "size": x.shape,
+            "nan": math.nan,
+            "name": "last",
+            "shared": ONE_OBJECT,
+            "rows": (len(x), None),
+        }
+
+
+ONE_OBJECT = SimpleNamespace(pad=PAD)
+
+
+def outputs_of_any_class(group: Any) -> Any:
+    """What an evaluation gives of microbatches with 2 and 1 samples, and of two equal ones."""
+    with zb.Pipeline(lambda s, _: nn.Linear(2, 2) if s == 0 else GivesObjects(), "1f1b", 2, loss_fn, group=group) as pipe:
+        uneven = pipe.eval_step(torch.ones(3, 2))[1]
+        alike = pipe.eval_step(torch.ones(2, 2))[1]
+        return None if uneven is None else (uneven, alike)
+
+
+def test_outputs_of_any_class_are_joined_or_listed(world: Ranks) -> None:
+    first, (uneven, alike) = world.run(outputs_of_any_class, ranks=2)
+    assert first is None
+    assert [len(uneven["logits"]), len(alike["logits"])] == [3, 2]
+    for name in ("array", "one number"):
+        assert [type(one) for found in (uneven, alike) for one in found[name]] == [np.ndarray] * 4
+    assert [type(one) for found in (uneven, alike) for one in found["namespace"]] == [SimpleNamespace] * 4
+    assert [type(one) for found in (uneven, alike) for one in found["compared"]] == [Compared] * 4
+    assert uneven["size"] == [torch.Size([2, 2]), torch.Size([1, 2])]
+    assert alike["size"] == torch.Size([1, 2])
+    assert math.isnan(uneven["nan"])
+    assert uneven["name"] == "last"
+    assert uneven["shared"].pad == PAD
+    assert [uneven["rows"], alike["rows"]] == [([2, 1], None), (1, None)]
 
 
 def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:

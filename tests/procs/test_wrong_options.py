@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overlap": True}, "overlap must be a function (first, second) that runs both passes, or None, got True"),
     ({"tied": 3}, "tied must be a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')], got 3"),
     ({"cuda_graphs": "yes"}, "cuda_graphs must be a bool, got 'yes'"),
+    ({"order_by": np.ones(4)}, "order_by must be 'tokens' or a function (microbatch)"),
     ({"loss_fn": None, "timeout": None}, "got None; timeout must be a number of seconds from 0.1 to 1000000, got None"),
 ]
 

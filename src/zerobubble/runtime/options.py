@@ -107,7 +107,10 @@ WANTED: dict[str, Wanted | type] = {
     "transport": instance(str, Endpoint),
     "survive": bool,
     "order_by": optional(
-        either(Wanted(f"{TOKENS!r}", lambda given: given == TOKENS), function("(microbatch) that gives what it costs beside the others"))
+        either(
+            Wanted(f"{TOKENS!r}", lambda given: isinstance(given, str) and given == TOKENS),
+            function("(microbatch) that gives what it costs beside the others"),
+        )
     ),
     "recompute": optional(LEVELS),
     "offload": optional(each(RankOffloads)),

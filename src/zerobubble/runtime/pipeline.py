@@ -264,7 +264,7 @@ class Pipeline:
         """Forward of one batch, given as to `step`, in evaluation mode: (mean loss on every rank, None without targets; outputs).
 
         The outputs of all microbatches come back joined on the last stage's rank, and None elsewhere: tensors concatenated along the
-        batch, those without dimensions stacked, what is equal in all microbatches once, anything else as a list of one for each; tuples,
+        batch, those without dimensions stacked, equal constants and one object once, anything else as a list with one for each; tuples,
         dicts and dataclasses item by item. A bidirectional schedule evaluates on its first route.
         """
         self._steps.settle()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.values.payload import Payload, Tensors, flatten_pytree, unflatten_pytree
+from zerobubble.runtime.values.payload import Payload, Tensors, constant_of, flatten_pytree, unflatten_pytree
 
 GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
@@ -112,7 +112,7 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     """The outputs of all microbatches as one: tensors concatenated along dimension 0, scalars stacked, what is equal in all kept.
 
     Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. What cannot be joined comes as a list with
-    an item for each microbatch, such as tensors of other lengths.
+    an item for each microbatch, such as tensors of other lengths and objects of other classes, which are never compared.
     """
     first = outputs[0]
     kind = type(first)
@@ -124,15 +124,27 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     if is_dataclass(kind) and not isinstance(first, Mapping) and all(type(output) is kind for output in outputs):
         names = [field.name for field in fields(kind) if field.init]
         return replace(first, **{name: join_outputs([getattr(output, name) for output in outputs]) for name in names})
-    if isinstance(first, (tuple, list)) and all(type(output) is kind and len(output) == len(first) for output in outputs):
+    is_row = isinstance(first, (tuple, list)) and kind is not torch.Size
+    if is_row and all(type(output) is kind and len(output) == len(first) for output in outputs):
         items = [join_outputs(of_each) for of_each in zip(*outputs, strict=True)]
         return kind(*items) if hasattr(kind, "_make") else kind(items)
-    if not isinstance(first, Tensor) and all(type(output) is kind and output == first for output in outputs):
-        return first
-    return list(outputs)
+    return first if _are_the_same(outputs) else list(outputs)
+
+
+def _are_the_same(outputs: Sequence[Any]) -> bool:
+    """Whether these are one object, or equal constants. Only constants are compared: `==` of any other class may give an array or raise."""
+    first = outputs[0]
+    if all(output is first for output in outputs):
+        return True
+    if isinstance(first, torch.Size):
+        return all(isinstance(output, torch.Size) and output == first for output in outputs)
+    constant = constant_of(first)
+    return constant is not None and all(constant_of(output) == constant for output in outputs)
 
 
 def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
+    if any(output.is_nested for output in outputs):
+        return outputs
     sizes_of_a_sample = {tuple(output.shape[1:]) if output.dim() else None for output in outputs}
     if len(sizes_of_a_sample) > 1:
         return outputs

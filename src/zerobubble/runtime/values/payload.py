@@ -135,11 +135,18 @@ def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque
         return Container(kind, tuple(value), tuple(flatten_pytree(v, tensors, f"{where}[{k!r}]", opaque=opaque) for k, v in value.items()))
     if kind in _SEQUENCES or _is_named_tuple(kind):
         return Container(kind, (), tuple(flatten_pytree(v, tensors, f"{where}[{i}]", opaque=opaque) for i, v in enumerate(value)))
-    if kind in _CONSTANTS:
-        return Constant(kind, value.hex() if kind is float else value)
+    constant = constant_of(value)
+    if constant is not None:
+        return constant
     if opaque:
         return Constant(kind, Opaque(value))
     raise TypeError(f"{where} is a {kind.__name__}, which is neither a tensor nor a number, string, bool or None")
+
+
+def constant_of(value: Any) -> Constant | None:
+    """The leaf that a number, string, bool, None or torch constant is; None for anything else."""
+    kind = type(value)
+    return Constant(kind, value.hex() if kind is float else value) if kind in _CONSTANTS else None
 
 
 def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
