@@ -202,7 +202,7 @@ def steps(group: Any, case: str) -> str:
 
 
 WRONG_STEPS = {
-    "mask": r"step\(kwargs=...\) gives 'mask' to stage 1 alone; every stage of a model that is cut runs its code",
+    "mask": r"step\(kwargs=...\) gives 'mask' to stage 1 and not to the first stage, and every stage of a model that is cut runs",
     "missing": r"'scale'",
     "unknown": r"'bias'",
     "too few samples": "of batch size 3 cannot be cut into 4 microbatches; give at least one sample each",

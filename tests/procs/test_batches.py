@@ -487,6 +487,101 @@ def test_a_forward_only_schedule_serves_evaluation(world: Ranks, stages_per_rank
         assert idle
 
 
+class Positions(nn.Module):
+    """A model with arguments of every kind: with the batch first, second, of size 1, and without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.double()
+
+    def forward(self, tokens: Tensor, rotary: Tensor, shift: Tensor, mask: Tensor, table: Tensor, scale: Tensor) -> Tensor:
+        x = self.embed(tokens) + rotary.sum(0).unsqueeze(-1)  # rotary [3, B, S], shift [1, S], mask [1, 1, S, S], table [S, S]
+        for layer in self.layers:
+            x = layer((mask[:, 0] * table) @ x).tanh() * scale + shift.unsqueeze(-1)
+        return x
+
+
+def of_every_kind(samples: int) -> dict[str, Tensor]:
+    """As many samples as `rotary` has rows and as sequences are long: only names say what is what."""
+    torch.manual_seed(1)
+    drawn = {"rotary": (3, samples, 3), "shift": (1, 3), "mask": (1, 1, 3, 3), "table": (3, 3), "scale": ()}
+    given = {name: torch.rand(size, dtype=torch.float64) for name, size in drawn.items()}
+    return {"tokens": torch.randint(0, 11, (samples, 3)), **given}
+
+
+BATCH_DIMS = {"rotary": 1, "table": None, "weights": None}
+
+
+def weighted_mse(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return ((output - target["aims"]).square() * target["weights"]).mean()
+
+
+def every_kind(group: Any, name: str, samples: int, by_kwargs: tuple[str, ...]) -> tuple[float, list[str]]:
+    """How far a cut model is from one device's, with some arguments given by name on every rank; the gradients that only one side has."""
+    model = Positions()
+    plain = Positions()
+    mine, theirs = of_every_kind(samples), of_every_kind(samples)
+    leaves = ("rotary", "shift", "table")
+    for leaf in leaves:
+        mine[leaf].requires_grad_(leaf not in by_kwargs or group.rank() == 0)
+        theirs[leaf].requires_grad_()
+    aims = {"aims": torch.rand(samples, 3, 4, dtype=torch.float64), "weights": torch.rand(4, dtype=torch.float64)}
+    kwargs = {each: mine[each] for each in by_kwargs}
+    inputs = {each: value for each, value in mine.items() if each not in kwargs}
+    options = {"loss_fn": weighted_mse, "group": group, "batch_dims": BATCH_DIMS}
+    with zb.Pipeline(zb.split(model, example=of_every_kind(2)), name, 3, **options) as pipe:
+        loss = pipe.step(inputs, aims, kwargs=kwargs)
+        evaluated, _ = pipe.eval_step(inputs, aims, kwargs=kwargs)
+        assert evaluated is not None
+        expected = weighted_mse(plain(**theirs), aims)
+        expected.backward()
+        named = [each for module in pipe.modules.values() for each in module.named_parameters()]
+        pairs = [(parameter.grad, plain.get_parameter(own).grad) for own, parameter in named]
+        if group.rank() == 0:
+            pairs += [(mine[leaf].grad, theirs[leaf].grad) for leaf in leaves]
+        return max(
+            *((a - b).abs().max().item() for a, b in pairs if a is not None and b is not None),
+            (loss - expected).abs().item(),
+            (evaluated - expected).abs().item(),
+        ), [str(place) for place, (a, b) in enumerate(pairs) if (a is None) != (b is None)]
+
+
+@pytest.mark.parametrize("by_kwargs", [(), ("rotary", "shift", "mask", "table", "scale")])
+@pytest.mark.parametrize(("name", "samples"), [("1f1b", 3), ("zb-v", 7)])
+def test_arguments_have_the_batch_in_any_dimension_or_none(world: Ranks, name: str, samples: int, by_kwargs: tuple[str, ...]) -> None:
+    for error, one_sided in world.run(every_kind, name, samples, by_kwargs, ranks=2):
+        assert error <= 1e-14
+        assert not one_sided
+
+
+def wrong_dims(group: Any, inputs: dict[str, Tensor], kwargs: dict[str, Tensor], batch_dims: dict[str, int | None]) -> str:
+    with zb.Pipeline(zb.split(Positions(), example=of_every_kind(2)), "1f1b", 3, weighted_mse, group=group, batch_dims=batch_dims) as pipe:
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(inputs, {"aims": torch.rand(6, 3, 4)}, kwargs=kwargs if group.rank() == 1 else None)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "batch_dims", "words"),
+    [
+        ({}, {}, "must share their batch size, got [3, 6]"),
+        ({}, {"rotary": 1}, "must share their batch size, got [3, 6]"),
+        ({}, {"rotary": 3, "table": None}, "names dimension 3 of 'rotary', counted from 0, and its shape is (3, 6, 3)"),
+        ({}, dict.fromkeys(of_every_kind(1)), "got no tensor with a batch"),
+        ({"rotary": torch.ones(3, 4, 3)}, BATCH_DIMS, "of 'rotary' for the batch, which has 6 samples, and its shape is (3, 4, 3)"),
+        ({"others": torch.ones(1)}, BATCH_DIMS, "gives 'others' to stage 1 and not to the first stage"),
+    ],
+)
+def test_dimensions_that_do_not_have_the_batch_are_refused(
+    world: Ranks, kwargs: dict[str, Tensor], batch_dims: dict[str, int | None], words: str
+) -> None:
+    for text in world.run(wrong_dims, of_every_kind(6), kwargs, batch_dims, ranks=2):
+        assert words in text
+
+
 class Compared:
     """An object that compares its tensor, one truth value for each number."""
 

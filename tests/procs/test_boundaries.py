@@ -401,7 +401,7 @@ def wrong_inputs(group: Any, inputs: Any) -> str:
         ([torch.ones(2)] * 3, "inputs is a list of 3, and a list has one item for each of the 4 microbatches"),
         ([torch.ones(2)] * 3 + ["four"], "microbatch 3 of inputs must be a tensor, or a tuple or dict with tensors, got str"),
         ((torch.ones(8), torch.ones(4)), "the tensors of inputs must share their batch size, got [4, 8]"),
-        ((torch.ones(8), torch.ones(())), "inputs must be a tensor, a tuple or a dict"),
+        ((torch.ones(()), 3), "inputs must be a tensor, a tuple or a dict"),
         ("text", "inputs must be a tensor, a tuple or a dict"),
     ],
 )

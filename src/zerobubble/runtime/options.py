@@ -25,6 +25,7 @@ from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.stage.levels import LEVELS, GivenLevels, RecomputeLevels
 from zerobubble.runtime.stage.rank_stages import Build
+from zerobubble.runtime.step.batch import BatchDims
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.ordering import TOKENS, CostOf
@@ -69,6 +70,7 @@ class PipelineOptions:
     recompute: GivenLevels | None = None
     offload: Sequence[RankOffloads] | None = None
     link: HostLink | None = None
+    batch_dims: BatchDims | None = None
 
 
 def function(call: str) -> Wanted:
@@ -78,6 +80,12 @@ def function(call: str) -> Wanted:
 
 def _are_modules(given: Any) -> bool:
     return isinstance(given, (nn.Module, Sequence)) and not isinstance(given, str)
+
+
+def _are_dims(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and (dim is None or (WHOLE.accepts(dim) and dim >= 0)) for name, dim in given.items()
+    )
 
 
 WANTED: dict[str, Wanted | type] = {
@@ -115,6 +123,9 @@ WANTED: dict[str, Wanted | type] = {
     "recompute": optional(LEVELS),
     "offload": optional(each(RankOffloads)),
     "link": optional(HostLink),
+    "batch_dims": optional(
+        Wanted("dimensions by name such as {'position_ids': 1, 'mask': None}, None for what all microbatches share", _are_dims)
+    ),
 }
 """What each argument must be. Whether names are known and values fit each other is judged where they are used."""
 

@@ -33,7 +33,7 @@ from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import trials
-from zerobubble.runtime.step.batch import join_outputs
+from zerobubble.runtime.step.batch import BatchDims, join_outputs
 from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.layer_trials import profile_layers
@@ -72,6 +72,8 @@ class Pipeline:
             for a schedule in which ranks divide the head by its vocabulary.
         loss_weight: `loss_weight(target)` gives the weight of a microbatch in the mean, such as the number of tokens that count;
             without it microbatches count by their samples.
+        batch_dims: the dimension of the batch in inputs, targets and kwargs where it is not the first, by name; None for what all
+            microbatches share: `{"position_ids": 1, "mask": None}`.
         order_by: what microbatches cost beside each other, where they are of unequal cost: "tokens", or `order_by(microbatch)`, which is
             asked on the first stage's rank. Each training step then takes them in the order that makes it shortest, by the times of the
             plan it plays; what is given and handed back keeps the order of the data.
@@ -150,6 +152,7 @@ class Pipeline:
         recompute: GivenLevels | None = None,
         offload: Sequence[RankOffloads] | None = None,
         link: HostLink | None = None,
+        batch_dims: BatchDims | None = None,
     ) -> None:
         options = PipelineOptions(
             build_or_modules=build_or_modules,
@@ -176,6 +179,7 @@ class Pipeline:
             recompute=recompute,
             offload=offload,
             link=link,
+            batch_dims=batch_dims,
         )
         session = connect(options)
         self.rank = session.peers.rank
@@ -198,6 +202,9 @@ class Pipeline:
         self._auto = session.setup.planner
         attach_first(session, self._steps, [*session.first_hooks(), *([self._auto] if self._auto is not None else []), *options.hooks])
         self._unwatch_optimizers = watch_optimizers(self._steps)
+
+    def _given(self, inputs: Any, targets: Any, kwargs: Any, scaler: torch.amp.GradScaler | None = None) -> StepInputs:
+        return StepInputs(inputs, targets, kwargs, self._options.batch_dims or {}, scaler)
 
     def _lent(self, given: StepInputs, num_microbatches: int | None = None) -> tuple[StepInputs, int | None]:
         survival, count = self._survival, num_microbatches or self._options.num_microbatches
@@ -234,11 +241,11 @@ class Pipeline:
         """Forward and backward of one batch: gradients are added to `.grad`, the mean loss comes back on every rank.
 
         `inputs` (needed on the first stage's rank) are what the first stage is called with: a tensor, a tuple of arguments or a dict of
-        named ones. Tensors have the batch as their first dimension and are cut, the first microbatches being the bigger ones; all else
-        goes to every microbatch. A list holds the microbatches themselves, of any shapes. `targets` (on the last stage's rank) likewise.
-        A bidirectional schedule has one such rank per route. `kwargs` are named arguments for the stages of this rank that take them:
-        tensors as long as the batch are cut, or a list has a dict for each microbatch. Any of these tensors that requires a gradient gets
-        it after the last pass, on the rank that gives it.
+        named ones. Tensors have the batch as their first dimension, or where `batch_dims` says, and are cut, the first microbatches being
+        the bigger ones; all else, and tensors of size 1 there, goes to every microbatch. A list holds the microbatches themselves, of any
+        shapes. `targets` (on the last stage's rank) likewise. A bidirectional schedule has one such rank per route. `kwargs` are named
+        arguments for the stages of this rank that take them: tensors as long as the batch are cut, or a list has a dict for each
+        microbatch. Any of these tensors that requires a gradient gets it after the last pass, on the rank that gives it.
 
         Another `num_microbatches` plays the same named schedule for it. With a `scaler` gradients are scaled: call `unscale_` after it.
 
@@ -246,7 +253,7 @@ class Pipeline:
         of microbatches that has none, inside `torch.inference_mode()`, and in a thread that comes while another uses the pipeline. Raises
         `PipelineError` on every rank when any rank fails, or is called otherwise than the others.
         """
-        return self._steps.train(*self._lent(StepInputs(inputs, targets, kwargs, scaler), num_microbatches))
+        return self._steps.train(*self._lent(self._given(inputs, targets, kwargs, scaler), num_microbatches))
 
     def order_ahead(self, inputs: list[Any]) -> None:
         """Have the microbatches of the next `step` put in order on a thread, beside what runs until then, where `order_by` says by what.
@@ -268,7 +275,7 @@ class Pipeline:
         dicts and dataclasses item by item. A bidirectional schedule evaluates on its first route.
         """
         self._steps.settle()
-        loss, outputs = self._steps.evaluate(*self._lent(StepInputs(inputs, targets, kwargs), num_microbatches))
+        loss, outputs = self._steps.evaluate(*self._lent(self._given(inputs, targets, kwargs), num_microbatches))
         return loss, None if outputs is None else join_outputs(outputs)
 
     @property
@@ -374,7 +381,7 @@ class Pipeline:
 
         Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice, and `PipelineError` as `step` does.
         """
-        return trials.profile(self._steps, self._lent(StepInputs(inputs, targets, kwargs))[0], steps, progress)
+        return trials.profile(self._steps, self._lent(self._given(inputs, targets, kwargs))[0], steps, progress)
 
     @plays_steps
     def profile_layers(
@@ -386,7 +393,7 @@ class Pipeline:
         block is cut inside, its parts are told. `zb.partition.layers_to_dict` makes of it what `zerobubble plan --layers` takes, and
         `zb.planning.plan_layers` a plan. Leaves nothing behind, and is called and raises as `profile`, and `InputError` for other stages.
         """
-        return profile_layers(self._steps, self._lent(StepInputs(inputs, targets, kwargs))[0], steps, progress)
+        return profile_layers(self._steps, self._lent(self._given(inputs, targets, kwargs))[0], steps, progress)
 
     @called_by_all
     def memory_forecast(self, costs: Costs) -> MemoryForecasts:
@@ -405,7 +412,7 @@ class Pipeline:
         Runs a step whose gradients and traces in buffers and the random state are taken back, as `profile` does. The same on every rank,
         and every rank must call it. Of the copies of a stage, the first rank's is told. Raises as `profile` does.
         """
-        return trials.describe(self._steps, self._lent(StepInputs(inputs, targets, kwargs))[0])
+        return trials.describe(self._steps, self._lent(self._given(inputs, targets, kwargs))[0])
 
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:

@@ -318,13 +318,14 @@ def _parameter_maker(cut: ModelCut, stage: int) -> Callable[[str, nn.Parameter],
 def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Leaves], Tensor | None]:
     """The model's arguments, what crossed the boundary in front of `stage`, and the seed.
 
-    Raises `InputError` for arguments of this stage alone.
+    Every stage runs the model's code with the arguments of the first one. Others of the same names, of a rank that is given what all ranks
+    are given, are not used. Raises `InputError` for arguments that the first stage was not given.
     """
-    own = sorted(given.keys() - _MESSAGE)
+    args, kwargs, crossed, seed = (given[name] for name in ("args", "kwargs", "crossed", "seed"))
+    own = sorted(given.keys() - _MESSAGE - kwargs.keys())
     if own:
         raise InputError(
-            f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} alone; every stage of a model that is cut runs its "
-            "code, so give all of its arguments to the first stage, as inputs"
+            f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} and not to the first stage, and every stage of a model "
+            "that is cut runs its code with the arguments of the first: give them on the rank of the first stage, too, by the same names"
         )
-    args, kwargs, crossed, seed = (given[name] for name in ("args", "kwargs", "crossed", "seed"))
     return tuple(args), kwargs, crossed, seed

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.values.payload import Payload, Tensors, constant_of, flatten_pytree, unflatten_pytree
+from zerobubble.runtime.values.payload import Payload, Tensors, constant_of, flatten_pytree, tensors_in, unflatten_pytree
 
 GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
+
+BatchDims = Mapping[str, int | None]
+"""The dimension of the batch in arguments where it is not the first, by name; None for an argument that all microbatches share."""
 
 
 class SplitBatch(NamedTuple):
@@ -31,40 +34,64 @@ NO_BATCH = SplitBatch([], [], GIVEN_AS_LIST)
 """On a rank that is given none."""
 
 
-def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
-    """`batch` cut along dimension 0 into microbatches that differ by one sample at most, bigger ones first.
+def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients, batch_dims: BatchDims) -> SplitBatch:
+    """`batch` cut into microbatches that differ by one sample at most, bigger ones first.
 
-    A tensor, or a tuple or dict whose tensors are cut and whose other parts go to every microbatch. A list has the microbatches
-    themselves. `gradients` gathers those of tensors that require one. Raises `InputError` for other types, tensors that cannot be cut or
-    have other batch sizes, fewer samples than microbatches, and a list of another length.
+    A tensor, or a tuple or dict whose tensors are cut along their first dimension or the one in `batch_dims`, and whose other parts go to
+    every microbatch. So do tensors without dimensions, and those of size 1 in a larger batch, as in broadcasting. A list has the
+    microbatches themselves. `gradients` gathers those of tensors that require one. Raises `InputError` for other types, tensors that cannot
+    be cut or have other batch sizes, fewer samples than microbatches, and a list of another length.
     """
     if isinstance(batch, list):
         return _from_list(batch, num_microbatches, what, gradients)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
     tensors: list[Tensor] = []
-    structure = flatten_pytree(dict(batch) if isinstance(batch, Mapping) else batch, tensors, opaque=True)
-    size = _batch_size(batch, tensors, num_microbatches, what)
+    structure = flatten_pytree(batch, tensors, opaque=True)
+    dims = _dims_in(batch, tensors, batch_dims)
+    size = _batch_size(batch, [(t, dim) for t, dim in zip(tensors, dims, strict=True) if dim is not None], num_microbatches, what)
     rows = rows_of(size, num_microbatches)
-    parts = [gradients.parts(tensor, what, rows) for tensor in tensors]
+    is_cut = [dim is not None and tensor.shape[dim] == size for tensor, dim in zip(tensors, dims, strict=True)]
+    parts = [gradients.parts(t, what, rows, dim if cut else None) for t, dim, cut in zip(tensors, dims, is_cut, strict=True)]
     microbatches = [unflatten_pytree(structure, iter(of_one)) for of_one in zip(*parts, strict=True)]
     return SplitBatch(microbatches, [own.stop - own.start for own in rows], size)
 
 
-def _batch_size(batch: Any, tensors: list[Tensor], num_microbatches: int, what: str) -> int:
-    """The number of samples of a batch with these tensors; raises `InputError` where it cannot be cut."""
-    if not tensors or any(tensor.dim() == 0 for tensor in tensors):
-        got = "a tensor without dimensions" if tensors else type(batch).__name__
+def dim_named(tensor: Tensor, name: str, batch_dims: BatchDims) -> int | None:
+    """What `batch_dims` says of a tensor in the argument `name`; raises `InputError` where the tensor has no such dimension."""
+    dim = batch_dims[name]
+    if dim is not None and dim >= tensor.dim():
+        raise InputError(f"batch_dims names dimension {dim} of {name!r}, counted from 0, and its shape is {tuple(tensor.shape)}")
+    return dim
+
+
+def _dims_in(batch: Any, tensors: list[Tensor], batch_dims: BatchDims) -> list[int | None]:
+    """The dimension of the batch in each of the `tensors` of `batch`; None for those that all microbatches share."""
+    dims: list[int | None] = [0 if tensor.dim() else None for tensor in tensors]
+    if isinstance(batch, dict) and not batch_dims.keys().isdisjoint(batch):
+        names = [name for name, value in batch.items() for _ in tensors_in(value)]
+        named = zip(names, tensors, dims, strict=True)
+        dims = [dim_named(tensor, name, batch_dims) if name in batch_dims else dim for name, tensor, dim in named]
+    return dims
+
+
+def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int, what: str) -> int:
+    """The number of samples of a batch that has it in these dimensions of these tensors; raises `InputError` where it cannot be cut."""
+    if not cut:
+        got = "no tensor with a batch" if tensors_in(batch) else type(batch).__name__
         raise InputError(
             f"{what} must be a tensor, a tuple or a dict, its tensors with the batch as their first dimension, or a list of "
             f"{num_microbatches} microbatches; got {got}"
         )
-    for tensor in tensors:
+    for tensor, _ in cut:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
             raise InputError(f"a tensor of {what} is {kind} and cannot be cut; give a list of its {num_microbatches} microbatches")
-    sizes = {tensor.shape[0] for tensor in tensors}
+    sizes = {tensor.shape[dim] for tensor, dim in cut}
+    sizes = sizes - {1} or sizes
     if len(sizes) > 1:
         raise InputError(
-            f"the tensors of {what} must share their batch size, got {sorted(sizes)}; what belongs to every microbatch goes by kwargs"
+            f"the tensors of {what} must share their batch size, got {sorted(sizes)}; give them by name, and Pipeline the dimension of the "
+            "batch where it is not the first, None for what all microbatches share: batch_dims={'position_ids': 1, 'mask': None}"
         )
     size = sizes.pop()
     if size < num_microbatches:

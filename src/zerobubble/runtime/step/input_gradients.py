@@ -28,13 +28,13 @@ class InputGradients:
         self._num_routes = num_routes
         self._sums.clear()
 
-    def part(self, given: Tensor, what: str, rows: slice | None = None) -> Tensor:
-        """What a microbatch works on: `given`, which came as `what`, or some rows of it, apart from its graph.
+    def part(self, given: Tensor, what: str, rows: slice | None = None, dim: int = 0) -> Tensor:
+        """What a microbatch works on: `given`, which came as `what`, or some rows of it along `dim`, apart from its graph.
 
         Raises `InputError` for a tensor that requires a gradient under a schedule of several routes, and for a nested tensor or another
         class of tensors that requires one.
         """
-        part = given.detach() if rows is None else given.detach().narrow(0, rows.start, rows.stop - rows.start)
+        part = given.detach() if rows is None else _narrowed(given.detach(), rows, dim)
         if given.requires_grad and torch.is_grad_enabled():
             if self._num_routes > 1:
                 raise InputError(
@@ -48,17 +48,19 @@ class InputGradients:
                     ".detach()ed, or give the tensors it is made of"
                 )
             part.requires_grad_()
-            part.register_post_accumulate_grad_hook(partial(self._add, given, rows))  # type: ignore[no-untyped-call]
+            part.register_post_accumulate_grad_hook(partial(self._add, given, rows, dim))  # type: ignore[no-untyped-call]
         return part
 
-    def parts(self, given: Tensor, what: str, rows: Sequence[slice]) -> list[Tensor]:
-        """`part` for every microbatch of a batch whose samples are cut into these `rows`."""
+    def parts(self, given: Tensor, what: str, rows: Sequence[slice], dim: int | None = 0) -> list[Tensor]:
+        """`part` for every microbatch of a batch whose samples are cut into these `rows` along `dim`; without one all have the whole."""
+        if dim is None:
+            return [self.part(given, what) for _ in rows]
         if given.requires_grad and torch.is_grad_enabled():
-            return [self.part(given, what, own) for own in rows]
+            return [self.part(given, what, own, dim) for own in rows]
         apart = given.detach()
-        return [apart.narrow(0, own.start, own.stop - own.start) for own in rows]
+        return [_narrowed(apart, own, dim) for own in rows]
 
-    def _add(self, given: Tensor, rows: slice | None, part: Tensor) -> None:
+    def _add(self, given: Tensor, rows: slice | None, dim: int, part: Tensor) -> None:
         """Take the gradient that a backward pass left in `part`."""
         gradient, part.grad = part.grad, None
         assert gradient is not None
@@ -67,7 +69,7 @@ class InputGradients:
             total = gradient.clone() if total is None else total + gradient
         else:
             total = torch.zeros_like(given, requires_grad=False) if total is None else total
-            total[rows] += gradient
+            _narrowed(total, rows, dim).add_(gradient)
         self._sums[id(given)] = given, total
 
     def hand_back(self) -> None:
@@ -76,3 +78,7 @@ class InputGradients:
         self._sums.clear()
         if sums:
             torch.autograd.backward([given for given, _ in sums], [total for _, total in sums])
+
+
+def _narrowed(tensor: Tensor, rows: slice, dim: int) -> Tensor:
+    return tensor.narrow(dim, rows.start, rows.stop - rows.start)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.step.batch import rows_of
+from zerobubble.runtime.step.batch import GIVEN_AS_LIST, BatchDims, dim_named, rows_of
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.values.payload import flatten_pytree, tensors_in, unflatten_pytree
 
@@ -18,14 +18,20 @@ NamedArguments = dict[int, list[dict[str, Any]]]
 
 
 def spread_kwargs(
-    kwargs: Any, modules: Mapping[int, nn.Module], num_microbatches: int, batch_size: int, gradients: InputGradients
+    kwargs: Any,
+    modules: Mapping[int, nn.Module],
+    num_microbatches: int,
+    batch_size: int,
+    gradients: InputGradients,
+    batch_dims: BatchDims,
 ) -> NamedArguments:
     """For each stage of a rank that takes any of `kwargs`, the ones it takes for every microbatch.
 
-    Of a dict, tensors whose first dimension is `batch_size` are cut as the batch is, and everything else goes to every microbatch; a list
-    has a dict for each. Raises `InputError` for other types, a list of another length, and names that no stage takes.
+    Of a dict, tensors whose first dimension, or the one in `batch_dims`, is `batch_size` are cut as the batch is, and everything else goes
+    to every microbatch; a list has a dict for each. Raises `InputError` for other types, a list of another length, names that no stage
+    takes, and a dimension in `batch_dims` that does not have the batch.
     """
-    each = for_each_microbatch(kwargs, num_microbatches, batch_size, gradients)
+    each = for_each_microbatch(kwargs, num_microbatches, batch_size, gradients, batch_dims)
     names = list(dict.fromkeys(name for named in each for name in named))
     taken = names_taken(modules, names)
     _refuse_unknown(names, taken, modules)
@@ -45,10 +51,12 @@ def names_of_arguments(modules: Mapping[int, nn.Module]) -> list[str] | None:
     return sorted(name for name in found if any(_takes(module, name) for module in modules.values()))
 
 
-def for_each_microbatch(kwargs: Any, num_microbatches: int, batch_size: int, gradients: InputGradients) -> list[dict[str, Any]]:
+def for_each_microbatch(
+    kwargs: Any, num_microbatches: int, batch_size: int, gradients: InputGradients, batch_dims: BatchDims
+) -> list[dict[str, Any]]:
     """The named arguments of each microbatch; see `spread_kwargs`."""
     if isinstance(kwargs, dict):
-        return _cut(kwargs, num_microbatches, batch_size, gradients)
+        return _cut(kwargs, num_microbatches, batch_size, gradients, batch_dims)
     if not isinstance(kwargs, list) or not all(isinstance(named, dict) for named in kwargs):
         raise InputError(f"kwargs must be a dict, or a list of a dict for each microbatch, got {type(kwargs).__name__}")
     if len(kwargs) != num_microbatches:
@@ -56,15 +64,31 @@ def for_each_microbatch(kwargs: Any, num_microbatches: int, batch_size: int, gra
     return [_apart(named, gradients) for named in kwargs]
 
 
-def _cut(kwargs: dict[str, Any], num_microbatches: int, batch_size: int, gradients: InputGradients) -> list[dict[str, Any]]:
+def _cut(
+    kwargs: dict[str, Any], num_microbatches: int, batch_size: int, gradients: InputGradients, batch_dims: BatchDims
+) -> list[dict[str, Any]]:
     tensors: list[Tensor] = []
     structure = flatten_pytree(kwargs, tensors, opaque=True)
+    names = [name for name, value in kwargs.items() for _ in tensors_in(value)]
+    dims = [_cut_dim(tensor, name, batch_size, batch_dims) for name, tensor in zip(names, tensors, strict=True)]
     rows = rows_of(batch_size, num_microbatches)
-    is_cut = [batch_size > 0 and tensor.dim() > 0 and len(tensor) == batch_size for tensor in tensors]
-    return [
-        unflatten_pytree(structure, (gradients.part(t, "kwargs", own if cut else None) for t, cut in zip(tensors, is_cut, strict=True)))
-        for own in rows
-    ]
+    parts = [iter(gradients.parts(tensor, "kwargs", rows, dim)) for tensor, dim in zip(tensors, dims, strict=True)]
+    return [unflatten_pytree(structure, map(next, parts)) for _ in rows]
+
+
+def _cut_dim(tensor: Tensor, name: str, batch_size: int, batch_dims: BatchDims) -> int | None:
+    """Along which dimension the tensor of an argument is cut; None where every microbatch has all of it."""
+    if batch_size == GIVEN_AS_LIST:
+        return None
+    if name not in batch_dims:
+        return 0 if tensor.dim() and len(tensor) == batch_size else None
+    dim = dim_named(tensor, name, batch_dims)
+    if dim is not None and tensor.shape[dim] not in (1, batch_size):
+        raise InputError(
+            f"batch_dims names dimension {dim} of {name!r} for the batch, which has {batch_size} samples, and its shape is "
+            f"{tuple(tensor.shape)}"
+        )
+    return dim if dim is not None and tensor.shape[dim] == batch_size else None
 
 
 def _apart(named: dict[str, Any], gradients: InputGradients) -> dict[str, Any]:

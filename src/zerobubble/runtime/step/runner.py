@@ -29,7 +29,7 @@ from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.rank_stages import Stages
-from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.batch import NO_BATCH, BatchDims, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
@@ -48,6 +48,7 @@ class StepInputs(NamedTuple):
     inputs: Any
     targets: Any
     kwargs: Any
+    batch_dims: BatchDims
     scaler: torch.amp.GradScaler | None = None
 
 
@@ -295,8 +296,8 @@ class StepRunner:
         gradients = self._input_gradients
         gradients.begin(len(executor.program.placement.routes))
         has_targets = is_last and given.targets is not None
-        batch = split_batch(given.inputs, count, "inputs", gradients) if is_first else NO_BATCH
-        targets = split_batch(given.targets, count, "targets", gradients) if has_targets else NO_BATCH
+        batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
+        targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         try:
             costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
@@ -306,7 +307,7 @@ class StepRunner:
         known, announced, size, order = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
-        named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients)
+        named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
         if self._parted is not None:

@@ -95,10 +95,10 @@ def _names_in(kwargs: Any) -> list[str]:
 
 def _share(given: StepInputs, num_microbatches: int) -> Share:
     gradients = InputGradients()
-    cut = partial(split_batch, num_microbatches=num_microbatches, gradients=gradients)
+    cut = partial(split_batch, num_microbatches=num_microbatches, gradients=gradients, batch_dims=given.batch_dims)
     inputs = cut(given.inputs, what="inputs")
     kwargs = given.kwargs
-    named = None if kwargs is None else for_each_microbatch(kwargs, num_microbatches, inputs.batch_size, gradients)
+    named = None if kwargs is None else for_each_microbatch(kwargs, num_microbatches, inputs.batch_size, gradients, given.batch_dims)
     return Share(inputs.microbatches, cut(given.targets, what="targets").microbatches, named)
 
 
