@@ -118,6 +118,49 @@ def test_replicas_train_as_one_device(world: Ranks, schedule: str, names: tuple[
     assert max(world.run(two_replicas, schedule, names, transport, uneven, ranks=4)) < 1e-12
 
 
+def with_a_masked_replica(group: dist.ProcessGroup, dimension: str, schedule: str, transport: str) -> float:
+    """A step and an evaluation in which no token of the first replica counts; the worst relative difference from one device."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(dimension, "pp"))
+    inputs, targets = whole_batch(0, uneven=False)
+    targets[: len(targets) // 2] = -100
+    replica = mesh.get_local_rank(dimension)
+    mine = [part.chunk(2)[replica] for part in (inputs, targets)]
+
+    def sharded(stage: int, num_stages: int) -> nn.Module:
+        module = build(stage, num_stages)
+        return fully_shard(module, mesh=mesh[dimension]) if dimension == "dp_shard" else module
+
+    with zb.Pipeline(sharded, schedule, MICROBATCHES, ignoring, loss_weight=tokens, mesh=mesh, transport=transport) as pipe:
+        modules = [build(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
+        expected = ignoring(nn.Sequential(*modules)(inputs), targets)
+        expected.backward()
+        evaluated, _ = pipe.eval_step(*mine)
+        assert evaluated is not None
+        found = [relative(loss, expected.detach()) for loss in (pipe.step(*mine), evaluated)]
+        for stage, module in pipe.modules.items():
+            for ours, theirs in zip(module.parameters(), modules[stage].parameters(), strict=True):
+                found.append(relative(whole(ours.grad), whole(theirs.grad)))
+        targets[:] = -100
+        with pytest.raises(zb.PipelineError, match="not all 0"):
+            pipe.eval_step(*mine)
+    return max(found)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "schedule", "transport"),
+    [
+        ("dp", "zb-v", "auto"),
+        ("cp", "1f1b", "gloo"),
+        ("dp_replicate", "chimera", "auto"),
+        pytest.param("dp_shard", "zb-h1", "auto", marks=needs_fsdp2_on_cpu),
+    ],
+)
+def test_a_replica_may_have_no_token_that_counts(world: Ranks, dimension: str, schedule: str, transport: str) -> None:
+    assert max(world.run(with_a_masked_replica, dimension, schedule, transport, ranks=4)) < 1e-12
+
+
 def in_small_buckets(group: dist.ProcessGroup, schedule: str) -> tuple[float, zb.Timeline, list[list[int]]]:
     """Gradients summed a few numbers at a time: the worst relative difference, the timeline, and the stages of each rank by last W."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

@@ -91,8 +91,10 @@ class StepLosses:
         self._targets = None if targets is None else [_without_tuple(target) for target in targets]
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
-        self._part_of_batch = self._compare_replicas() if rank in loss_ranks else 1.0
-        self._weights = weights if len(set(weights)) > 1 else None
+        self._whole_weight = self._compare_replicas() if rank in loss_ranks else 0.0
+        if weights and not self._whole_weight:
+            raise _unusable(weights)
+        self._weights = weights if len(set(weights)) > 1 or not self._total_weight else None
         self._weighing = hash(tuple(weights)) % _WEIGHINGS if len(set(loss_ranks)) > 1 else 0
         self._outputs = outputs
         self._known = [None] * len(loss_ranks)
@@ -184,19 +186,19 @@ class StepLosses:
         if self._weights is None and self._replicas is None:
             return loss / len(self._loss_ranks)
         weight = self._total_weight / len(self._loss_ranks) if self._weights is None else self._weights[microbatch]
-        return loss * (weight / self._total_weight * self._part_of_batch) if weight else torch.zeros_like(loss)
+        return loss * (weight / self._whole_weight) if weight else torch.zeros_like(loss)
 
     def _compare_replicas(self) -> float:
-        """What part the weight of this replica's share of the batch has in that of the whole batch."""
+        """The weight of the whole batch, of which this replica may have a share that weighs nothing."""
         if self._replicas is None:
-            return 1.0
+            return self._total_weight
         doing = "comparing the weights of the replicas' shares of the batch"
         with self._replicas.collective(doing):
             told = self._replicas.gather_objects(None if self._targets is None else self._total_weight)
         without = [rank for rank, weight in zip(self._replicas.members, told, strict=True) if weight is None]
         if without and len(without) < len(told):
             raise InputError(f"targets are missing on rank {without[0]}: each replica needs those of its share of the batch")
-        return 1.0 if without else self._total_weight / sum(told)
+        return 0.0 if without else sum(told)
 
     def _tell_all(self) -> None:
         shares = [share for share in self._shares if share is not None]
@@ -304,10 +306,15 @@ def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight |
             weights = torch.stack([torch.as_tensor(weight).detach().reshape(()).double() for weight in told]).tolist()
         else:
             weights = [float(weight) for weight in told]
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
-        got = ", ".join(f"{weight:g}" for weight in weights)
-        raise InputError(f"the weights of the microbatches must be finite, none negative and not all 0, got {got}")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        raise _unusable(weights)
     return weights
+
+
+def _unusable(weights: list[float]) -> InputError:
+    """The error for weights by which no mean can be taken; where all are 0, so are those of every other replica."""
+    got = ", ".join(f"{weight:g}" for weight in weights)
+    return InputError(f"the weights of the microbatches must be finite, none negative and not all 0, got {got}")
 
 
 def _zero_loss(parts: Any, loss: Tensor) -> Tensor:
