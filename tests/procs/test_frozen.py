@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from tests.procs.models import InBackward, batch, build, gradient_error, loss_fn, one_device
@@ -102,3 +103,98 @@ def test_a_rank_with_nothing_to_train_has_an_optimizer_too(world: Ranks, validat
     found = world.run(optimize, validates_late, ranks=4)
     assert all(error < 1e-9 for error, _ in found)
     assert [number == 0 for _, number in found] == [False, True, True, False]
+
+
+class Detached(nn.Module):
+    """A stage whose output has no graph."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stage(x)
+        return y.detach()
+
+
+def detaching(stage: int, num_stages: int, which: int, frozen: tuple[int, ...] = ()) -> nn.Module:
+    module = with_frozen(stage, num_stages, frozen)
+    return Detached(module) if stage == which else module
+
+
+def detached_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return loss_fn(logits, targets).detach()
+
+
+def loss_as_number(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.tensor(loss_fn(logits, targets).item())
+
+
+def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits.argmax(-1) == targets).double().mean()
+
+
+UNTRAINED: dict[str, tuple[Any, Any, str]] = {
+    "frozen": (partial(with_frozen, frozen=(0, 1, 2, 3)), loss_fn, "no parameter of any stage"),
+    "detached loss": (build, detached_loss, "loss_fn cuts it off"),
+    "number": (build, loss_as_number, "loss_fn cuts it off"),
+    "argmax": (build, accuracy, "loss_fn cuts it off"),
+    "last stage": (partial(detaching, which=1), loss_fn, "output of stage 1 does not require one although its parameters do"),
+    "first stage": (partial(detaching, which=0, frozen=(1,)), loss_fn, "output of stage 0 does not require one although its parameters"),
+    "frozen stage": (partial(detaching, which=1, frozen=(1,)), loss_fn, "output of stage 1 does not require one although its inputs do"),
+}
+
+
+def train_nothing(group: Any, case: str, schedule: str) -> tuple[str, int, bool]:
+    """The error, how many parameters have a gradient, and whether the pipeline goes on."""
+    make, loss, _ = UNTRAINED[case]
+    with zb.Pipeline(make, schedule, 4, loss, group=group) as pipe:
+        with pytest.raises(zb.InputError) as caught:
+            pipe.step(*batch(4))
+        evaluated, _ = pipe.eval_step(*batch(4))
+        assert evaluated is not None
+        return str(caught.value), sum(p.grad is not None for p in pipe.parameters()), bool(evaluated.isfinite())
+
+
+@pytest.mark.parametrize(("case", "schedule"), [*((case, "zb-h1") for case in UNTRAINED), ("argmax", "chimera"), ("frozen", "zb-v")])
+def test_a_step_that_trains_nothing_is_refused_with_the_reason(world: Ranks, case: str, schedule: str) -> None:
+    first, second = world.run(train_nothing, case, schedule, ranks=2)
+    assert first == second
+    text, with_gradient, goes_on = first
+    assert UNTRAINED[case][2] in text
+    assert with_gradient == 0
+    assert goes_on
+
+
+def cut_off_in_replicas(group: Any, cut_off: tuple[int, ...]) -> tuple[str, int]:
+    """What a step raises whose loss is cut off in these replicas, and how many parameters have a gradient."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    loss = detached_loss if mesh.get_local_rank("dp") in cut_off else loss_fn
+    with zb.Pipeline(build, "zb-h1", 4, loss, mesh=mesh) as pipe:
+        try:
+            pipe.step(*batch(4))
+            text = ""
+        except zb.InputError as error:
+            text = str(error)
+        return text, sum(p.grad is not None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize(("cut_off", "refused"), [((0, 1), True), ((0,), False)])
+def test_replicas_decide_together_whether_anything_trains(world: Ranks, cut_off: tuple[int, ...], refused: bool) -> None:
+    for text, with_gradient in world.run(cut_off_in_replicas, cut_off, ranks=4):
+        assert ("loss_fn cuts it off" in text) == refused
+        assert (with_gradient == 0) == refused
+
+
+def no_gradients_around(group: Any, context: str) -> tuple[str, bool]:
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
+        with getattr(torch, context)(), pytest.raises(zb.InputError) as caught:
+            pipe.step(*batch(4))
+        return str(caught.value), pipe.step(*batch(4)).item() > 0
+
+
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode"])
+def test_a_step_without_gradients_around_it_is_refused(world: Ranks, context: str) -> None:
+    for text, goes_on in world.run(no_gradients_around, context, ranks=2):
+        assert f"torch.{context}()" in text
+        assert goes_on

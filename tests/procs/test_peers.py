@@ -190,19 +190,6 @@ def test_lengths_and_batch_sizes_may_change_from_step_to_step(world: Ranks, name
     assert max(world.run(shapes_change, name, ranks=2)) <= 1e-13
 
 
-def without_gradients_around(group: Any) -> float:
-    with torch.no_grad(), zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
-        pipe.step(*batch(4))
-        return sum(p.grad.abs().sum().item() for p in pipe.parameters() if p.grad is not None)
-
-
-def test_a_step_trains_under_no_grad_too(world: Ranks) -> None:
-    stages = [build(s, 2) for s in range(2)]
-    one_device(stages, 4, *batch(4))
-    expected = [sum(p.grad.abs().sum().item() for p in stage.parameters() if p.grad is not None) for stage in stages]
-    assert world.run(without_gradients_around, ranks=2) == pytest.approx(expected, rel=1e-12)
-
-
 class Spoilt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * math.nan

@@ -130,6 +130,11 @@ class HeadPart:
         return self._name, f"{self._name}_bias"
 
     @property
+    def trains(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
+        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+
+    @property
     def weight(self) -> nn.Parameter:
         """The rows, (rows, width)."""
         weight: nn.Parameter = getattr(self._module, self._name)

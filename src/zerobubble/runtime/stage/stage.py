@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,13 @@ _AVERAGING = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FullyShardedDataParallel",
 }
 """Classes of modules that reduce gradients in the middle of a step, by name: most programs never import them."""
+
+
+class GradientFlow(NamedTuple):
+    """Whether a stage `trains` any parameter, and whether its outputs of the last backward pass required a gradient."""
+
+    trains: bool
+    goes_back: bool
 
 
 class Stage:
@@ -119,6 +126,11 @@ class Stage:
         self.shards.end_reductions()
         if self._gradients.dtype is not None:
             self._gradients.collect(self.shards.parameters)
+
+    @property
+    def flow(self) -> GradientFlow:
+        """Whether gradients have flowed through it."""
+        return GradientFlow(any(parameter.requires_grad for parameter in self.parameters), self._goes_back)
 
     @contextmanager
     def stepping(self, meter: Meter | None = None) -> Iterator[None]:
@@ -267,7 +279,7 @@ class Stage:
             report = replace(report, at_once=own)
         if self.computed_again is not None:
             report = replace(report, notes=(*report.notes, str(self.computed_again)))
-        if any(parameter.requires_grad for parameter in self.parameters):
+        if self.flow.trains:
             return report
         return replace(report, share=None, at_once=(), passes="FB" if self._goes_back else "F")
 

@@ -90,8 +90,9 @@ class DividedLoss:
 
     def _note(self, microbatch: int, losses: Tensor) -> None:
         """Tell the mean of the losses of the tokens that count."""
-        counts = self._given.pop(microbatch).counts
-        self._losses.note(microbatch, losses.where(counts, 0).sum() / counts.sum())
+        given = self._given.pop(microbatch)
+        goes_back = given.goes_back or not self._parts or any(part.trains for part in self._parts.values())
+        self._losses.note(microbatch, losses.where(given.counts, 0).sum() / given.counts.sum(), goes_back=goes_back)
 
     def evaluate(self, peers: Peers, schedule: Schedule, outputs: Sequence[Any]) -> None:
         """Tell the losses of microbatches for which the last stage gave `outputs` and nothing goes back; all ranks call it together.

@@ -37,7 +37,8 @@ class StepLosses:
     With `replicas`, the ranks that end the microbatches of other shares of the batch, shares and the mean are those of the whole batch.
 
     The loss of a microbatch has in it what stages added. After `close`, `losses` are those of all microbatches, and `added` is the part of
-    the mean that was added under each name.
+    the mean that was added under each name. `goes_back` then says whether the loss of any microbatch of the batch requires a gradient, and
+    `output_goes_back` whether any output of the model did on this rank.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepLosses:
         self._replicas = replicas
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
+        self.goes_back = self.output_goes_back = False
         self.clear()
 
     def clear(self) -> None:
@@ -104,6 +106,7 @@ class StepLosses:
         self._sendings = []
         self._result = self.losses = None
         self._added, self.added = {}, {}
+        self.goes_back = self.output_goes_back = False
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
         self._expected = {source: self._peers.listen(LossReport, LossReport.num_numbers(len(loss_ranks)), source) for source in sources}
@@ -143,9 +146,10 @@ class StepLosses:
         """By what the loss of a microbatch counts in the mean."""
         return self._share(microbatch, torch.ones((), dtype=torch.float64)).item()
 
-    def note(self, microbatch: int, loss: Tensor) -> None:
-        """Take over the loss of a microbatch that ranks have computed together."""
+    def note(self, microbatch: int, loss: Tensor, *, goes_back: bool) -> None:
+        """Take over the loss of a microbatch that ranks have computed together, and whether any of them goes back from it."""
         self._known[microbatch] = loss
+        self.goes_back |= goes_back
         if self._on_loss is not None:
             self._on_loss(microbatch, loss)
         self._shares[microbatch] = self._share(microbatch, loss)
@@ -180,6 +184,8 @@ class StepLosses:
             share = _zero_loss((output, added), loss)
         if tells:
             self._shares[microbatch] = share.detach()
+            self.goes_back |= share.requires_grad
+            self.output_goes_back |= any(tensor.requires_grad for tensor in tensors_in(output))
         return share
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
@@ -211,14 +217,15 @@ class StepLosses:
         self._has_summed = True
 
     def _sum_over_replicas(self, total: Tensor) -> Tensor:
-        """The mean loss of the whole batch, of which `total` is this replica's part; `added` becomes that of the whole batch, too."""
+        """The mean loss of the whole batch, of which `total` is this replica's part; `added` and `goes_back` become those of it, too."""
         assert self._replicas is not None
         parts = {name: part.item() for name, part in self.added.items()}
         with self._replicas.collective("summing the loss over replicas"):
-            told = self._replicas.gather_objects((total.item(), parts))
-        names = dict.fromkeys(name for _, theirs in told for name in theirs)
-        self.added = {name: total.new_tensor(sum(theirs.get(name, 0.0) for _, theirs in told)) for name in names}
-        return total.new_tensor(sum(mean for mean, _ in told))
+            told = self._replicas.gather_objects((total.item(), parts, self.goes_back))
+        names = dict.fromkeys(name for _, theirs, _ in told for name in theirs)
+        self.added = {name: total.new_tensor(sum(theirs.get(name, 0.0) for _, theirs, _ in told)) for name in names}
+        self.goes_back = any(goes_back for _, _, goes_back in told)
+        return total.new_tensor(sum(mean for mean, _, _ in told))
 
     def _tell(self, number: float, others: Sequence[int]) -> None:
         """Start telling `others` the losses that this rank knows, with this `number`, and behind them what was added by name."""
@@ -227,7 +234,7 @@ class StepLosses:
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
         behind = AddedLossReport.of(self.added) if self.added else None
         num_behind = 0 if behind is None else len(behind.numbers())
-        report = LossReport(known[0].dtype if known else None, number, self._weighing, num_behind, losses)
+        report = LossReport(known[0].dtype if known else None, number, self._weighing, num_behind, self.goes_back, losses)
         self._sendings = [self._peers.tell(report, rank) for rank in others]
         if behind is not None:
             self._sendings += [self._peers.tell(behind, rank) for rank in others]
@@ -264,6 +271,7 @@ class StepLosses:
         if report.dtype is None:
             self._result = None
             return
+        self.goes_back |= report.goes_back
         if report.num_behind:
             self._take_over_added(source, report)
         device = self._peers.device

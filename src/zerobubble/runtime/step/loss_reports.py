@@ -22,7 +22,7 @@ class LossReport:
 
     `number` is the mean of all losses, from the rank that has it, or the weight of all microbatches, from a rank that tells its losses.
     `weighing` differs where the weights of single microbatches do. `num_behind` is how many numbers an `AddedLossReport` has that comes
-    behind this one, 0 where none does.
+    behind this one, 0 where none does. `goes_back` says whether any of these losses requires a gradient.
     """
 
     topic: ClassVar[Topic] = Topic.LOSS
@@ -31,21 +31,22 @@ class LossReport:
     number: float
     weighing: int
     num_behind: int
+    goes_back: bool
     losses: tuple[float, ...]
 
     @staticmethod
     def num_numbers(num_microbatches: int) -> int:
         """How many numbers a report of so many microbatches has."""
-        return 4 + num_microbatches
+        return 5 + num_microbatches
 
     def numbers(self) -> tuple[float, ...]:
         dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
-        return (float(dtype), self.number, self.weighing, self.num_behind, *self.losses)
+        return (float(dtype), self.number, self.weighing, self.num_behind, float(self.goes_back), *self.losses)
 
     @classmethod
     def read(cls, numbers: Tensor) -> LossReport:
-        dtype, number, weighing, num_behind, *losses = numbers.tolist()
-        return cls(None if dtype < 0 else DTYPES[int(dtype)], number, int(weighing), int(num_behind), tuple(losses))
+        dtype, number, weighing, num_behind, goes_back, *losses = numbers.tolist()
+        return cls(None if dtype < 0 else DTYPES[int(dtype)], number, int(weighing), int(num_behind), bool(goes_back), tuple(losses))
 
 
 @dataclass(frozen=True, slots=True)

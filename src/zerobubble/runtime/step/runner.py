@@ -36,6 +36,7 @@ from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.named_arguments import spread_kwargs
+from zerobubble.runtime.step.nothing_trains import why_nothing_trains
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
@@ -171,8 +172,9 @@ class StepRunner:
     def _refuse_to_train(self) -> None:
         if self.schedule.is_forward_only:
             raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
-        if torch.is_inference_mode_enabled():
-            raise InputError("there are no gradients inside torch.inference_mode(): leave it around calls of eval_step only")
+        if not torch.is_grad_enabled():
+            context = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            raise InputError(f"there are no gradients inside torch.{context}(): leave it around calls of eval_step only")
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -232,7 +234,16 @@ class StepRunner:
         with self.guard.during("while handing back the gradients of inputs"):
             self._input_gradients.hand_back()
         self.step_hooks.end(step, compiled.stages)
+        if not self._losses.goes_back:
+            self._refuse_to_train_nothing(compiled)
         return step.loss
+
+    def _refuse_to_train_nothing(self, compiled: CompiledProgram) -> NoReturn:
+        """Raise why the loss of no microbatch requires a gradient: the same `InputError` on every rank, and the pipeline stays open."""
+        flows = {index: tuple(stage.flow) for index, stage in compiled.stages.items()}
+        told = self.gather((flows, self._losses.output_goes_back), "finding out why nothing trains")
+        with self.alike():
+            raise InputError(why_nothing_trains([found for found, _ in told], any(goes_back for _, goes_back in told)))
 
     def order_ahead(self, inputs: list[Any], *, asked: bool) -> None:
         """As `Pipeline.order_ahead` says, where orders were `asked` for."""
