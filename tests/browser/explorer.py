@@ -22,15 +22,20 @@ READY = "document.documentElement.dataset.state === 'ready'"
 class Server:
     """The command, serving; requests are sent to it as the page does."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "zerobubble.cli", "explore", "--port", "0", "--no-browser", "--json"]
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "zerobubble.cli", "explore", "--port", "0", "--no-browser", "--json", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address: str = json.loads(self.process.stdout.readline())["address"]
+        address = urlsplit(self.address)
+        assert address.hostname is not None
+        assert address.port is not None
+        self.host, self.port = address.hostname, address.port
 
     def post(self, path: str, body: str, host: str | None = None) -> tuple[int, str]:
-        connection = HTTPConnection(urlsplit(self.address).netloc, timeout=300)
-        connection.request("POST", f"/api/{path}", body, {} if host is None else {"Host": host})
+        connection = HTTPConnection(self.host, self.port, timeout=300)
+        headers = {"Content-Type": "application/json"} | ({} if host is None else {"Host": host})
+        connection.request("POST", f"/api/{path}", body, headers)
         response = connection.getresponse()
         status, text = response.status, response.read().decode()
         connection.close()
@@ -43,13 +48,13 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    """The server, which ends with the block as Ctrl-C ends it."""
-    started = Server()
+def serving(*options: str, warnings: int = 0) -> Iterator[Server]:
+    """The server, which ends with the block as Ctrl-C ends it, after so many lines of `warnings`."""
+    started = Server(*options)
     yield started
     started.process.send_signal(signal.SIGINT)
-    told = started.process.communicate(timeout=300)
-    assert told == ("", ""), told
+    output, errors = started.process.communicate(timeout=300)
+    assert (output, len(errors.splitlines())) == ("", warnings), (output, errors)
     assert started.process.returncode == 0
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -156,8 +155,8 @@ def test_the_server_refuses_with_a_sentence(server: Server) -> None:
 
 def searched(server: Server, question: dict[str, Any], stop_at: str = "") -> Iterator[dict[str, Any]]:
     """The news of a search, which is stopped at the first of the kind `stop_at`."""
-    connection = HTTPConnection(urlsplit(server.address).netloc, timeout=300)
-    connection.request("POST", "/api/search", json.dumps(question))
+    connection = HTTPConnection(server.host, server.port, timeout=300)
+    connection.request("POST", "/api/search", json.dumps(question), {"Content-Type": "application/json"})
     number, stopped = 0, False
     for line in connection.getresponse():
         if not line.startswith(b"data: "):

@@ -10,6 +10,8 @@ import click
 
 from zerobubble.explorer.server import serve
 
+OPEN_TO_OTHERS = "other machines can open this page and start searches here; leave --host out to keep it to this machine"
+
 
 @click.command("explore", short_help="Try schedules in the browser.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port to listen on; 0 takes any that is free.")
@@ -33,7 +35,9 @@ def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
       zerobubble explore --port 0 --no-browser --json
     """
 
-    def tell(address: str) -> None:
+    def tell(address: str, is_reached: bool) -> None:
+        if is_reached:
+            click.echo(f"zerobubble: {OPEN_TO_OTHERS}", err=True)
         click.echo(json.dumps({"address": address}) if as_json else f"zerobubble explore is at {address} until Ctrl-C")
         sys.stdout.flush()
         if not no_browser:

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from zerobubble.errors import ParseError, ZeroBubbleError, parsed_json
 from zerobubble.explorer.answer import Answer, answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, python_lines, write_form
+from zerobubble.explorer.guard import Guard
+from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
 from zerobubble.explorer.page import content_policy, explorer_html
+from zerobubble.explorer.places import BusyError, Places
 from zerobubble.explorer.question import MOST_TEXT, FieldError, Question, read_question
-from zerobubble.explorer.searching import BusyError, Searches, read_search
+from zerobubble.explorer.searching import Searches, read_search
 from zerobubble.explorer.workshop import BLOCK_FORMS, BlockQuestion, Made, made_to_dict, make_block, read_block_question, write_block_form
 
 MOST_BYTES = 2 * MOST_TEXT + 100_000
 """The most bytes of a request: two files and the fields."""
-KEPT = 16
-"""Answers that are kept, for what is saved of them."""
+MOST_REQUESTS = 16
+"""Questions that are read and answered at a time."""
+MOST_WORKING = 2
+"""Answers that are made at a time: one of the largest takes 200 MB meanwhile."""
 
 Asked = TypeVar("Asked", Question, BlockQuestion)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -36,24 +43,44 @@ class RequestTooLargeError(ZeroBubbleError):
     """A request has more bytes than the server takes."""
 
 
-def make_app(hosts: list[str]) -> Starlette:
-    """The application, which answers requests to these `hosts` alone, so that no page of another name can reach it."""
-    answered = lru_cache(KEPT)(answer)
-    made = lru_cache(KEPT)(make_block)
-    searches = Searches()
+@dataclass
+class Desk:
+    """Where questions are read and answered, so many at a time."""
+
+    places: Places = field(
+        default_factory=lambda: Places(MOST_REQUESTS, f"{MOST_REQUESTS} requests are being answered already: wait for one of them")
+    )
+    working: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MOST_WORKING))
+
+
+def make_app(names: tuple[str, ...]) -> Starlette:
+    """The application, which answers requests to its address, or to one of these `names`, from its own page or from programs."""
+    desk, searches = Desk(), Searches()
+    answered = Kept(answer, _answer_bytes)
+    made = Kept(make_block, _block_bytes)
     of_answers = {name: form.media_type for name, form in FORMS.items()}
     of_blocks = {name: form.media_type for name, form in BLOCK_FORMS.items()}
     routes = [
         Route("/", _page),
-        Route("/api/timeline", _told(lambda question: _shown(answered(question)), read_question), methods=["POST"]),
-        Route("/api/saved/{form}", _saved(answered, read_question, write_form, of_answers), methods=["POST"]),
-        Route("/api/workshop", _told(lambda question: _block_shown(made(question)), read_block_question), methods=["POST"]),
-        Route("/api/workshop/saved/{form}", _saved(made, read_block_question, write_block_form, of_blocks), methods=["POST"]),
-        Route("/api/search", _searched(searches), methods=["POST"]),
+        Route("/api/timeline", _told(desk, lambda question: _shown(answered(question)), read_question), methods=["POST"]),
+        Route("/api/saved/{form}", _saved(desk, answered, read_question, write_form, of_answers), methods=["POST"]),
+        Route("/api/workshop", _told(desk, lambda question: _block_shown(made(question)), read_block_question), methods=["POST"]),
+        Route("/api/workshop/saved/{form}", _saved(desk, made, read_block_question, write_block_form, of_blocks), methods=["POST"]),
+        Route("/api/search", _searched(desk, searches), methods=["POST"]),
         Route("/api/search/{number:int}/stop", _stopped(searches), methods=["POST"]),
     ]
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(GZipMiddleware, minimum_size=10_000)]
-    return Starlette(routes=routes, middleware=middleware)
+    return Starlette(routes=routes, middleware=[Middleware(Guard, names=names), Middleware(GZipMiddleware, minimum_size=10_000)])
+
+
+def _answer_bytes(given: Answer) -> int:
+    question = given.question
+    return OVERHEAD_BYTES + PASS_BYTES * sum(map(len, given.timeline.rows)) + len(question.file) + len(question.costs)
+
+
+def _block_bytes(given: Made) -> int:
+    layouts = () if given.steps is None else given.steps
+    passes = sum(len(row) for layout in layouts for row in layout.timeline.rows)
+    return OVERHEAD_BYTES + PASS_BYTES * passes + len(given.question.text)
 
 
 async def _page(request: Request) -> Response:
@@ -70,13 +97,14 @@ def _block_shown(made: Made) -> Response:
     return JSONResponse(made_to_dict(made), headers={"Cache-Control": "no-store"})
 
 
-def _told(respond: Callable[[Asked], Response], read: Callable[[Any], Asked]) -> Endpoint:
-    """An endpoint that reads a question and has it answered beside the other requests; a refusal is JSON with its field."""
+def _told(desk: Desk, respond: Callable[[Asked], Response], read: Callable[[Any], Asked]) -> Endpoint:
+    """An endpoint that reads a question and has it answered in a thread; a refusal is JSON with its field."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            question = read(await read_json(request))
-            return await run_in_threadpool(respond, question)
+            with desk.places.one():
+                question = read(await read_json(request))
+                return await run_sync(respond, question, limiter=desk.working)
         except ZeroBubbleError as error:
             return refusal(error)
 
@@ -84,7 +112,11 @@ def _told(respond: Callable[[Asked], Response], read: Callable[[Any], Asked]) ->
 
 
 def _saved(
-    made: Callable[[Asked], Any], read: Callable[[Any], Asked], write: Callable[[Any, str], str], media_types: dict[str, str]
+    desk: Desk,
+    made: Callable[[Asked], Any],
+    read: Callable[[Any], Asked],
+    write: Callable[[Any, str], str],
+    media_types: dict[str, str],
 ) -> Endpoint:
     """An endpoint that writes what is made of a question in the form that its path names; `write` refuses a form that there is not."""
 
@@ -95,23 +127,39 @@ def _saved(
             text = write(made(question), name)
             return Response(text, media_type=media_types[name], headers={"Cache-Control": "no-store"})
 
-        return await _told(respond, read)(request)
+        return await _told(desk, respond, read)(request)
 
     return endpoint
 
 
-def _searched(searches: Searches) -> Endpoint:
+def _searched(desk: Desk, searches: Searches) -> Endpoint:
     """An endpoint that begins a search and tells its news until it ends, or nobody listens."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            question = read_search(await read_json(request))
-            searches.require_room()
+            with desk.places.one():
+                question = read_search(await read_json(request))
+            number = searches.places.take()
         except ZeroBubbleError as error:
             return refusal(error)
-        return StreamingResponse(searches.events(question), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return News(searches, number, question)
 
     return endpoint
+
+
+class News(StreamingResponse):
+    """The news of a search, which ends and leaves its place when this answer does, also where the answer never begins."""
+
+    def __init__(self, searches: Searches, number: int, question: dict[str, Any]) -> None:
+        self._events, self._places, self._number = searches.events(number, question), searches.places, number
+        super().__init__(self._events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._events):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._places.leave(self._number)
 
 
 def _stopped(searches: Searches) -> Endpoint:

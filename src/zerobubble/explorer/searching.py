@@ -7,14 +7,13 @@ import json
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from signal import SIGKILL
 from typing import Any
 
-from zerobubble.errors import ZeroBubbleError
+from zerobubble.explorer.places import Places
 from zerobubble.explorer.question import FieldError, Question, read_question
 from zerobubble.planning import Objective
 
@@ -27,29 +26,20 @@ LONGEST_LINE = 64_000_000
 """The most bytes of one piece of news: a front has a plan for each of its limits."""
 
 
-class BusyError(ZeroBubbleError):
-    """As many searches run as may."""
-
-
 @dataclass
 class Searches:
-    """The searches that run, by their numbers. They end with those that listen to them."""
+    """The searches that run, by their numbers, which are those of their places. They end with those that listen to them."""
 
-    running: dict[int, Process | None] = field(default_factory=dict)
-    numbers: count[int] = field(default_factory=lambda: count(1))
+    places: Places = field(
+        default_factory=lambda: Places(MOST_SEARCHES, f"{MOST_SEARCHES} searches run already: stop one of them, or wait for its end")
+    )
+    running: dict[int, Process] = field(default_factory=dict)
 
-    def require_room(self) -> None:
-        """Raise `BusyError` where too many searches run."""
-        if len(self.running) >= MOST_SEARCHES:
-            raise BusyError(f"{MOST_SEARCHES} searches run already: stop one of them, or wait for its end")
-
-    async def events(self, question: dict[str, Any]) -> AsyncIterator[str]:
+    async def events(self, number: int, question: dict[str, Any]) -> AsyncGenerator[str, None]:
         """The news of a search as server-sent events; the first one tells its number, by which it can be stopped."""
-        number, process = next(self.numbers), None
-        self.running[number] = None
+        command = (sys.executable, "-P", "-m", "zerobubble.explorer.search_worker")
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=LONGEST_LINE)
         try:
-            command = (sys.executable, "-P", "-m", "zerobubble.explorer.search_worker")
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=LONGEST_LINE)
             await _write(process, json.dumps(question))
             self.running[number] = process  # a stop comes after the question
             yield _event({"event": "began", "number": number})
@@ -57,8 +47,8 @@ class Searches:
                 yield news
             await process.wait()
         finally:
-            del self.running[number]
-            if process is not None and process.returncode is None:
+            self.running.pop(number, None)
+            if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, SIGKILL)  # process.kill() would look first whether it ended, and take its status from asyncio
                 await process.wait()

@@ -5,42 +5,54 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import closing, suppress
-from types import ModuleType
+from importlib.util import find_spec
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from zerobubble.errors import InputError
 
-ANY_HOST = ("", "0.0.0.0", "::")
-LOOPBACK = ["127.0.0.1", "localhost", "::1"]
+if TYPE_CHECKING:
+    import uvicorn
+
 GRACE_S = 2
 """Seconds that requests have to end when the server does."""
 
 
-def serve(host: str, port: int, tell: Callable[[str], None]) -> None:
-    """Serve the explorer until Ctrl-C; `tell` hears the address once it can be opened.
+def serve(host: str, port: int, tell: Callable[[str, bool], None]) -> None:
+    """Serve the explorer until Ctrl-C; once it can be opened, `tell` hears its address, and whether other machines may reach it.
 
     Raises `InputError` for an address that cannot be used, and where the server's libraries are missing.
     """
-    uvicorn = _server_library()
-    from zerobubble.explorer.app import make_app
-
+    _require_libraries()
     with closing(_bound(host, port)) as listening:
-        app = make_app(["*"] if host in ANY_HOST else sorted({host, *LOOPBACK}))
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, ws="none")
-        server = uvicorn.Server(settings)
-        tell(_address(host, listening.getsockname()[1]))
+        server = make_server(host)
+        tell(_address(host, listening), not ip_address(_bound_to(listening)).is_loopback)
         with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
             server.run(sockets=[listening])
 
 
-def _server_library() -> ModuleType:
-    try:
-        import starlette  # noqa: F401 - both are in one extra
-        import uvicorn
-    except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        raise InputError("zerobubble explore needs starlette and uvicorn: pip install 'zerobubble[explore]'") from error
-    return uvicorn
+def make_server(host: str) -> uvicorn.Server:
+    """The server, which answers to the name `host`, too."""
+    import uvicorn
+
+    from zerobubble.explorer.app import make_app
+    from zerobubble.explorer.connections import TimedConnection
+
+    app = make_app((host,) if host else ())
+    settings = uvicorn.Config(
+        app,
+        http=TimedConnection,
+        ws="none",
+        log_level="error",  # warnings are about what clients send, which is no reason to write to the terminal
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    return uvicorn.Server(settings)
+
+
+def _require_libraries() -> None:
+    if not (find_spec("starlette") and find_spec("uvicorn")):
+        raise InputError("zerobubble explore needs starlette and uvicorn: pip install 'zerobubble[explore]'")
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -58,6 +70,14 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _address(host: str, port: int) -> str:
-    shown = "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/"
+def _bound_to(listening: socket.socket) -> str:
+    """The address that the socket is bound to, without the zone of an IPv6 address."""
+    return str(listening.getsockname()[0]).partition("%")[0]
+
+
+def _address(host: str, listening: socket.socket) -> str:
+    """The address to open: that of loopback where the socket listens on all."""
+    shown, port = host, listening.getsockname()[1]
+    if ip_address(_bound_to(listening)).is_unspecified:
+        shown = "::1" if listening.family == socket.AF_INET6 else "127.0.0.1"
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
