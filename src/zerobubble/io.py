@@ -61,10 +61,10 @@ def export_weights(
 
         zb.io.export_weights("checkpoint", "exported", "llama/config.json")
 
-    `config` is the model's configuration: an object of Transformers, a config.json, or the folder with it. The weights keep their types,
-    and tied ones are written once. A file has up to `shard_bytes`, 5 GB unless told otherwise; several have an index. It takes one process,
-    no process group, and the memory of the weights. Raises `InputError` where the checkpoint is of another model, and for stages that do
-    not have the names of one model.
+    `config` is the model's configuration: an object of Transformers, a file such as config.json, or a folder with a config.json. The
+    weights keep their types, and tied ones are written once. A file has up to `shard_bytes`, 5 GB by default; several have an index. It
+    takes one process, no process group, and the memory of the weights. Raises `InputError` where the checkpoint is of another model, and
+    for stages that do not have the names of one model.
     """
     require("checkpoint", checkpoint, instance(str, os.PathLike))
     require("folder", folder, instance(str, os.PathLike))

@@ -110,6 +110,8 @@ def test_a_cut_in_words_has_a_bar_for_each_rank_and_the_bound_of_the_head(config
 
 WRONG: list[tuple[tuple[str, ...], str]] = [
     (("--stages", "400"), "a model of 9 parts cannot be cut into 400 stages"),
+    (("--stages", "10"), "it has up to 15 stages"),
+    (("--stages", "16", "--inside-blocks"), "a model of 15 parts cannot be cut into 16 stages"),
     (("--stages", "2", "--cuts", "model.layers.77"), "a stage cannot begin with 'model.layers.77'"),
     (("--stages", "2", "--schedule", "zb-v"), "--stages and --schedule contradict each other"),
     (("--schedule", "zb-v", "--ranks", "2"), "zb-v needs --microbatches M"),
@@ -121,6 +123,22 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
 @pytest.mark.parametrize(("arguments", "words"), WRONG, ids=lambda value: str(value)[:30])
 def test_a_wrong_call_is_refused_in_a_sentence(config: Path, arguments: tuple[str, ...], words: str) -> None:
     assert words in refused("split", "config.json", *arguments)
+
+
+def test_too_many_stages_are_refused_before_anything_is_traced(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace of many layers takes minutes."""
+    traces: list[Any] = []
+    monkeypatch.setattr(torch.export, "export", lambda *_, **__: traces.append(_))
+    assert "model of 9 parts" in refused("split", "config.json", "--stages", "10")
+    assert not traces
+
+
+def test_the_file_that_is_named_is_read(config: Path) -> None:
+    """The folder's config.json is of another model."""
+    Path("other.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}), encoding="utf-8")
+    assert [len(json.loads(told("split", name, "--json"))["layers"]) for name in ("other.json", "config.json", ".")] == [5, 9, 9]
+    Path("other.json").write_text('{"model_type": "no such"}', encoding="utf-8")
+    assert "other.json" in refused("split", "other.json", "--stages", "2")
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", '{"model_type": "no such"}', "{}", '{"model_type": "llama", "num_attention_heads": "x"}'])

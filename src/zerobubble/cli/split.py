@@ -69,7 +69,7 @@ def split_verb(
 ) -> None:
     """Show where a model is cut into stages, as zb.split does it.
 
-    CONFIG is a configuration of Transformers: a config.json, or the folder with it. No weights are read or made.
+    CONFIG is a configuration of Transformers: a file such as config.json, or a folder with a config.json. No weights are read or made.
 
     The cut is the best there is for the schedule: its slowest rank has the least to do, within --memory. A plan that was made for the
     model's layers brings its own cut. The bars show the time of each rank, and below them stands what no cut can do better, and what

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ def split_config(
     sequence: int | None = None,
     inside_blocks: bool = False,
 ) -> ModelSplit:
-    """The split of the model that a config.json, or the folder with it, describes, as `zb.split` does it.
+    """The split of the model that a configuration file, or a folder with a config.json, describes, as `zb.split` does it.
 
     A microbatch is of `batch` samples, of `sequence` tokens each or, where that is not given, as long as the example that the model brings.
     Raises `InputError` for a configuration that cannot be read. Code that comes with one is not run.
@@ -43,14 +42,13 @@ def split_config(
 
 
 def read_config(path: str) -> Any:
-    """The configuration in a config.json, or in the folder with it; raises `InputError` where it cannot be read."""
+    """The configuration in a file, or in the config.json of a folder; raises `InputError` where it cannot be read."""
     check_torchvision()
     transformers: Any = import_module("transformers")
-    where = Path(path).parent if Path(path).is_file() else Path(path)
     try:
-        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a file that is none can fail anywhere in there
-        own = _own_code(transformers, where)
+        own = _own_code(transformers, path)
         if own:
             raise InputError(
                 f"the configuration in {path} comes with code of its own, {own}, which is not run here: if you trust it, cut the model in "
@@ -59,10 +57,10 @@ def read_config(path: str) -> Any:
         raise InputError(f"{path} is no configuration of Transformers that can be read: {_first_line(error)}") from error
 
 
-def _own_code(transformers: Any, where: Path) -> str:
-    """The class of the configuration that is in a file beside it; empty where there is none, or nothing that can be read."""
+def _own_code(transformers: Any, path: str) -> str:
+    """The configuration's class where its code is in another file; empty where there is none, or nothing that can be read."""
     try:
-        settings, _ = transformers.PretrainedConfig.get_config_dict(where)
+        settings, _ = transformers.PretrainedConfig.get_config_dict(path)
         return str(settings["auto_map"]["AutoConfig"])
     except Exception:  # noqa: BLE001  # a file may hold anything
         return ""

@@ -64,15 +64,16 @@ class ModelSplit:
     ) -> None:
         self._source = ModelSource.of(source)
         self._units = find_units(self._model)
+        self._blocks = self._units.layers
         self._arguments = self._looked_at_with(example)
         self._cuts: dict[int, ModelCut] = {}
         self._opened: frozenset[str] | None = None
-        self._no_trace = ""
+        self._other_ways = ""
         with garbage_collection_paused():  # which would go through the whole process again and again, as modules are made and go
             self._by_hand = self._opened_for(cuts)
             if cuts is None:
                 self._by_hand = self._marked(chooses=memory is not None or inside_blocks)
-            self._fine: Look = self._looked_at(self._units.layers) if inside_blocks else (self._units, self._flow)
+            self._fine: Look = self._looked_at(self._blocks) if inside_blocks else (self._units, self._flow)
         self._memory = memory
         self._schedule: Schedule | None = None
         self._proofs: dict[int, str] = {}
@@ -187,8 +188,12 @@ class ModelSplit:
         return self._cuts[num_stages]
 
     def _trace_where_needed(self, num_stages: int) -> None:
-        """Where the model has fewer parts than stages, let the operations in its graph be parts; why there is none is kept."""
+        """Lets operations be parts where the model has no blocks and too few parts; keeps why not, or what else can be cut."""
+        self._other_ways = ""
         if self._by_hand is not None or len(self.layers(COUNTING)) >= num_stages:
+            return
+        if self._blocks:  # a graph of many layers takes minutes, and its operations are not what the user calls the model's parts
+            self._other_ways = self._inside_blocks()
             return
         try:
             found = self._source.traced(self._arguments, num_stages)
@@ -196,12 +201,22 @@ class ModelSplit:
                 whole = found.with_numbers([name for name, _ in found.model.named_parameters()])
                 refuse_other_numbers(whole, found.as_it_is_cut(whole), self._arguments)
         except InputError as error:
-            self._no_trace = f"; and {error}"
+            self._other_ways = f"; and {error}"
             return
         self._source, self._opened = found, None
         self._layers = {}
         self._open(())
         self._fine = (self._units, self._flow)
+
+    def _inside_blocks(self) -> str:
+        """How many stages the model can have if its blocks are cut, too, as the end of a sentence; empty if no more than it has parts."""
+        try:
+            most = len(self._layers_of(self._looked_at(self._blocks), COUNTING))
+        except InputError:  # not every block can be cut
+            return ""
+        if most <= len(self.layers(COUNTING)):
+            return ""
+        return f"; cut inside its blocks, too, by inside_blocks=True (--inside-blocks in a shell), it has up to {most} stages"
 
     def _prove(self, cut: ModelCut) -> str:
         opened = self._opened or ()
@@ -213,7 +228,7 @@ class ModelSplit:
 
     def _stages(self, num_stages: int) -> list[list[str]]:
         if self._by_hand is None:
-            names = self._opened_for(choose_cuts(self.layers(COUNTING), self._where(num_stages), self._no_trace))
+            names = self._opened_for(choose_cuts(self.layers(COUNTING), self._where(num_stages), self._other_ways))
             return stages_by_hand(names or [], self._order, frozenset())
         blocks = self._units.layers or frozenset(self._units.units)
         stages = stages_by_hand(self._by_hand, self._order, blocks, parts_of_the_output(self._flow))
@@ -243,15 +258,16 @@ class ModelSplit:
             on_a_gpu = self.layers(Machine())
             return on_a_gpu if sum(layer.time for layer in on_a_gpu) >= NS_PER_MS else self.layers(COUNTING)
         if machine not in self._layers:
-            units, flow = self._fine
-            with garbage_collection_paused():
-                layers = estimated_layers(units, flow, machine)
-            if self._by_hand is None:
-                layers = joined_inside_blocks(joined_in_groups(layers, groups_in_order(flow)))
-            else:
-                layers = joined_in_groups(layers, [[unit] for unit in units_in_order(flow)])
-            self._layers[machine] = layers
+            self._layers[machine] = self._layers_of(self._fine, machine)
         return self._layers[machine]
+
+    def _layers_of(self, look: Look, machine: Machine) -> tuple[Layer, ...]:
+        units, flow = look
+        with garbage_collection_paused():
+            layers = estimated_layers(units, flow, machine)
+        if self._by_hand is None:
+            return joined_inside_blocks(joined_in_groups(layers, groups_in_order(flow)))
+        return joined_in_groups(layers, [[unit] for unit in units_in_order(flow)])
 
     def layer_cut(self, num_stages: int) -> LayerCut:
         """The cut into `num_stages` as that of `layers`, with the bound on it: what no cut can do better."""

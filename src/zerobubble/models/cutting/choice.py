@@ -57,18 +57,18 @@ class Where:
         return cut_layers(layers, self.placement, self.limits, held)
 
 
-def choose_cuts(layers: Sequence[Layer], where: Where, besides: str = "") -> list[str]:
+def choose_cuts(layers: Sequence[Layer], where: Where, other_ways: str = "") -> list[str]:
     """The layers with which the stages behind the first begin, by their names: the cut whose slowest rank takes the least time.
 
-    Where no time is known, parameters count. Raises `InputError` where there are fewer layers than stages, with what there is to say
-    `besides`, and where none fits the memory.
+    Where no time is known, parameters count. Raises `InputError` where there are fewer layers than stages, with `other_ways` to cut,
+    and where none fits the memory.
     """
     names, num_stages = [layer.full_name for layer in layers], where.placement.num_stages
     if len(names) < num_stages:
         raise InputError(
             f"a model of {len(names)} parts cannot be cut into {num_stages} stages; "
-            f"{'its parts are ' + ', '.join(map(repr, names)) if names else 'it holds no other modules with parameters'}: "
-            f"use fewer stages, or a model with more layers; those that take each other's outputs, as in a loop, count as one{besides}"
+            f"{'its parts are ' + _listed(names) if names else 'it holds no other modules with parameters'}: "
+            f"use fewer stages, or a model with more layers; those that take each other's outputs, as in a loop, count as one{other_ways}"
         )
     is_known = any(layer.time for layer in layers)
     weights = [layer.time if is_known else layer.parameters_bytes for layer in layers]
@@ -77,6 +77,13 @@ def choose_cuts(layers: Sequence[Layer], where: Where, besides: str = "") -> lis
     return [names[first] for first in where.cut(weighed).cuts]
 
 
+def _listed(names: Sequence[str]) -> str:
+    """The names, of many the first and the last ones."""
+    shown = [*map(repr, names)]
+    return ", ".join(shown if len(shown) <= _FEW else [*shown[: _FEW // 2], "...", *shown[-_FEW // 2 :]])
+
+
+_FEW = 8
 _SMALL = 0.02
 """A part of a block that takes less than this share of it, such as a norm, goes with the next."""
 
