@@ -16,7 +16,9 @@ from zerobubble.bounds.chain import ChainNeeds, RankPasses, Window, chain_needs,
 from zerobubble.bounds.memory import memory_energy, memory_wait
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.bounds.one_machine import busy_ranks
+from zerobubble.bounds.overlap import without_hidden
 from zerobubble.bounds.reasons import (
+    HIDDEN,
     busy_reason,
     energy_reason,
     head_and_tail_reason,
@@ -57,6 +59,10 @@ class Bounds(NamedTuple):
     span: Bound
     makespan: Bound
 
+    def with_remark(self, remark: str) -> Bounds:
+        """The same bounds, each with a remark behind its reason."""
+        return Bounds(*(bound._replace(reason=f"{bound.reason}, {remark}") for bound in self))
+
     def __repr__(self) -> str:
         return f"<Bounds span at least {show_ms(self.span.time)}, makespan at least {show_ms(self.makespan.time)}>"
 
@@ -66,24 +72,27 @@ class Bounds(NamedTuple):
 
 @takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))
 def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
-    """Times that no schedule of passes one at a time can beat; `limits=None` stands for unlimited memory.
+    """Times that no schedule can beat; `limits=None` stands for unlimited memory.
 
-    Where `shortage` finds that nothing fits, the bounds are those of a limit that holds one microbatch.
-    Microbatches with shares may come in any order. Raises `InputError` for parts that do not fit each other, and for a placement of
-    several routes.
+    Where overlapped passes hide time (`Costs.hidden`), bounds hold for schedules with such pairs, too. Where `shortage` finds that nothing
+    fits, the bounds are those of a limit that holds one microbatch. Microbatches with shares may come in any order. Raises `InputError` for
+    parts that do not fit each other, and for a placement of several routes.
     """
     return bounds_with_turn(placement, num_microbatches, costs, limits, 0)
 
 
 def bounds_with_turn(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, turn: int) -> Bounds:
     """`lower_bounds` where so many ns go by between the last stage's F and its B, unless microbatches have shares."""
-    _check(placement, costs, limits)
+    check_parts(placement, costs, limits)
     if num_microbatches < 1:
         raise InputError(f"a bound needs at least 1 microbatch, got {num_microbatches}")
+    if costs.shares and len(costs.shares) != num_microbatches:
+        raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
+    if any(costs.hidden):
+        alone = bounds_with_turn(placement, num_microbatches, without_hidden(placement, costs), limits, turn)
+        return alone.with_remark(HIDDEN)
     if not costs.shares:
         return _of_alike(placement, num_microbatches, costs, limits, turn)
-    if len(costs.shares) != num_microbatches:
-        raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
     return bounds_of_unequal(placement, costs, WORK, lambda count, share: _of_alike(placement, count, costs.scaled(share), limits))
 
 
@@ -144,7 +153,7 @@ def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: S
     Before a rank can start its first backward of a microbatch it holds what all its stages saved for it. Of microbatches of unequal cost
     the largest counts. With `sizes`, the bytes in which each rank's memory is counted as microbatches, the answer is in these.
     """
-    _check(placement, costs, limits)
+    check_parts(placement, costs, limits)
     one = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     needed = [0] * placement.num_ranks
@@ -170,7 +179,8 @@ def told_lacks(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int
     return "; ".join(f"rank {rank} {lack}" for rank, lack in told.items())
 
 
-def _check(placement: Placement, costs: Costs, limits: Limits | None) -> None:
+def check_parts(placement: Placement, costs: Costs, limits: Limits | None) -> None:
+    """Raise `InputError` for parts that do not fit each other, and for a placement of several routes."""
     if len(placement.routes) > 1:
         raise InputError(f"bounds are known for one route, the placement {placement.name!r} has {len(placement.routes)}")
     if costs.num_stages != placement.num_stages:

@@ -10,6 +10,9 @@ from zerobubble.bounds.microbatch_starts import ROOM, WAY, WORK, MicrobatchStart
 from zerobubble.bounds.one_machine import Busy
 from zerobubble.costs import NS_PER_MS
 
+HIDDEN = "leaving out all the time that overlapped passes can hide"
+"""What reasons add where `Costs.hidden` has something: their figures are less than the times of passes."""
+
 
 def work_reason(rank: int, work: int, begin: int) -> str:
     """The rank does all its work, after the time at which it can begin."""

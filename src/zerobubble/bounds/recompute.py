@@ -19,11 +19,12 @@ from itertools import combinations, product
 from math import ceil, floor
 from typing import NamedTuple
 
-from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, lower_bounds, told_lacks
+from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, check_parts, lower_bounds, told_lacks
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
+from zerobubble.bounds.overlap import without_hidden
 from zerobubble.bounds.rank_load import MOST_SUMS, RankLoad, worth
-from zerobubble.bounds.reasons import first_backward_reason
+from zerobubble.bounds.reasons import HIDDEN, first_backward_reason
 from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 
@@ -50,14 +51,32 @@ def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limi
     400.0
     286.308725
     """
+    check_parts(placement, costs, limits)
     plain = replace(costs, further=())
-    if not costs.shares:
-        return _bounds(placement, num_microbatches, plain, limits, tuple(levels))
-    least = [min(round(level.extra_in(stage) * time) for level in levels) for stage, time in enumerate(costs.forward)]
-    worked = plain.with_columns(recompute=least, held_input=[0] * costs.num_stages)
-    return bounds_of_unequal(
-        placement, worked, (*WORK, Kind.R), lambda count, share: _bounds(placement, count, plain.scaled(share), limits, tuple(levels))
-    )
+    if any(costs.hidden):
+        plain = without_hidden(placement, plain)
+        by_level = [without_hidden(placement, replace(costs, further=()).with_recompute(level)) for level in levels]
+        return _bounds_by_level(placement, num_microbatches, plain, limits, by_level).with_remark(HIDDEN)
+    return _bounds_by_level(placement, num_microbatches, plain, limits, [plain.with_recompute(level) for level in levels])
+
+
+def _bounds_by_level(placement: Placement, num_microbatches: int, plain: Costs, limits: Limits, by_level: Sequence[Costs]) -> Bounds:
+    """`bounds_again` for costs without and, one for each level, with the columns of recomputation."""
+    if not plain.shares:
+        return _bounds(placement, num_microbatches, plain, limits, tuple(map(_level_in, by_level)))
+    least = list(map(min, *(costs.column("recompute") for costs in by_level), by_level[0].column("recompute")))
+    worked = plain.with_columns(recompute=least, held_input=[0] * plain.num_stages)
+
+    def of_alike(count: int, share: float) -> Bounds:
+        levels = tuple(_level_in(costs.scaled(share)) for costs in by_level)
+        return _bounds(placement, count, plain.scaled(share), limits, levels)
+
+    return bounds_of_unequal(placement, worked, (*WORK, Kind.R), of_alike)
+
+
+def _level_in(costs: Costs) -> Level:
+    """The level that the columns of recomputation in `costs` make up, to the ns and byte."""
+    return costs.with_level("of columns", costs.column("recompute"), costs.column("held_input")).levels[0]
 
 
 @lru_cache(maxsize=64)

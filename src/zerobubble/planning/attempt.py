@@ -18,7 +18,7 @@ from zerobubble.planning.papers import BASELINES
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem.problem import Problem, Solved, Status
-from zerobubble.planning.seeds import MAKE_SECONDS, computed_again, fitting, lean, promising, serial_schedule
+from zerobubble.planning.seeds import MAKE_SECONDS, computed_again, fitting, lean, paired, promising, serial_schedule
 from zerobubble.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -197,6 +197,15 @@ def with_serial_schedule(attempt: Attempt) -> Attempt:
     alone = computed_again(serial_schedule(problem.placement, problem.num_microbatches), problem)
     solved = Solved.of(problem, attempt.solved.bound, alone, 0.0, alone.name)
     return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + perf_counter() - started))
+
+
+def with_paired_schedule(attempt: Attempt) -> Attempt:
+    """The attempt with a published schedule of overlapped steps, which the search does not make, if one is shorter."""
+    solved = attempt.solved
+    if attempt.can_improve:
+        for made in paired(solved.problem):
+            solved = shorter(solved, Solved.of(solved.problem, solved.bound, made, solved.seconds, made.name))
+    return replace(attempt, solved=solved)
 
 
 def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:

@@ -25,6 +25,7 @@ from zerobubble.planning.attempt import (
     shorter,
     start_attempt,
     with_list_schedule,
+    with_paired_schedule,
     with_serial_schedule,
     with_sharper_bound,
 )
@@ -164,7 +165,8 @@ def solve(
         spent = perf_counter() - started - compiling
         if not budget.is_empty:
             attempt = with_list_schedule(improve(attempt, budget.share(1, spent=spent), seed, progress))
-    return with_weights_ordered(with_serial_schedule(attempt).solved)
+    attempt = with_serial_schedule(attempt)
+    return with_paired_schedule(replace(attempt, solved=with_weights_ordered(attempt.solved))).solved
 
 
 @takes(
@@ -302,7 +304,7 @@ def plan_problems(
     answered = [with_serial_schedule(attempt) for attempt in attempts]
     ordered = [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in answered]
     if sharded is None:
-        return _plan_of(ordered, started, compiling, ctrl_c.came)
+        return _plan_of([with_paired_schedule(attempt) for attempt in ordered], started, compiling, ctrl_c.came)
     left = whole._replace(seconds=max(0.0, whole.seconds - (perf_counter() - started - compiling)))
     choice = few_gathers(ordered, sharded, left, seed)
     return replace(_plan_of(ordered, started, compiling, ctrl_c.came), simple=None, few_gathers=choice)

@@ -73,7 +73,7 @@ def table_row(name: str, solved: Solved) -> tuple[str, ...]:
     if solved.timeline is None or solved.gap is None:
         return name, "–", "–", bound, "–", "–", "–", "nothing fits"
     over_bound = "optimal" if solved.status is Status.OPTIMAL else percent(solved.gap)
-    rates = percent(solved.problem.bubble(solved.timeline.span)), percent(solved.problem.bubble(solved.timeline.makespan))
+    rates = percent(solved.bubble_at(solved.timeline.span)), percent(solved.bubble_at(solved.timeline.makespan))
     return name, *rates, bound, over_bound, f"{solved.peak_microbatches:.4g}", f"{solved.problem.messages:,}", solved.how
 
 

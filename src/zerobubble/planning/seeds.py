@@ -24,6 +24,17 @@ def published(placement: Placement, num_microbatches: int) -> Iterator[Schedule]
     return (_built(recipe, placement, num_microbatches) for recipe in _recipes(placement, num_microbatches))
 
 
+def paired(problem: Problem) -> Iterator[Schedule]:
+    """The published schedules with overlapped steps that fit the memory, as they were published; none if overlapping hides no time."""
+    if not any(problem.costs.hidden) or problem.recomputation is not None:
+        return
+    placement = problem.placement
+    for recipe in _recipes(placement, problem.num_microbatches):
+        made = recipe.build(placement.num_ranks, problem.num_microbatches, placement.stages_per_rank)
+        if made.overlaps and fits_memory(made := replace(made, placement=placement), problem):
+            yield made
+
+
 MAKE_SECONDS = 10e-6
 """Seconds for each pass of a seed to make and judge it."""
 

@@ -343,8 +343,9 @@ def _divided(choice: Choice, stages: Problem, divided: Problem, bound: Bound) ->
     """The answer for stages alone with the head divided by either algorithm, as far as that fits."""
     if choice.solved.schedule is None:
         return
+    alone = replace(choice.solved.schedule, overlaps=frozenset())
     for algorithm in (1, 2):
-        schedule = with_vocabulary(choice.solved.schedule, algorithm, stages.costs)
+        schedule = with_vocabulary(alone, algorithm, stages.costs)
         if fits_memory(schedule, divided):
             solved = Solved.of(divided, divided.bound(), schedule, choice.solved.seconds, choice.solved.how)
             yield PlannedHead(algorithm, solved, bound)

@@ -33,11 +33,13 @@ def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Sched
     """The shortest schedule that CP-SAT finds in `seconds` of wall time on `workers` threads, never longer than `hint`, and its proof.
 
     For small problems: up to about 4 ranks and 8 microbatches a proof takes seconds. Raises `InputError` where the limits hold no
-    microbatch, where `hint` is for another problem, and where OR-Tools is missing.
+    microbatch, where overlapped passes hide time, where `hint` is for another problem, and where OR-Tools is missing.
 
     Source: the integer program of Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 3.1, with starts
     in place of order bits.
     """
+    if any(problem.costs.hidden):
+        raise InputError("exact orders passes one at a time, and in these costs overlapped passes hide time: give the costs with hidden=()")
     check_memory(problem)
     cp_model = _cp_model()
     best, bound = _start(problem, hint), problem.bound()

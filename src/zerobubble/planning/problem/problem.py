@@ -177,6 +177,10 @@ class Problem(Displayed):
         """The share of rank time that is idle when the objective is `time`."""
         return 1 - self.work / (self.placement.num_ranks * time) if time else 0.0
 
+    def least_bubble(self, bound: Bound) -> float:
+        """No schedule has a smaller bubble rate, by a lower bound on the time; the time that overlapped passes hide makes none negative."""
+        return max(0.0, self.bubble(bound.time))
+
     @property
     def bytes_of_whole_head(self) -> int:
         """What the last stage keeps for a head that is whole on it, in bytes."""
@@ -313,7 +317,13 @@ class Solved(Displayed):
     @property
     def bubble(self) -> float | None:
         """The bubble rate of the objective; None without a schedule."""
-        return None if self.time is None else self.problem.bubble(self.time)
+        return None if self.time is None else self.bubble_at(self.time)
+
+    def bubble_at(self, time: int) -> float:
+        """The share of rank time that is idle if the schedule takes `time` ns. Time that overlapped steps hide is no work."""
+        if self.schedule is None or not self.schedule.overlaps or self.timeline is None:
+            return self.problem.bubble(time)
+        return 1 - self.timeline.work / (self.timeline.num_ranks * time) if time else 0.0
 
     @property
     def bounds(self) -> Bounds:
@@ -326,7 +336,7 @@ class Solved(Displayed):
     @property
     def least_bubble(self) -> float:
         """No schedule has a smaller bubble rate of the objective."""
-        return self.problem.bubble(self.bound.time)
+        return self.problem.least_bubble(self.bound)
 
     @property
     def peak_microbatches(self) -> float | None:
