@@ -145,27 +145,23 @@ def scaled(stage: int, num_stages: int) -> nn.Module:
 
 
 def named_and_random(group: Any) -> bool:
-    """Named arguments go with their microbatches, and random numbers are drawn in the order that was played."""
+    """Named arguments and random numbers go with their microbatches, whatever the order in which these are played."""
     inputs, targets = packed(LENGTHS)
-    scales = [1.0 + j / 8 for j in range(8)]
-    kwargs = [{"scale": scale} for scale in scales] if group.rank() == 1 else None
-    with zb.Pipeline(scaled, "zb-h1", 8, loss_fn, group=group, loss_weight=tokens_in, order_by="tokens") as pipe:
+    kwargs = [{"scale": 1.0 + j / 8} for j in range(8)] if group.rank() == 1 else None
+    found = []
+    for order_by in (None, "tokens"):
         torch.manual_seed(7)
-        loss = pipe.step(inputs, targets, kwargs=kwargs)
-        assert pipe.played is not None
-        order = order_of(pipe.played)
-        stages = [scaled(s, 2) for s in range(2)]
-        torch.manual_seed(7)
-        total, tokens = 0.0, sum(map(tokens_in, targets))
-        for j in order:
-            one = loss_fn(stages[1](stages[0](inputs[j]), scale=scales[j]), targets[j]) * (tokens_in(targets[j]) / tokens)
-            one.backward()
-            total += one.item()
-        assert abs(loss.item() - total) <= 1e-12
-        return worst_gradient(pipe, stages) <= 1e-12
+        with zb.Pipeline(scaled, "zb-h1", 8, loss_fn, group=group, loss_weight=tokens_in, order_by=order_by) as pipe:
+            pipe.step(inputs, targets, kwargs=kwargs)
+            assert pipe.losses is not None
+            assert pipe.played is not None
+            found.append((pipe.losses, [p.grad for p in pipe.parameters()], order_of(pipe.played)))
+    (losses, gradients, order), (ordered_losses, ordered_gradients, other_order) = found
+    pairs = zip(gradients, ordered_gradients, strict=True)
+    return order != other_order and torch.equal(losses, ordered_losses) and all(torch.allclose(*pair, rtol=1e-12) for pair in pairs)
 
 
-def test_named_arguments_go_with_their_microbatch_and_random_numbers_with_the_order(world: Ranks) -> None:
+def test_named_arguments_and_random_numbers_go_with_their_microbatch(world: Ranks) -> None:
     assert all(world.run(named_and_random, ranks=2))
 
 

@@ -61,11 +61,11 @@ class Everything(nn.Module):
 def leave(group: Any, schedule: zb.Schedule) -> tuple[list[Tensor], dict[str, float], int]:
     """All tensors that two steps leave on this rank, what was added to the loss, and how often `loss_fn` was heard of."""
     heard: list[int] = []
+    torch.manual_seed(7)
     tied = [[(0, "tok.weight"), (schedule.num_stages - 1, "head.weight")]]
     with zb.Pipeline(
         Everything, schedule, schedule.num_microbatches, loss_fn, group=group, tied=tied, on_loss=lambda j, _: heard.append(j)
     ) as pipe:
-        torch.manual_seed(7 + pipe.rank)
         losses = [pipe.step(*batch(schedule.num_microbatches, seed=step)).detach() for step in range(2)]
         parts = [part for module in pipe.modules.values() for part in (*(p.grad for p in module.parameters()), *module.buffers())]
         added = {name: value.item() for name, value in pipe.added_losses.items()}

@@ -184,6 +184,34 @@ def accumulate(group: dist.ProcessGroup) -> float:
     )
 
 
+def dropped(group: dist.ProcessGroup, kills: bool) -> list[float]:
+    """The losses of steps with dropout, in the second of which a rank is killed."""
+    torch.manual_seed(5)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = zb.Pipeline(
+        lambda stage, num_stages: nn.Sequential(build(stage, num_stages), nn.Dropout(0.3)), "zb-h1", M, loss_fn, mesh=mesh, survive=True
+    )
+    killing = Killing(End(2, 1 if kills else -1, "backward"), pipe)
+    losses = []
+    for step in range(3):
+        killing.at(step, "before")
+        losses.append(pipe.step(*share(mesh.get_local_rank("dp"), 2, step)).item())
+    return losses
+
+
+def test_those_that_are_left_draw_what_all_would_have_drawn(world: Ranks) -> None:
+    expected = world.run(dropped, False, ranks=4)[0]
+    others = Ranks(4)
+    try:
+        outcomes = others.outcomes(dropped, True, ranks=4)
+    finally:
+        others.kill()
+    assert outcomes.pop(2) == ("gone", "SIGKILL")
+    for state, losses in outcomes:
+        assert state == "ok", losses
+        assert losses == pytest.approx(expected, rel=1e-11)
+
+
 def test_gradients_of_earlier_steps_stay_and_those_of_the_broken_one_do_not() -> None:
     world = Ranks(4)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -214,18 +215,20 @@ class Pipeline:
         """What `call`, such as `zb.save`, gives; those that are left make it again where the pipeline is to survive that a rank goes."""
         if self._survival is None:
             return call()
-        return self._survival.make(call, lambda: self._session, self._go_on, adds_gradients=adds_gradients)
+        go_on = partial(self._go_on, self._steps.num_steps())
+        return self._survival.make(call, lambda: self._session, go_on, adds_gradients=adds_gradients)
 
-    def _go_on(self, error: PipelineError) -> bool:
-        """Meet those that are left after `error` again; whether they make the call again."""
+    def _go_on(self, before: int, error: PipelineError) -> bool:
+        """Meet those that are left after `error` again; whether they make the call again, which began after `before` steps."""
         assert self._survival is not None
         steps = self._steps
         session = self._survival.go_on_after(error, self._session, self._options)
         self._unwatch_optimizers()
         self._play(session)
-        self._steps.take_over(steps.num_steps())
         self._steps.recording, self._steps.measures_memory = steps.recording, steps.measures_memory
-        return self._survival.makes_it_again(self._session)
+        again = self._survival.makes_it_again(self._session)
+        self._steps.take_over(before if again else steps.num_steps(), steps.draws.seed)
+        return again
 
     @survives
     @plays_steps

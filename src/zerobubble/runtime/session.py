@@ -49,6 +49,7 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
 from zerobubble.runtime.step.divided_loss import DividedLoss
+from zerobubble.runtime.step.draws import StageDraws
 from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
@@ -61,6 +62,7 @@ from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.terms import Terms, faults_of, versions
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
+from zerobubble.runtime.values.random_state import drawn_seed
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Session:
     `transport` connects all ranks of the mesh, which `layout` tells, `peers` are those of this pipeline.
     `shared` are the parameters that several of them hold,
     `divided` are those of which ranks hold parts, and `replicas` the ranks that are given other data than this one, None where there are
-    no others. What is held in several places is equal there.
+    no others. What is held in several places is equal there. All ranks have one `seed` for the random numbers of stages.
     """
 
     transport: Transport
@@ -109,6 +111,7 @@ class Session:
     shared: SharedGradients
     divided: DividedTensors
     replicas: Replicas | None
+    seed: int
     options: PipelineOptions
 
     def first_hooks(self) -> list[StepHook]:
@@ -140,8 +143,10 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     guard = FailureGuard(transport)
     patience = Patience(transport, guard, usable_timeout(options))
     _meet(transport, guard, patience)
+    own_seed = 0 if survivors is not None else int(drawn_seed())  # they have modules, and the seed of before
+    seed = _agree_on_seed(transport, guard, patience, own_seed)
     with guard.during("while building its stages"):
-        setup, fault = _build(options, layout, peers)
+        setup, fault = _build(options, layout, peers, own_seed)
     agree(transport, guard, patience, fault, _terms(options, setup))
     assert setup is not None
     _compare_models(transport, guard, patience, layout, setup)
@@ -162,7 +167,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     if replicas is not None:
         with guard.opening("while making replicas equal"):
             patience.bear(replicas.broadcast_initial_values, "making replicas equal", is_brief=False)
-    return Session(transport, layout, peers, guard, patience, setup, shared, divided, replicas, options)
+    return Session(transport, layout, peers, guard, patience, setup, shared, divided, replicas, seed, options)
 
 
 def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> StepRunner:
@@ -177,7 +182,11 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     elsewhere = session.shared.counted_elsewhere
     head = options.loss_fn
     parted = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
-    return StepRunner(peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, setup.ordering, parted)
+    place = (0, 1) if replicas is None else (replicas.rank, replicas.size)
+    draws = StageDraws(session.seed, *place, setup.stages.device)
+    return StepRunner(
+        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, draws, setup.ordering, parted
+    )
 
 
 def attach_first(session: Session, runner: StepRunner, hooks: Sequence[StepHook]) -> None:
@@ -237,17 +246,25 @@ def _meet(transport: Transport, guard: FailureGuard, patience: Patience) -> None
             guard.watch_processes(patience.bear(lambda: transport.gather_objects(this_process()), doing))
 
 
-def _build(options: PipelineOptions, layout: Layout, peers: Peers) -> tuple[Setup | None, str]:
+def _agree_on_seed(transport: Transport, guard: FailureGuard, patience: Patience, own: int) -> int:
+    """The seed that rank 0 has drawn."""
+    doing = "agreeing on a seed"
+    with guard.opening(f"while {doing}"):
+        seed: int = patience.bear(lambda: transport.gather_objects(own), doing)[0]
+    return seed
+
+
+def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> tuple[Setup | None, str]:
     """What this rank plays, or what is wrong with its options: then there is nothing, and the other ranks have to hear of it."""
     try:
-        return _set_up(options, layout, peers), ""
+        return _set_up(options, layout, peers, seed), ""
     except ZeroBubbleError as error:
         return None, text_of(error)
     except Exception as error:  # noqa: BLE001 - the user's build function may raise anything
         return None, describe(error)
 
 
-def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
+def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> Setup:
     refuse_wrong(options)
     fault = survival_fault(options) if options.survive else lockstep_fault(options, layout)
     fault = fault or (divided_head_fault(options) if isinstance(options.loss_fn, DividedHead) else "")
@@ -262,7 +279,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers) -> Setup:
     build = options.build_or_modules
     if isinstance(build, CutsForSchedules):
         build = build.for_schedule(schedule, planned_cut(options.schedule))
-    modules = modules_of(build, schedule, peers.rank)
+    modules = modules_of(build, schedule, peers.rank, seed)
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
     stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs, heads=heads)

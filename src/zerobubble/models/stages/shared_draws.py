@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_States = tuple[Tensor, Tensor | None]
-
-
-def drawn_seed() -> Tensor:
-    """A seed from the random numbers of this rank, as it crosses boundaries."""
-    return torch.randint(2**62, (1,))
+from zerobubble.runtime.values.random_state import RandomState, seed_generators
 
 
 class SharedDraws:
@@ -28,35 +23,24 @@ class SharedDraws:
 
     def __init__(self, seed: Tensor, device: torch.device) -> None:
         self._device = device
-        self._of_units = self._states()
-        self._of_code: _States | None = None
-        number = int(seed.item())
-        torch.default_generator.manual_seed(number)
-        if device.type == "cuda":
-            torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)].manual_seed(number)
+        self._of_units = RandomState.now(device)
+        self._of_code: RandomState | None = None
+        seed_generators(int(seed.item()), device)
 
     def enter_unit(self) -> None:
         """A unit of this stage begins."""
-        self._of_code = self._states()
-        self._set(self._of_units)
+        self._of_code = RandomState.now(self._device)
+        self._of_units.set()
 
     def leave_unit(self, output: Any) -> Any:
         """The unit has given `output`, which goes on as other stages get it: row after row, for masks are drawn in the order of memory."""
         assert self._of_code is not None
-        self._of_units = self._states()
-        self._set(self._of_code)
+        self._of_units = RandomState.now(self._device)
+        self._of_code.set()
         self._of_code = None
         return pytree.tree_map_only(Tensor, Tensor.contiguous, output)
 
     def close(self) -> None:
         """Go on with the random numbers of the rank."""
         if self._of_code is None:  # else it failed in a unit, which draws from them
-            self._set(self._of_units)
-
-    def _states(self) -> _States:
-        return torch.random.get_rng_state(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-
-    def _set(self, states: _States) -> None:
-        torch.random.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
+            self._of_units.set()

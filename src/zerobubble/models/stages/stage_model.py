@@ -25,8 +25,9 @@ from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.recording import Recorder, make_hooks
 from zerobubble.models.observation.stand_in import Current, StandIn, blank, blank_like, device_of
 from zerobubble.models.observation.units import Units
-from zerobubble.models.stages.shared_draws import SharedDraws, drawn_seed
+from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.runtime.stage.parts import Part
+from zerobubble.runtime.values.random_state import drawn_seed
 
 Leaves = list[Any]
 """The output of a call of a unit as it crosses boundaries: its tensors, and the constants between them."""

@@ -132,7 +132,7 @@ class Reading:
         if random:
             set_tensor_states(random, trained.device)
         if saved.rest["num_steps"] is not None:
-            trained.take_over(saved.rest["num_steps"])
+            trained.take_over(saved.rest["num_steps"], saved.rest.get("draws_seed"))
 
 
 def open_checkpoint(path: Path) -> Saved:

@@ -45,8 +45,11 @@ class Trained(Together, Protocol):
     def settle(self) -> int | None:
         """Make final what is pending, and give the number of training steps, None where nobody counts."""
 
-    def take_over(self, num_steps: int) -> None:
-        """Count steps from here on."""
+    def draws_seed(self) -> int | None:
+        """By which the random numbers of stages are drawn, None without a pipeline."""
+
+    def take_over(self, num_steps: int, draws_seed: int | None) -> None:
+        """Count steps from here on, and draw by this seed; None keeps the own one."""
 
     def layout(self) -> dict[str, Any]:
         """How the ranks divide the model, as JSON has it."""
@@ -121,9 +124,13 @@ class PipelineTrained:
         """See `Trained`."""
         return self._steps.num_steps()
 
-    def take_over(self, num_steps: int) -> None:
+    def draws_seed(self) -> int:
         """See `Trained`."""
-        self._steps.take_over(num_steps)
+        return self._steps.draws.seed
+
+    def take_over(self, num_steps: int, draws_seed: int | None) -> None:
+        """See `Trained`."""
+        self._steps.take_over(num_steps, draws_seed)
 
     def layout(self) -> dict[str, Any]:
         """See `Trained`."""
@@ -164,7 +171,10 @@ class ModelAlone:
     def settle(self) -> None:
         """Nothing is pending."""
 
-    def take_over(self, num_steps: int) -> None:
+    def draws_seed(self) -> None:
+        """The model draws from the user's generators."""
+
+    def take_over(self, num_steps: int, draws_seed: int | None) -> None:
         """Nobody counts."""
 
     def layout(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Writing:
         agreed(trained, lambda: _refuse_other(told))
         options = {name: kept for theirs in told for name, kept in theirs["optimizer"].items()}
         rest = {"form": contents.FORM, "num_ranks": len(told), "num_steps": num_steps, **names.as_plain(), "optimizer": options}
-        rest |= {"layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
+        rest |= {"draws_seed": trained.draws_seed(), "layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
         own = {"hooks": mine["hooks"], "random": plain_states()}
         return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
 

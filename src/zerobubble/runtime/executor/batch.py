@@ -29,6 +29,7 @@ class Batch(NamedTuple):
     where messages with the ranks `announced` tell them. `named_arguments[stage][j]` are those that a stage's own rank was given.
     `parted` is there where the head is divided, and then takes the place of `finish` and `seed`.
     `order` has the microbatch that takes each place of the program: passes and messages have the numbers of places.
+    `seed_pass(stage, j, goes_back)` begins the random numbers of a forward or a backward of microbatch j.
     """
 
     inputs: list[Tensors]
@@ -38,4 +39,5 @@ class Batch(NamedTuple):
     announced: frozenset[int]
     named_arguments: dict[int, list[dict[str, Any]]]
     order: Sequence[int]
+    seed_pass: Callable[[int, int, bool], None]
     parted: LossOfParts | None = None

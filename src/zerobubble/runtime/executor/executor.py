@@ -359,6 +359,7 @@ class Executor:
 
         def train(inputs: Tensors) -> None:
             assert self._batch is not None
+            self._batch.seed_pass(op.stage, self.order[microbatch], False)
             task.taken = inputs
             task.finish = partial(self._batch.finish, self.order[microbatch]) if target is None and not to_head else None
             try:
@@ -374,6 +375,7 @@ class Executor:
 
         def infer(inputs: Tensors) -> None:
             assert self._batch is not None
+            self._batch.seed_pass(op.stage, self.order[microbatch], False)
             outputs = stage.infer(inputs, partial(self._batch.finish, self.order[microbatch]) if target is None else None)
             if target is not None:
                 self._values[target] = outputs
@@ -390,6 +392,8 @@ class Executor:
             return self._batch.seed
 
         def work(gradients: Cotangents) -> None:
+            assert self._batch is not None
+            self._batch.seed_pass(op.stage, self.order[op.microbatch], True)
             task.taken = gradients
             try:
                 outputs = run(task)

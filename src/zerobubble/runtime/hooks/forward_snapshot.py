@@ -1,4 +1,4 @@
-"""What training forwards change besides what they return: buffers and torch's random state, kept to run the same forwards again."""
+"""What training forwards change besides what they return: buffers, kept to run the same forwards again."""
 
 from __future__ import annotations
 
@@ -11,27 +11,21 @@ from zerobubble.runtime.values.weight_caches import changing_weights
 
 
 class Snapshot:
-    """The buffers of `modules` and torch's random state on the CPU and on `device`, as they were when it was taken.
+    """The buffers of `modules`, as they were when it was taken. Random numbers need no care: a forward draws the same when it runs again.
 
     A forward may change a buffer in place or assign another tensor to its name, so both the tensors and copies of their contents are kept.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = [part for module in modules for part in module.modules() if part._buffers]
         self._buffers_of = [(part, dict(part._buffers)) for part in parts]
         self._contents = {buffer: buffer.clone() for _, buffers in self._buffers_of for buffer in buffers.values() if buffer is not None}
-        self._cpu_random_state = torch.get_rng_state()
-        self._device_random_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     @torch.no_grad()
     @changing_weights()
     def restore(self) -> None:
-        """Put buffers and random states back to what they were."""
+        """Put buffers back to what they were."""
         for part, buffers in self._buffers_of:
             part._buffers.update(buffers)
         for buffer, content in self._contents.items():
             buffer.copy_(content)
-        torch.set_rng_state(self._cpu_random_state)
-        if self._device_random_state is not None:
-            torch.cuda.set_rng_state(self._device_random_state, self._device)

@@ -150,7 +150,7 @@ class PostValidation(StepHook):
         """Let the step start over at its rollback point, unless it is known already that the last optimizer's step stands."""
         if self._verdict is True:
             return
-        snapshot = Snapshot(self._pipeline.modules.values(), self._pipeline.device)
+        snapshot = Snapshot(self._pipeline.modules.values())
 
         def forwards_stand() -> bool:
             with self._pipeline.activity(_VALIDATING):

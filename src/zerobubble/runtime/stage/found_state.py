@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from zerobubble.runtime.values.random_state import RandomState
 
 
 class FoundState:
@@ -17,7 +18,7 @@ class FoundState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._random = _RandomState.now(_device_of(module))
+        self._random = RandomState.now(_device_of(module))
         self._buffers: _Buffers | None = _Buffers(module)
 
     def first_run_is_over(self) -> None:
@@ -28,7 +29,7 @@ class FoundState:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around the second run."""
-        now = _RandomState.now(self._random.device)
+        now = RandomState.now(self._random.device)
         self._random.set()
         try:
             if self._buffers is None:
@@ -38,25 +39,6 @@ class FoundState:
                     yield
         finally:
             now.set()
-
-
-class _RandomState(NamedTuple):
-    """The states of the random generators of the CPU and of a CUDA device."""
-
-    device: torch.device
-    on_cpu: Tensor
-    on_device: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> _RandomState:
-        """The states as they are."""
-        return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-
-    def set(self) -> None:
-        """Make these the states."""
-        torch.set_rng_state(self.on_cpu)
-        if self.on_device is not None:
-            torch.cuda.set_rng_state(self.on_device, self.device)
 
 
 class _Buffers:

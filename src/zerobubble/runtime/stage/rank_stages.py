@@ -20,6 +20,7 @@ from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import tensors_in
+from zerobubble.runtime.values.random_state import seed_for, seeded
 
 Build = Callable[[int, int], nn.Module]
 MOST_NAMES = 8
@@ -146,8 +147,12 @@ def _why_it_runs_once(stage: int, way: str, *, is_divided: bool) -> str:
     return ""
 
 
-def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int) -> dict[int, nn.Module]:
-    """The modules of `rank` by stage, built or given in ascending order; raises `InputError` for another number of them or other things."""
+def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int, seed: int) -> dict[int, nn.Module]:
+    """The modules of `rank` by stage, built or given in ascending order; raises `InputError` for another number of them or other things.
+
+    Each is built by a seed made of this rank's `seed` and the stage: where ranks have one seed, stages have numbers of their own, which do not
+    depend on the rank.
+    """
     indices = sorted({stage for _, stage in schedule.placement.stages(rank)})
     if isinstance(given, nn.Module):
         given = [given]
@@ -156,11 +161,16 @@ def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedul
             raise InputError(f"schedule {schedule.name!r} puts stages {indices} on this rank, got {len(given)} modules")
         built: list[Any] = list(given)
     else:
-        built = [given(index, schedule.num_stages) for index in indices]
+        built = [_built(given, index, schedule.num_stages, seed) for index in indices]
     for index, module in zip(indices, built, strict=True):
         if not isinstance(module, nn.Module):
             raise InputError(f"stage {index} must be an nn.Module, got {type(module).__name__}")
     return dict(zip(indices, built, strict=True))
+
+
+def _built(build: Build, index: int, num_stages: int, seed: int) -> Any:
+    with seeded(seed_for(seed, index)):
+        return build(index, num_stages)
 
 
 def _device(modules: dict[int, nn.Module]) -> torch.device:

@@ -31,6 +31,7 @@ from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.step.batch import NO_BATCH, BatchDims, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.divided_loss import DividedLoss
+from zerobubble.runtime.step.draws import TRAINS, StageDraws
 from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
@@ -71,6 +72,7 @@ class StepRunner:
         programs: ProgramCache,
         counted_elsewhere: AbstractSet[nn.Parameter],
         divided: DividedTensors,
+        draws: StageDraws,
         ordering: MicrobatchOrdering | None = None,
         parted: DividedLoss | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class StepRunner:
         self.gradients = gradients
         self.counted_elsewhere = counted_elsewhere
         self.divided = divided
+        self.draws = draws
         self.recording = True
         self.measures_memory = False
         self.step_hooks = step_hooks
@@ -96,6 +99,7 @@ class StepRunner:
         self._played: tuple[Schedule, Sequence[int]] | None = None
         self._input_gradients = InputGradients()
         self._num_steps = 0
+        self._num_evaluations = 0
         self._seed = torch.ones((), device=stages.device)
         self._nothing = nn.Parameter(torch.empty(0, device=stages.device))
         self.was_given_scaler = False
@@ -231,6 +235,7 @@ class StepRunner:
             step.added_losses = self._losses.added
         assert step.loss is not None
         self._num_steps += 1
+        self._num_evaluations = 0
         with self.guard.during("while handing back the gradients of inputs"):
             self._input_gradients.hand_back()
         self.step_hooks.end(step, compiled.stages)
@@ -267,7 +272,7 @@ class StepRunner:
         """The passes of a training step."""
         meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
         executor.meter = meter
-        with self._stages.training(compiled.stages, meter):
+        with self.draws.apart(), self._stages.training(compiled.stages, meter):
             executor.run(batch, forwards_stand)
 
     def train_unheard(self, compiled: CompiledProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
@@ -288,13 +293,23 @@ class StepRunner:
             self.last = executor
         outputs: list[Any] = [None] * executor.program.num_microbatches
         with self._stages.evaluating(), self.guard.during_step(executor):
-            executor.run(self._open(executor, given, outputs))
+            batch = self._open(executor, given, outputs, evaluation=self._num_evaluations)
+            with self.draws.apart():
+                executor.run(batch)
             if self._parted is not None:
                 self._parted.evaluate(self.peers, self.schedule, outputs)
             loss = self._losses.close()
+        self._num_evaluations += 1
         return loss, outputs if self.rank in executor.ends[1] else None
 
-    def _open(self, executor: Executor, given: StepInputs, outputs: list[Any] | None, ordering: MicrobatchOrdering | None = None) -> Batch:
+    def _open(
+        self,
+        executor: Executor,
+        given: StepInputs,
+        outputs: list[Any] | None,
+        ordering: MicrobatchOrdering | None = None,
+        evaluation: int = TRAINS,
+    ) -> Batch:
         """Cut what was given and agree with the other ranks on the step: what the executor works on."""
         executor.recording = self.recording
         count = executor.program.num_microbatches
@@ -324,7 +339,8 @@ class StepRunner:
         if self._parted is not None:
             self._parted.begin(seed)
         finish = self._losses.finish if self._parted is None else self._losses.keep
-        return Batch(inputs, finish, (seed,), known, announced, named, order, self._parted)
+        seed_pass = self.draws.of_step(self._num_steps, count, evaluation)
+        return Batch(inputs, finish, (seed,), known, announced, named, order, seed_pass, self._parted)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -410,20 +426,23 @@ class StepRunner:
         self.settle()
         return self._num_steps
 
-    def take_over(self, num_steps: int) -> None:
-        """Count steps from here on."""
+    def take_over(self, num_steps: int, draws_seed: int | None) -> None:
+        """Count steps from here on, and draw the random numbers of stages by this seed; None keeps the one that ranks agreed on."""
         self._num_steps = num_steps
+        self._num_evaluations = 0
+        if draws_seed is not None:
+            self.draws.seed = draws_seed
 
     def state_dict(self) -> dict[str, Any]:
         """The number of training steps, and what the hooks want kept."""
         self.settle()
-        return {"num_steps": self._num_steps, "hooks": self.step_hooks.state_dict()}
+        return {"num_steps": self._num_steps, "draws_seed": self.draws.seed, "hooks": self.step_hooks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.settle()
         self.step_hooks.load_state_dict(state["hooks"])
-        self._num_steps = state["num_steps"]
+        self.take_over(state["num_steps"], state.get("draws_seed"))
 
     def close(self) -> None:
         """Give back what is held for steps, and let go of messages, which keep connections open.

@@ -1,0 +1,58 @@
+"""Torch's default random generators of the CPU and of one device, which eager code, checkpoints and traced graphs all draw from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RandomState(NamedTuple):
+    """The states of the default generators of the CPU and of a CUDA device."""
+
+    device: torch.device
+    on_cpu: Tensor
+    on_device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The states as they are."""
+        return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def set(self) -> None:
+        """Make these the states."""
+        torch.set_rng_state(self.on_cpu)
+        if self.on_device is not None:
+            torch.cuda.set_rng_state(self.on_device, self.device)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of `device`, and no others: `torch.manual_seed` seeds all devices, and takes longer."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)].manual_seed(seed)
+
+
+def seed_for(*numbers: int) -> int:
+    """A seed for what has these numbers: the same everywhere, and another one for other numbers. A CPU uses its lower 32 bits."""
+    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")
+
+
+def drawn_seed() -> Tensor:
+    """A seed that moves the CPU's generator on by one number, as a `DataLoader` draws one for its workers."""
+    return torch.empty((), dtype=torch.int64, device="cpu").random_()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, all devices draw by `seed`; afterwards the generators are where they were, one of a device made inside at its beginning."""
+    used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng([torch.cuda.current_device()] if used_cuda else []):
+        torch.manual_seed(seed)
+        yield
+    if torch.cuda.is_initialized() and not used_cuda:  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(torch.initial_seed())
