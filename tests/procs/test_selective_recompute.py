@@ -52,6 +52,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention()
         self.again = Attention()
+        self.again.norm = nn.Identity()  # running statistics within a checkpoint are refused
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

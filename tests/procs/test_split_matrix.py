@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
@@ -132,6 +133,40 @@ def test_what_waits_may_not_change_before_w() -> None:
             InputError, match=r"a tensor of shape \(1, 3\) that a weight gradient needs was changed in place between B and W"
         ):
             stage.weight(0)
+
+
+class Checkpointed(nn.Module):
+    """Running statistics within a checkpoint, which updates them in forward and in backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use_reentrant = use_reentrant
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.body, x, use_reentrant=self.use_reentrant)
+        return y
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("split", ["deferred", "whole"])
+def test_running_statistics_within_a_checkpoint_are_those_of_one_device_or_refused(split: str, use_reentrant: bool) -> None:
+    inputs = [torch.rand(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    whole, stage = (Checkpointed(use_reentrant=use_reentrant) for _ in range(2))
+    for x in inputs:
+        whole(x).sum().backward()
+    ours = make_stage(split, stage, 0)
+    with ours.stepping():
+        for microbatch, x in enumerate(inputs):
+            ours.forward(microbatch, (x.detach().requires_grad_(),))
+            ours.backward(microbatch, (torch.ones(4, 3, dtype=torch.float64),))
+    assert all(torch.equal(one, other) for one, other in zip(stage.buffers(), whole.buffers(), strict=True))
+    with ours.stepping():
+        for microbatch, x in enumerate(inputs):
+            ours.forward(microbatch, (x.detach().requires_grad_(),))
+        with pytest.raises(InputError, match=r"'body\.1' .* leave the module out"):
+            ours.backward(0, (torch.ones(4, 3, dtype=torch.float64),))
 
 
 def test_a_compiled_block_is_compiled_once_to_train_and_once_to_evaluate() -> None:

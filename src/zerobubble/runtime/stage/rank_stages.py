@@ -150,8 +150,8 @@ def _why_it_runs_once(stage: int, way: str, *, is_divided: bool) -> str:
 def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int, seed: int) -> dict[int, nn.Module]:
     """The modules of `rank` by stage, built or given in ascending order; raises `InputError` for another number of them or other things.
 
-    Each is built by a seed made of this rank's `seed` and the stage: where ranks have one seed, stages have numbers of their own, which do not
-    depend on the rank.
+    Each is built by a seed made of this rank's `seed` and the stage. Where ranks have one seed, stages start with different numbers, which
+    do not depend on the rank.
     """
     indices = sorted({stage for _, stage in schedule.placement.stages(rank)})
     if isinstance(given, nn.Module):

@@ -22,6 +22,7 @@ from zerobubble.runtime.split.autocast import is_autocast_on, outside_of_autocas
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
+from zerobubble.runtime.stage.buffer_order import BufferOrder
 from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
 from zerobubble.runtime.stage.first_run import FirstRun
 from zerobubble.runtime.stage.head_part import HeadPart
@@ -89,6 +90,7 @@ class Stage:
         self._after_forward: dict[int, tuple[Tensors, list[Any]]] = {}
         self._before_weight: set[int] = set()
         self._first_runs: dict[int, FirstRun | ChosenCalls] = {}
+        self._buffers: BufferOrder | None = None
         self._goes_back = True
 
     def begin(self, meter: Meter | None = None) -> None:
@@ -97,6 +99,7 @@ class Stage:
         self.parameters = tuple(self.module.parameters())
         self._collected = self.parameters
         self.splitter.begin(self.parameters, meter)
+        self._buffers = BufferOrder(self.module, self.index)
         self._knows_gathered = False
 
     def use_gathered(self) -> None:
@@ -145,6 +148,12 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
         """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
+        outputs = self._forward(microbatch, inputs, finish)
+        if self._buffers is not None:
+            self._buffers.forward_ended(microbatch)
+        return outputs
+
+    def _forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         outputs = carry(partial(self._run, microbatch), inputs, finish, self.index, trains=True)
         edges = [_edge(y) for y in outputs if y.requires_grad]
         leaves = tuple(x for x in inputs if x.requires_grad)
@@ -164,6 +173,8 @@ class Stage:
 
         with first.running():
             outputs = carry(run, inputs, finish, self.index, trains=True)
+        if self._buffers is not None:
+            self._buffers.forward_ended(microbatch)
         first.num_to_go_back_from = sum(y.requires_grad for y in outputs)
         apart = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
         return outputs.with_tensors(apart) if isinstance(outputs, Payload) else apart
@@ -182,7 +193,7 @@ class Stage:
             self._after_forward[microbatch] = (tuple(x for x in first.inputs if x.requires_grad), [])
             return
         with first.again():
-            self.forward(microbatch, first.inputs, first.finish)
+            self._forward(microbatch, first.inputs, first.finish)
         now = len(self._after_forward[microbatch][1])
         if now != first.num_to_go_back_from:
             raise InputError(
@@ -233,6 +244,8 @@ class Stage:
                 self.splitter.backward(microbatch, edges, gradients)
         else:
             self.splitter.backward(microbatch, edges, gradients)
+        if self._buffers is not None:
+            self._buffers.backward_ended(microbatch)
         if self.splitter.splits:
             self._before_weight.add(microbatch)
         outputs = tuple(x.grad for x in leaves)
