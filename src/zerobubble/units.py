@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 from math import floor, log10
 from typing import TypeVar
@@ -22,14 +22,41 @@ _BYTES = {prefix + "B": 1000**power for power, prefix in enumerate(("", "k", "M"
 _BYTES |= {prefix + "iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)}
 BYTE_UNITS = ", ".join(_BYTES)
 """The units in which memory may be given."""
+_SPELLED = {spelled.lower(): size for name, size in _BYTES.items() for spelled in (name, name[:-1]) if spelled}
+"""The same as they may be written: in upper or lower case, with or without the B behind a prefix."""
+_NANOSECONDS = {"ns": 1, "us": 1000, "ms": NS_PER_MS, "s": NS_PER_S, "min": 60 * NS_PER_S, "h": 3600 * NS_PER_S}
+TIME_UNITS = ", ".join(_NANOSECONDS)
+"""The units in which times may be given."""
 
 
 def read_bytes(text: str) -> int | None:
-    """The bytes of an amount with its unit, such as `40GB` or `1.5 GiB`; None where the text is none."""
-    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([a-zA-Z]*B)\s*", text)
+    """The bytes of an amount with its unit, such as `40GB`, `40g` or `1.5 GiB`; None for a text that is none."""
+    amount = _amount(text, _SPELLED)
     try:
-        return round(float(found[1]) * _BYTES[found[2]]) if found else None
-    except (KeyError, OverflowError, ValueError):
+        return None if amount is None else round(amount)
+    except OverflowError:
+        return None
+
+
+def read_time(text: str, unit: str) -> float | None:
+    """The time `text`, such as `10s` or `2.5 ms`, in `unit`, which is also that of a bare number; None for a text that is none.
+
+    >>> read_time("1.5s", "ms"), read_time("20", "ms"), read_time("20 apples", "ms")
+    (1500.0, 20.0, None)
+    """
+    try:
+        return float(text)
+    except ValueError:
+        amount = _amount(text, _NANOSECONDS)
+    return None if amount is None else amount / _NANOSECONDS[unit]
+
+
+def _amount(text: str, units: Mapping[str, int]) -> float | None:
+    """A number times its unit, in upper or lower case; None for a text that is none, such as a bare number."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
+    try:
+        return float(found[1]) * units[found[2].lower()] if found else None
+    except (KeyError, ValueError):
         return None
 
 

@@ -190,7 +190,7 @@ def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:
         ("make interleaved-1f1b --ranks 4 --microbatches 8 --set group=2", "needs groups of at least 3 microbatches, got 2"),
         ("make interleaved-1f1b --ranks 2 --microbatches 2 --set group", "'group' is not KEY=VALUE, such as group=8"),
         ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2", "F,B,W"),
-        ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2,x", "'x' is not a number"),
+        ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2,x", "'x' is neither a number of ms nor a time with a unit"),
         ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2,nan", "nan"),
         ("show zb-h1 --ranks 2 --microbatches 2 --times 1,2,-3", "-3"),
         ("show zb-h1 --ranks 2 --microbatches 2 --comm 1e400", "1e400"),

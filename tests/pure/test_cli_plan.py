@@ -337,6 +337,42 @@ def test_wrong_requests_are_one_sentence(options: tuple[str, ...], reason: str) 
     assert reason in refused("plan", *options)
 
 
+@pytest.mark.parametrize("spelled", ["40GB", "40gb", "40G", "40 GB", "40g", "4e10B", "40000MB"])
+def test_bytes_may_be_spelled_as_people_write_them(spelled: str) -> None:
+    command = ["plan", *SHAPE, "--microbatch-bytes", "4GB", "--budget", "0", "--json", "--memory"]
+    wanted, found = (CliRunner().invoke(main, [*command, memory]) for memory in ("10", spelled))
+    figures = [[choice["span_ms"] for choice in json.loads(each.stdout)["choices"]] for each in (wanted, found)]
+    assert figures[0] == figures[1]
+
+
+def test_times_may_have_a_unit() -> None:
+    told = [
+        CliRunner()
+        .invoke(main, ["plan", "--ranks", "4", "--microbatches", "8", "--budget", budget, "--times", times, "--comm", comm])
+        .stdout
+        for budget, times, comm in (("0", "18.5,18.1,9.3", "0.5"), ("0s", "18.5ms,18100us,0.0093s", "500us"))
+    ]
+    assert told[0] == told[1] != ""
+    assert "'10 x' is neither a number of s nor a time with a unit of ns, us, ms, s, min, h" in refused("plan", *SHAPE, "--budget", "10 x")
+    assert "25h is not in 0 to 86400 s" in refused("plan", *SHAPE, "--budget", "25h")
+
+
+def test_a_plan_has_no_more_stages_than_the_model_has_layers() -> None:
+    command = ("plan", "--ranks", "4", "--microbatches", "8", "--memory", "8", "--budget", "0", "--json")
+    for layers, names in ((16, FAMILIES), (8, ("linear", "vee", "looped-2")), (4, ("linear",))):
+        found = json.loads(CliRunner().invoke(main, [*command, "--num-layers", str(layers)]).stdout)
+        assert {choice["placement"] for choice in found["choices"]} == set(names)
+    assert "linear over 4 ranks has 4 stages, more than --num-layers 3" in refused(*command, "--num-layers", "3")
+    assert "vee over 4 ranks has 8 stages, more than --num-layers 7" in refused(*command, "--placement", "vee", "--num-layers", "7")
+
+
+def test_a_plan_from_times_reports_how_many_layers_its_stages_need() -> None:
+    command = ["plan", "--ranks", "4", "--microbatches", "8", "--memory", "8", "--budget", "0"]
+    assert "The winner has 8 stages, each of at least one layer." in CliRunner().invoke(main, [*command, "--placement", "vee"]).stdout
+    for more in (["--placement", "linear"], ["--placement", "vee", "--num-layers", "8"]):
+        assert "The winner has" not in CliRunner().invoke(main, [*command, *more]).stdout
+
+
 # The bar.
 
 

@@ -101,4 +101,6 @@ def test_what_torchtitan_cannot_be_told_is_refused(tmp_path: Path) -> None:
     assert "torchtitan lays stages" in refused("hanayo", "--ranks", "4", "--microbatches", "8", "--stages-per-rank", "4", "-o", csv)
     many = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3", "-o", csv]
     assert "torchtitan lays 1 or 2 stages on a rank by itself, and 'interleaved-1f1b' has 3: tell the number" in refused(*many)
+    plan = ["zb-v", "--ranks", "8", "--microbatches", "8", "--layers", "10", "-o", csv]
+    assert "10 transformer layers leave 4 of 16 stages empty: plan for a model of 10 layers" in refused(*plan)
     assert not Path(csv).exists()

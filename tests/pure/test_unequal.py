@@ -171,4 +171,4 @@ def test_the_command_line_refuses_wrong_microbatch_costs() -> None:
         "show", "1f1b", *TIMED, "--microbatch-costs", "1,2"
     )
     assert "a factor must be above 0" in refused("show", "1f1b", *TIMED, "--microbatch-costs", "1,0,1,1")
-    assert "'x' is not a number" in refused("compare", "1f1b", *TIMED, "--microbatch-costs", "1,x,1,1")
+    assert "'1,x,1,1' is not a list of numbers" in refused("compare", "1f1b", *TIMED, "--microbatch-costs", "1,x,1,1")

@@ -19,6 +19,7 @@ from zerobubble.cli.inputs.options import (
     Shape,
     cost_options,
     json_option,
+    number_of_bytes,
     picture_options,
     shape_options,
     width_option,
@@ -37,7 +38,7 @@ WIDEST_TABLE = 160
 @click.argument("names", nargs=-1, required=True)
 @shape_options
 @cost_options
-@click.option("--message-bytes", type=click.IntRange(0), metavar="N", help="Bytes of a message, to tell how much is sent.")
+@click.option("--message-bytes", callback=number_of_bytes, metavar="N", help="Bytes of a message, to tell how much is sent.")
 @picture_options
 @width_option
 @json_option

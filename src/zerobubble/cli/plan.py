@@ -23,6 +23,7 @@ from zerobubble.cli.inputs.options import (
     json_option,
     microbatch_costs_option,
     microbatches_or_bytes,
+    number_of_bytes,
     option_group,
     picture_options,
     refuse_beside,
@@ -56,7 +57,7 @@ from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_level
 from zerobubble.planning.reasons import percent
 from zerobubble.planning.unequal.order import with_numbers
 from zerobubble.rules import recomputed
-from zerobubble.units import ms
+from zerobubble.units import ms, show_bytes, show_range
 from zerobubble.whole_files import write_text
 
 
@@ -104,7 +105,9 @@ plan_options = option_group(
         metavar="X",
         help="Room on each rank, in microbatches of all its stages, or in bytes with a unit, such as 40GB, for layers and costs of stages.",
     ),
-    click.option("--memory-bytes", type=click.IntRange(1), metavar="N", help="Room on each rank in bytes, for layers and costs of stages."),
+    click.option(
+        "--memory-bytes", callback=number_of_bytes, metavar="N", help="Room on each rank in bytes, for layers and costs of stages."
+    ),
     click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times."),
     click.option("--inside-blocks", is_flag=True, help="Also cut between the parts of a block of --layers, such as attention and MLP."),
     click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours."),
@@ -226,7 +229,7 @@ def plan_verb(
     require_model(cluster)
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    refuse_beside("layers", "per_rank", "baseline")
+    refuse_beside("layers", "per_rank", "baseline", "num_layers")
     refuse_beside("costs_file", "layers")
     refuse_beside("memory", "memory_bytes")
     refuse_beside("shares", "layers", "noise", "baseline", "weights")
@@ -277,7 +280,16 @@ def _answer(question: Question | None, work: WorkOptions, search: SearchOptions,
         others |= _recomputation(options, question)
         refuse_beside_recomputation(["noise"] if options.noise is not None and others["recompute"] != "none" else [])
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **others, **arguments)
-    return Answer(found, {} if found.few_gathers is None else {"gathers": found.few_gathers.to_dict()})
+    data: dict[str, object] = {} if found.few_gathers is None else {"gathers": found.few_gathers.to_dict()}
+    return Answer(found, data, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, memory)))
+
+
+def _on_layers(found: Plan, question: Question, search: SearchOptions) -> tuple[str, ...]:
+    """What the winner asks of the model: a layer for each stage. Times of ranks do not say how many layers there are."""
+    placement = found.best.problem.placement
+    if search.num_layers is not None or placement.stages_per_rank == 1 or not isinstance(question.work, Workload):
+        return ()
+    return (f"The winner has {placement.num_stages} stages, each of at least one layer. Give --num-layers N for a model of fewer.",)
 
 
 def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
@@ -328,7 +340,7 @@ def _with_gathers(answer: Answer) -> Answer:
 def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
     """The plan for the layers in `file`, cut into stages together with the schedule."""
     ranks, microbatches = require_shape("plan", work.ranks, work.microbatches)
-    placements = named_placements(search.placement, ranks, microbatches)
+    placements = named_placements(search, ranks, microbatches)
     parts = read_layers(file, work.comm, work.held, need_bytes=options.room_bytes is not None)
     layers = parts if options.inside_blocks else join_blocks(parts)
     limits = None if options.room_bytes is None else Limits((options.room_bytes,) * ranks)
@@ -336,7 +348,17 @@ def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: P
         limits = equal_limits(layers, ranks, options.room_microbatches)
     with progress_bar(search, searches=2) as progress:
         found = plan_layers(layers, placements, microbatches, limits, **search.arguments(search.objective or Objective.SPAN, progress))
-    return Answer(found.plan, cuts_dict(found, parts, limits), (cuts_text(found, parts, limits),))
+    room = _microbatches_in_bytes(options, limits) if any(layer.parameters_bytes for layer in layers) else ()
+    return Answer(found.plan, cuts_dict(found, parts, limits), (cuts_text(found, parts, limits), *room))
+
+
+def _microbatches_in_bytes(options: PlanOptions, limits: Limits | float | None) -> tuple[str, ...]:
+    """How many bytes a --memory in microbatches is where bytes are known: who leaves out the unit of bytes means something else."""
+    if options.room_microbatches is None or not isinstance(limits, Limits):
+        return ()
+    size = show_range(limits.memory, show_bytes)
+    given = f"--memory {options.room_microbatches:g}"
+    return (f"{given} is room for {options.room_microbatches:g} microbatches, {size} on each rank. For bytes, give a unit: {given}GB.",)
 
 
 def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -> Answer:

@@ -29,8 +29,8 @@ def torchtitan_settings(schedule: Schedule, csv_path: str, layers: int | None = 
 
     With `layers`, they say which modules each stage holds, layers shared out evenly, the spare ones not to the ends, and for several stages
     on a rank how many layers torchtitan itself would give to each, where that makes so many stages; without it torchtitan shares layers out
-    itself, which it can for one stage a rank and for two. Raises `InputError` for a schedule whose stages torchtitan cannot lay, and where
-    it has to be told the layers.
+    itself, which it can for one stage a rank and for two. Raises `InputError` for a schedule whose stages torchtitan cannot lay, for more
+    stages than there is something for, and where it has to be told the layers.
 
     >>> import zerobubble as zb
     >>> from zerobubble.export.torchtitan import torchtitan_settings
@@ -49,7 +49,8 @@ def torchtitan_settings(schedule: Schedule, csv_path: str, layers: int | None = 
         per_stage = _layers_per_stage(placement.num_stages, layers)
         if placement.stages_per_rank > 1 and per_stage is not None:
             settings["pipeline_parallel_layers_per_stage"] = per_stage
-        settings["module_fqns_per_model_part"] = _modules(even_stages(placement.num_stages, layers))
+        settings["module_fqns_per_model_part"] = parts = _modules(even_stages(placement.num_stages, layers))
+        _require_full(parts, layers)
     elif placement.stages_per_rank > 2:
         raise InputError(
             f"torchtitan lays 1 or 2 stages on a rank by itself, and {schedule.name!r} has {placement.stages_per_rank}: "
@@ -90,6 +91,16 @@ def _modules(stages: Sequence[str]) -> list[list[str]]:
     """The names of the modules in each stage, which is spelled as in a layout of Megatron."""
     numbers = iter(range(sum(stage.count("t") for stage in stages)))
     return [list(_names(stage, numbers)) for stage in stages]
+
+
+def _require_full(parts: Sequence[Sequence[str]], layers: int) -> None:
+    """Raise for stages without any module, which torchtitan cannot run."""
+    empty = sum(not part for part in parts)
+    if empty:
+        raise InputError(
+            f"{layers} transformer layers leave {empty} of {len(parts)} stages empty: plan for a model of {layers} layers "
+            f"(zerobubble plan --num-layers {layers}), or give the layers of a larger one"
+        )
 
 
 def _names(stage: str, numbers: Iterator[int]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from zerobubble.offload.choice import with_other_costs
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.simulation import metrics
 from zerobubble.timeline import Copy, Copying, Timeline
-from zerobubble.units import NS_PER_S, counted, read_bytes, show_bytes, show_ms
+from zerobubble.units import NS_PER_S, counted, read_bytes, read_time, show_bytes, show_ms
 
 Rates = tuple[float | Bytes, ...]
 """How quickly a rank copies, to the host and back or the same both ways: bytes a second, or the ms for what it keeps of a microbatch."""
@@ -121,11 +121,8 @@ def _rates(ctx: click.Context, param: click.Parameter, value: str | None) -> Rat
 
 def _rate(ctx: click.Context, param: click.Parameter, value: str) -> float | Bytes:
     size = read_bytes(value)
-    try:
-        number = float(value) if size is None else size
-    except ValueError:
-        number = 0
-    if not 1e-6 <= number <= 1e15:
+    number = read_time(value, "ms") if size is None else size
+    if number is None or not 1e-6 <= number <= 1e15:
         said = "neither bytes a second with their unit, such as 25GB, nor the ms in which a rank copies what it holds for a microbatch"
         raise click.BadParameter(f"{value!r} is {said}", ctx, param)
     return float(number) if size is None else Bytes(size)

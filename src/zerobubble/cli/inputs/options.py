@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from zerobubble.costs import LARGEST_SHARE
-from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, read_bytes
+from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Times = tuple[float, float, float]
@@ -39,13 +39,18 @@ def option_group(kind: type[Any], name: str, *options: Callable[[Verb], Verb]) -
 
 
 def milliseconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """The value of an option that takes a time in ms."""
-    return _number(ctx, param, value)
+    """The value of an option that takes a time in ms, or with another unit."""
+    return _time(ctx, param, value, "ms", MOST_MS)
+
+
+def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """The value of an option that takes a time of up to a day in seconds, or with another unit."""
+    return _time(ctx, param, value, "s", 86_400)
 
 
 def milliseconds_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
     """The value of an option that takes a time in ms and may be left out."""
-    return None if value is None else _number(ctx, param, value)
+    return None if value is None else milliseconds(ctx, param, value)
 
 
 def three_times(ctx: click.Context, param: click.Parameter, value: str) -> Times:
@@ -54,26 +59,28 @@ def three_times(ctx: click.Context, param: click.Parameter, value: str) -> Times
     if len(parts) != 3:
         remedy = "give three in ms, F,B,W, such as 18.5,18.1,9.3"
         raise click.BadParameter(f"{value!r} has {len(parts)} {'time' if len(parts) == 1 else 'times'}; {remedy}", ctx, param)
-    forward, backward, weight = (_number(ctx, param, part) for part in parts)
+    forward, backward, weight = (milliseconds(ctx, param, part) for part in parts)
     return forward, backward, weight
 
 
 def factors(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
     """The value of an option that takes numbers above 0 with commas between; empty where it is not given."""
-    numbers = tuple(_number(ctx, param, part) for part in value.split(",")) if value else ()
+    try:
+        numbers = tuple(map(float, value.split(","))) if value else ()
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers, such as 1,4,1,1", ctx, param) from None
     if wrong := [number for number in numbers if not 0 < number <= LARGEST_SHARE]:
         raise click.BadParameter(f"a factor must be above 0 and at most {LARGEST_SHARE:,}, got {wrong[0]:g}", ctx, param)
     return numbers
 
 
-def _number(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a number", ctx, param) from None
-    if not 0 <= number <= MOST_MS:
-        raise click.BadParameter(f"{value} is not in 0 to {MOST_MS:g}", ctx, param)
-    return number
+def _time(ctx: click.Context, param: click.Parameter, value: str, unit: str, most: float) -> float:
+    time = read_time(value, unit)
+    if time is None:
+        raise click.BadParameter(f"{value!r} is neither a number of {unit} nor a time with a unit of {TIME_UNITS}", ctx, param)
+    if not 0 <= time <= most:
+        raise click.BadParameter(f"{value} is not in 0 to {most:g} {unit}", ctx, param)
+    return time
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,11 @@ def bytes_with_unit(ctx: click.Context, param: click.Parameter, value: str | Non
     if value is not None and (size is None or not 0 < size <= MOST):
         raise click.BadParameter(f"{value!r} is not an amount of memory with a unit of {BYTE_UNITS}, such as 40GB", ctx, param)
     return size
+
+
+def number_of_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """The value of an option that takes a number of bytes, or an amount with another unit."""
+    return bytes_with_unit(ctx, param, f"{value}B" if value is not None and value.isdecimal() else value)
 
 
 def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:

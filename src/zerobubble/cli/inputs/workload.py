@@ -20,6 +20,7 @@ from zerobubble.cli.inputs.options import (
     ranks_option,
     reduce_option,
     refuse_beside,
+    seconds,
     times_option,
 )
 from zerobubble.costs import Costs, Limits
@@ -82,6 +83,7 @@ class SearchOptions:
     budget: float
     evaluations: int | None
     seed: int
+    num_layers: int | None = None
 
     def arguments(self, objective: str, progress: object) -> dict[str, Any]:
         """The arguments of the planner."""
@@ -98,11 +100,14 @@ search_options = option_group(
         type=click.Choice([aim.value for aim in Objective]),
         help="What to make short: the longest span of a rank (if not given), or the makespan over all ranks.",
     ),
-    click.option("--budget", type=click.FloatRange(0, 86_400), default=5.0, metavar="SECONDS", help="Time to search; 0: no search."),
+    click.option("--budget", callback=seconds, default="5", metavar="SECONDS", help="Time to search, such as 20 or 2min; 0: no search."),
     click.option(
         "--evaluations", type=click.IntRange(0), metavar="N", help="Schedules to try instead of --budget: always the same answer."
     ),
     click.option("--seed", type=click.IntRange(0), default=0, metavar="N", help="Seed of the search."),
+    click.option(
+        "--num-layers", type=click.IntRange(1), metavar="N", help="Layers of the model: placements with more stages are left out."
+    ),
 )
 """The options of a planning verb that say how to search; they make its argument `search`."""
 
@@ -162,7 +167,7 @@ def _of_ranks(verb: str, work: WorkOptions, search: SearchOptions, ranks: Worklo
     if ranks is not None and ranks.num_ranks != count:
         raise InputError(f"--ranks {count} does not fit {file}, which has times for {ranks.num_ranks}: leave the option out")
     known = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets)
-    return Question(known, microbatches, named_placements(search.placement, count, microbatches))
+    return Question(known, microbatches, named_placements(search, count, microbatches))
 
 
 def _of_stages(verb: str, work: WorkOptions, search: SearchOptions, costs: Costs) -> Question:
@@ -171,6 +176,7 @@ def _of_stages(verb: str, work: WorkOptions, search: SearchOptions, costs: Costs
     _, microbatches = require_shape(verb, placement.num_ranks, work.microbatches)
     require_size("a plan", 3 * placement.num_stages * microbatches)
     name = search.placement if search.placement != ANY else placement.name
+    _require_layers(name, placement, search.num_layers)
     return Question(costs, microbatches, {name: placement})
 
 
@@ -214,7 +220,7 @@ def _of_plan(verb: str, work: WorkOptions, search: SearchOptions, problem: Probl
     everything = room_for_all(problem.placement, problem.costs, problem.num_microbatches)
     limits = None if problem.limits == everything else problem.limits
     if problem.workload is not None:
-        return Question(problem.workload, microbatches, named_placements(search.placement, ranks, microbatches), problem, limits)
+        return Question(problem.workload, microbatches, named_placements(search, ranks, microbatches), problem, limits)
     placement = problem.placement
     if search.placement != ANY and family(search.placement, ranks).routes != placement.routes:
         raise InputError(
@@ -235,12 +241,22 @@ def require_shape(verb: str, ranks: int | None, microbatches: int | None) -> tup
     return ranks, microbatches
 
 
-def named_placements(placement: str, num_ranks: int, microbatches: int) -> dict[str, Placement]:
-    """The placements to try by their names; raises `InputError` for an unknown one and for too many passes."""
-    named = placements_to_try([name.strip() for name in placement.split(",")], num_ranks)
+def named_placements(search: SearchOptions, num_ranks: int, microbatches: int) -> dict[str, Placement]:
+    """The placements to try by their names; raises `InputError` for an unknown one, more stages than layers and too many passes."""
+    named = placements_to_try([name.strip() for name in search.placement.split(",")], num_ranks)
+    if search.placement == ANY and search.num_layers is not None:
+        named = {name: made for name, made in named.items() if made.num_stages <= max(num_ranks, search.num_layers)}
+    for name, made in named.items():
+        _require_layers(name, made, search.num_layers)
     most = max(made.num_stages for made in named.values())
     require_size("a plan", 3 * most * microbatches)
     return named
+
+
+def _require_layers(name: str, placement: Placement, num_layers: int | None) -> None:
+    """Raise `InputError` for a placement with more stages than the model has layers."""
+    if num_layers is not None and placement.num_stages > num_layers:
+        raise InputError(f"{name} over {placement.num_ranks} ranks has {placement.num_stages} stages, more than --num-layers {num_layers}")
 
 
 def in_microbatches(room: int, work: WorkOptions) -> float:
