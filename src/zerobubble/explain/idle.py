@@ -13,7 +13,7 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Played, play
-from zerobubble.ir import Op, Placement, Schedule
+from zerobubble.ir import Op, Schedule
 from zerobubble.kinds import Stuff, kinds_making
 from zerobubble.simulation import metrics_of, pass_times
 from zerobubble.timeline import Reduction, Span, Timeline
@@ -66,13 +66,12 @@ def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> 
 
     - reduction: what goes away when sums over replicas take no time; it is what no pass hides of them.
     - comm: what then goes away when messages take no time.
-    - imbalance: what then goes away when the work is spread evenly over the ranks and over the stages of each (the same total,
-      rounded to a ns per stage).
+    - imbalance: how much less work a rank has than the busiest one, which no order of passes can fill.
     - memory: of what is left, the moments before a rank's last forward when a later forward of its row had all it uses and the
       order held it back, which is how a schedule keeps fewer microbatches in memory.
     - dependency: all else; no forward was there to be run.
 
-    Removing a delay can move another into the way, so comm and imbalance of a rank may be negative. With the metric `span` a rank's
+    Removing a delay can move another into the way, so comm of a rank may be negative. With the metric `span` a rank's
     own gaps are searched for memory, and what it is shorter than the longest rank counts as dependency. Raises as `simulate` does,
     and `InputError` for another metric.
 
@@ -85,18 +84,18 @@ def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> 
     costs.require_schedule(schedule)
     graph, order = checked(schedule)
     silent = replace(costs, reduce=(), comm=(0,) * len(costs.comm))
-    even = _evened(silent, schedule.placement)
-    loud_play, silent_play, even_play = _plays(graph, order, (costs, silent, even))
+    loud_play, silent_play = _plays(graph, order, (costs, silent))
     idle = [loud_play.idle(graph, costs, metric), loud_play.idle(graph, replace(costs, reduce=()), metric)]
-    idle += [silent_play.idle(graph, silent, metric), even_play.idle(graph, even, metric)]
-    held_back = _held_back(graph, even_play.played, metric)
-    return Idle(
-        metric,
-        tuple(
-            Causes(rest - memory, unsummed - quiet, quiet - rest, memory, whole - unsummed)
-            for whole, unsummed, quiet, rest, memory in zip(*idle, held_back, strict=True)
-        ),
-    )
+    idle += [silent_play.idle(graph, silent, metric), silent_play.less_work]
+    held_back = _held_back(graph, silent_play.played, metric)
+    return Idle(metric, tuple(_causes(*times) for times in zip(*idle, held_back, strict=True)))
+
+
+def _causes(whole: int, unsummed: int, quiet: int, imbalance: int, held_back: int) -> Causes:
+    """The causes of a rank's idle time: all, without sums, without messages, less work, and time that the order holds back."""
+    rest = quiet - imbalance
+    memory = min(held_back, rest)
+    return Causes(rest - memory, unsummed - quiet, imbalance, memory, whole - unsummed)
 
 
 class _Play(NamedTuple):
@@ -110,6 +109,11 @@ class _Play(NamedTuple):
         whole: int = getattr(metrics_of(graph, self.played, costs), metric)
         return [whole - work for work in self.work]
 
+    @property
+    def less_work(self) -> list[int]:
+        """How much less each rank works than the busiest one."""
+        return [max(self.work) - work for work in self.work]
+
 
 def _plays(graph: Graph, order: Sequence[int], several: Iterable[Costs]) -> Iterator[_Play]:
     """The passes played under each of the costs; where passes and messages take as long as under those before, it is the same play."""
@@ -120,16 +124,6 @@ def _plays(graph: Graph, order: Sequence[int], several: Iterable[Costs]) -> Iter
             before = times
             play_now = _Play(play(graph, order, takes, delays), [sum(takes[first:stop]) for first, stop in pairwise(graph.first)])
         yield play_now
-
-
-def _evened(costs: Costs, placement: Placement) -> Costs:
-    """Costs with the same work on every rank, in equal parts on its stages; over several routes a stage has the mean of its parts."""
-    parts = [[len(set(route)) * route.count(rank) for rank in route] for route in placement.routes]
-
-    def evened(total: int) -> tuple[int, ...]:
-        return tuple(round(sum(total / n for n in at) / len(at)) for at in zip(*parts, strict=True))
-
-    return costs.with_columns(**{name: evened(sum(costs.column(name))) for name in (*costs.time_columns, "hidden")})
 
 
 def _held_back(graph: Graph, played: Played, metric: Metric) -> list[int]:
