@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -112,6 +114,7 @@ def tell(queue):
 
 dist.init_process_group("gloo")
 pipe = zb.Pipeline(lambda stage, num_stages: torch.nn.Linear(4, 4), "zb-h1", 4, torch.nn.functional.mse_loss)
+zb.save("saved", pipe)
 context = multiprocessing.get_context("fork")
 for batch in DataLoader(torch.ones(16, 4), batch_size=8, num_workers=2, multiprocessing_context=context):
     loss = pipe.step(batch, torch.zeros(8, 4))
@@ -131,6 +134,30 @@ assert os.waitstatus_to_exitcode(status) == 7, status
 pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
 print("done", flush=True)
 """
+
+
+SAVED = """
+import os, sys, threading
+import torch, torch.distributed as dist, zerobubble as zb
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+with zb.Pipeline(lambda stage, num_stages: torch.nn.Linear(4, 4), "1f1b", 2, torch.nn.functional.mse_loss) as pipe:
+    zb.save("saved", pipe)  # imports modules that hold the default process group until the interpreter frees them
+    if os.fork() == 0:
+        sys.exit(7)
+    alarm = threading.Timer(100, os._exit, [9])
+    alarm.start()
+    _, status = os.wait()
+    alarm.cancel()
+    pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
+print("the child ended with", os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_child_of_a_program_that_has_saved_ends_by_itself(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SAVED], cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_S * 2, check=False)
+    assert done.stdout.split() == ["the", "child", "ended", "with", "7"], done.stderr
 
 
 @pytest.mark.long

@@ -2,6 +2,10 @@
 
 Such a child, a worker of a DataLoader or a logger, has inherited every connection, which would stay open when the rank ends, but not the
 threads behind them: to free a backend there would be to wait for ever for its threads. So the child keeps what it inherited, to its end.
+
+The same holds for torch's own process groups. Freeing one in a child joins threads that do not exist there: the child hangs or crashes at
+its end. Which object frees them depends on what was imported: torch.distributed.nn, which torch.distributed.checkpoint imports, holds the
+default group in the defaults of its functions, and the interpreter frees these.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import ctypes
 import os
 import weakref
 from typing import Protocol
+
+import torch.distributed as dist
 
 
 class LeftToParent(Protocol):
@@ -30,9 +36,16 @@ def leave_in_children(owner: LeftToParent) -> None:
 def _leave_all() -> None:
     for owner in list(_open):
         owner.abandon()
-        # A reference that nobody gives back, not even the end of the interpreter.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+        _never_free(owner)
     _open.clear()
+    if dist.is_available():
+        for group in dist.distributed_c10d._world.pg_map:
+            _never_free(group)
+
+
+def _never_free(kept: object) -> None:
+    """Take a reference that nobody gives back, not even the end of the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 if hasattr(os, "register_at_fork"):
