@@ -266,6 +266,25 @@ def test_a_rank_that_stood_still_does_not_blame_the_host_of_a_store_that_is_gone
     assert re.match(r"rank 2 stood still for \d+ s: its process was stopped or starved", frozen.told.message)
 
 
+def test_a_host_of_the_store_that_stood_still_does_not_blame_a_process_that_gave_it_up_and_ended() -> None:
+    timing = STANDING._replace(silence_s=STANDING.answer_s)
+    host = Rank(0, DictStore(), 0, timing)
+    time.sleep(10 * TIMING.listen_s)
+    hold_python(2 * timing.silence_s)
+    host.watch.tell_of_end(1, host.status())
+    host.lose(1)
+    assert host.told is not None
+    assert host.told.rank == 0
+
+
+def test_a_host_of_the_store_that_ran_on_blames_the_process_that_ended() -> None:
+    host = Rank(0, DictStore(), 0, PATIENT)
+    host.watch.tell_of_end(1, host.status())
+    host.lose(1)
+    assert host.told is not None
+    assert host.told.rank == 1
+
+
 def test_a_store_that_is_gone_is_its_hosts_fault_where_this_rank_ran_on() -> None:
     rank = Rank(2, FaultyStore(DictStore(), "", 3, gone), 0, PATIENT)
     together(lambda: rank.lose(1))

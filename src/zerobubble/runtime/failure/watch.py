@@ -103,11 +103,16 @@ class FailureWatch:
     def _report_end(self, status: RankStatus) -> FailureReport | None:
         """The report, if a process is known to have ended that had not left in order: then there is nobody to be waited for.
 
-        A process that had given up on this one, because this one stood still, would have left and published its own report before.
+        A process that had given up on this one, because this one stood still, would have left and published its own report before. But where
+        this one is the host of the store, the others could do neither once they had given up on the store, too.
         """
         rank, store = self._group.rank, self._thread.store
         ended = [other for other in self._ended if not store.check([_left_key(other)])]
-        return _publish(store, rank, report_ended(ended, rank, status, memory_kills() - self._kills)) if ended else None
+        if not ended:
+            return None
+        found = report_ended(ended, rank, status, memory_kills() - self._kills)
+        still = self._own_standstill(found.message, self._group.timing.silence_s) if rank == self._group.store_host else None
+        return _publish(store, rank, still or found)
 
     def abandon(self) -> None:
         """Leave everything to the parent: this is a forked child."""
@@ -151,11 +156,11 @@ class FailureWatch:
             time.sleep(_POLL_S)
         return _read_report(store.get(_REPORT))
 
-    def _own_standstill(self, found: str) -> FailureReport | None:
-        """That this process has just stood still for too long to answer, if it has, and what it `found` then."""
-        longest_s = self._group.timing.answer_s
-        seconds = self._listener.standstill.lately(longest_s)
-        if seconds < longest_s:
+    def _own_standstill(self, found: str, longest_s: float | None = None) -> FailureReport | None:
+        """That this process has just stood still for `longest_s` or longer, and what it `found` then; by default too long to answer."""
+        lately_s = self._group.timing.answer_s
+        seconds = self._listener.standstill.lately(lately_s)
+        if seconds < (lately_s if longest_s is None else longest_s):
             return None
         rank = self._group.rank
         return FailureReport(rank, "", f"{stood_still(rank, seconds)}; then {found}")
