@@ -314,6 +314,36 @@ class ClampsWeights(Layers):
         return self.body(x)
 
 
+class RescalesItsBlocks(Blocks):
+    """Divides weights inside of its blocks for evaluation, and multiplies them for training, as RWKV does."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.is_rescaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.is_rescaled:
+            self.is_rescaled = not self.training
+            with torch.no_grad():
+                for layer in self.layers:
+                    layer.b.weight.mul_(2.0 if self.training else 0.5)
+        return self.body(x)
+
+
+class RescalesBehindItsBlocks(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.body(x)
+        with torch.no_grad():
+            self.layers[0].b.weight.mul_(0.5)
+        return result
+
+
+class TiedInsideAndRescaled(RescalesItsBlocks):
+    def set_up(self) -> None:
+        super().set_up()
+        self.layers[0].b.weight = self.layers[3].b.weight
+
+
 class ReentrantCheckpoints(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -367,6 +397,7 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
     (UsesAChangedBuffer, "uses buffer 'gain' of part 'layers.0', which that part changes"),
     (SetsAttributes, "sets attribute 'condition' of part 'layers.0' to what comes from 'head'"),
     (ClampsWeights, "changes parameter 'layers.0.weight' in place"),
+    (RescalesBehindItsBlocks, "changes parameter 'layers.0.b.weight' in place behind the last call of part 'layers.0'"),
     (ReentrantCheckpoints, "part 'layers.0' inside of torch.utils.checkpoint with use_reentrant=True"),
     (Reversible, r"calls part 'layers.0' inside of the forward of a torch.autograd.Function"),
     (HooksOnTheModel, r"HooksOnTheModel given to zb.split has hooks of its own \(forward_hooks\)"),
@@ -469,3 +500,27 @@ def test_a_habit_has_the_numbers_of_one_device(kind: type[nn.Module], num_stages
 def test_a_habit_that_stages_cannot_have_is_refused_by_name(kind: type[nn.Module], words: str) -> None:
     with pytest.raises(zb.InputError, match=words):
         check(made(kind), 2)
+
+
+def evaluated(stages: list[nn.Module], x: Tensor) -> Any:
+    given: Any = {"x": x}
+    for stage in stages:
+        given = stage(**given)
+    return given
+
+
+def test_weights_that_code_outside_of_a_part_rescales_are_rescaled_on_the_stage_of_the_part() -> None:
+    model, x = made(RescalesItsBlocks), batch()[0][0]
+    whole, split = copy.deepcopy(model), zb.split(model, example=x)
+    stages = [split(stage, 2) for stage in range(2)]
+    for training in (True, False, True, False, True):
+        for module in (whole, *stages):
+            module.train(training)
+        assert torch.equal(evaluated(stages, x), whole(x))
+    assert whole.layers[3].b.weight.equal(stages[1].layers[3].b.weight)
+
+
+def test_a_parameter_of_two_parts_that_code_outside_rescales_is_refused() -> None:
+    model = made(TiedInsideAndRescaled).eval()
+    with pytest.raises(zb.InputError, match=r"uses 'layers.\d.b.weight', a tensor inside of a part"):
+        zb.split(model, example=batch()[0][0])

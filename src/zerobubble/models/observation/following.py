@@ -48,7 +48,8 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     What was written into a storage holds for all its views. Raises `InputError` where the model's code looks at a number that comes from
     a unit or a parameter, and decides by it what it does: on stages that do not have that number it would decide otherwise. So, too, where
     it writes such numbers into a buffer, where it reads a tensor that a unit has changed in place, and where it reaches a tensor that a
-    unit has: `held` has the names of those, and without `meta` tensors on the meta device are units', too.
+    unit has: `held` has the names of those, and without `meta` tensors on the meta device are units', too. It may change in place, by
+    constants, parameters that one unit alone holds, `sole_holders`: the stage with the unit does so, and no other stage needs it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         buffers: Iterable[tuple[str, Tensor]] = (),
         held: Mapping[Tensor, str] | None = None,
         watched: Mapping[Tensor, tuple[str, str]] | None = None,
+        sole_holders: Mapping[Tensor, str] | None = None,
         *,
         meta: bool = False,
     ) -> None:
@@ -65,8 +67,11 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changed_by: dict[int, str] = {}
         self._held = {} if held is None else held
         self._watched = {} if watched is None else watched
+        self._sole_holders = {} if sole_holders is None else sole_holders
         self.used: set[tuple[str, str]] = set()
         """Which of the `watched` tensors, by what these have for them, operations and units were given."""
+        self.changed_inside: dict[str | None, str] = {}
+        """Units of which a parameter was changed from outside since their last call, and the parameter's name."""
         self._meta_is_inside = not meta
         self.written: set[int] = set()
         """The storages that code which was followed has written into, by their numbers."""
@@ -137,6 +142,8 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         self.marks += is_mark(func)
+        if func._schema.is_mutable and self._stays_in_a_unit(func, pytree.tree_leaves((args, given))):
+            return func(*args, **given)
         sources = self.sources_in((args, given))
         if func._overloadpacket in _READS_NUMBERS and (known := _without_draws(sources)):
             raise data_dependent(known, str(func._overloadpacket))
@@ -149,6 +156,15 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._hand_on(sources, output)
         self._write(written, sources)
         return output
+
+    def _stays_in_a_unit(self, func: Any, leaves: list[Any]) -> bool:
+        """Whether all tensors that an operation takes are parameters that one unit alone holds; that unit is noted as changed then."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        holders = {self._sole_holders.get(tensor) for tensor in tensors}
+        if len(holders) != 1 or None in holders or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        self.changed_inside[holders.pop()] = self._held[tensors[0]]
+        return True
 
     def _draw(self, operation: str, sources: Sources) -> RandomDraw:
         self._draws += 1

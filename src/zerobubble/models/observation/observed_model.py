@@ -27,7 +27,7 @@ from zerobubble.models.observation.dataflow import Called, Dataflow, DirectParam
 from zerobubble.models.observation.following import Following, named, storage_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, make_hooks, models_with_hooks
-from zerobubble.models.observation.skeleton import Seen, skeletons_of
+from zerobubble.models.observation.skeleton import Seen, Skeleton, skeletons_of
 from zerobubble.models.observation.stand_in import Current, StandIn, blank, blank_like, device_of, not_of_the_model
 from zerobubble.models.observation.units import Units, join
 from zerobubble.runtime.values.added_losses import collecting_losses
@@ -56,6 +56,7 @@ class ObservedModel:
         self._held: Any = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
         for name, skeleton in self.skeletons.items():
             self._held.update({tensor: join(name, own) for own, tensor in _tensors_of(skeleton.unit)})
+        self._sole_holders: Any = WeakTensorKeyDictionary(_sole_holders(model, units, self.skeletons))
         self._buffers: Any = WeakTensorKeyDictionary(
             {buffer: (name, own) for name, unit in units.units.items() for own, buffer in unit._buffers.items() if buffer is not None}
         )
@@ -88,7 +89,8 @@ class ObservedModel:
 
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Dataflow:
         around = [leaf for leaf in (*self._model.buffers(), *pytree.tree_leaves((args, kwargs))) if isinstance(leaf, Tensor)]
-        following = Following(self._model.named_buffers(), self._held, self._buffers, meta=any(leaf.is_meta for leaf in around))
+        meta = any(leaf.is_meta for leaf in around)
+        following = Following(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
         for name, parameter in self._parameters.items():
             following.come_from(parameter, frozenset({DirectParameter(name)}))
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # some code changes its arguments in place
@@ -106,6 +108,7 @@ class ObservedModel:
             for buffer, before in buffers:
                 buffer.copy_(before)
         _refuse_losses(added)
+        _refuse_changed_behind(following.changed_inside)
         _refuse_stale(following.used & observed.written)
         together = observed.checkpoints.together() + self._sharing(observed.written)
         return Dataflow(observed.calls(), sources, together, not given.isdisjoint(following.written), observed.marked())
@@ -149,6 +152,7 @@ class _Observed:
         name = stand_in.skeleton.name
         call = UnitCall(name, self._counts[name])
         self._counts[name] += 1
+        self._following.changed_inside.pop(name, None)
         sources = self._following.sources_in((args, kwargs))
         if active_lists():
             self._record()
@@ -210,6 +214,22 @@ def _holders_of_buffers(units: Units) -> dict[tuple[str, str], frozenset[str]]:
     return {(name, own): frozenset(holders[storage]) for name, own, storage in places}
 
 
+def _sole_holders(model: nn.Module, units: Units, skeletons: Mapping[str, Skeleton]) -> dict[Tensor, str]:
+    """The parameters of skeletons that one unit alone holds, with that unit."""
+    holders: dict[nn.Parameter, set[str]] = defaultdict(set)
+    for name in units.around:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            holders[parameter].add("")
+    for name, unit in units.units.items():
+        for parameter in unit.parameters():
+            holders[parameter].add(name)
+    found: dict[Tensor, str] = {}
+    for name, unit in units.units.items():
+        pairs = zip(unit.parameters(), skeletons[name].unit.parameters(), strict=True)
+        found |= {blank: name for parameter, blank in pairs if holders[parameter] == {name}}
+    return found
+
+
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
@@ -220,6 +240,14 @@ def _refuse_stale(buffers: set[tuple[str, str]]) -> None:
         raise InputError(
             f"code of the model between its parts uses buffer {name!r} of part {unit!r}, which that part changes; other stages would not "
             "see the change: let the part return what others need"
+        )
+
+
+def _refuse_changed_behind(changed: Mapping[str | None, str]) -> None:
+    for unit, name in changed.items():
+        raise InputError(
+            f"code of the model changes parameter {name!r} in place behind the last call of part {unit!r}, where the stage of that part "
+            "has left the model's code: change it in the part, before the part is called, or behind optimizer.step()"
         )
 
 
