@@ -134,6 +134,12 @@ def test_it_smoothes_labels_as_one_device(world: Ranks, algorithm: int, dtype: t
         assert max(errors) <= most
 
 
+def test_its_gradients_may_be_scaled_after_the_step(world: Ranks) -> None:
+    schedule = with_vocabulary(zb.make("zb-h1", 2, 3))
+    for errors in world.run(partial(train, scale="gradients"), schedule, 2, torch.float64, ranks=2):
+        assert max(errors) <= 1e-12
+
+
 @pytest.mark.parametrize("seed", every(4, range(8)))
 def test_any_legal_order_does_so(world: Ranks, seed: int) -> None:
     ranks = 2 + seed % 3

@@ -36,6 +36,8 @@ TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
 Plays = str | Schedule | Solved | Plan | LayersPlan | HeadPlan | HeadChoice | OffloadedPlan | MakeSchedule | Auto
 """What a pipeline can be given to play."""
+LOSS, GRADIENTS = "loss", "gradients"
+"""What is scaled for the mean over microbatches."""
 _ALIKE = frozenset({"dp", "dp_replicate"})
 """Dimensions of a mesh along which ranks hold the same."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
@@ -51,6 +53,7 @@ class PipelineOptions:
     num_microbatches: int
     loss_fn: LossFunction
     loss_weight: LossWeight | None
+    scale: str
     tied: Tied
     split: str | Mapping[int, str]
     cuda_graphs: bool
@@ -98,6 +101,7 @@ WANTED: dict[str, Wanted | type] = {
     "num_microbatches": MICROBATCHES,
     "loss_fn": function("(output, target) that gives the mean loss of a microbatch"),
     "loss_weight": optional(function("(target) that gives the weight of a microbatch")),
+    "scale": Wanted("'loss' or 'gradients'", lambda given: given in (LOSS, GRADIENTS)),
     "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),
     "split": instance(str, Mapping),
     "cuda_graphs": bool,

@@ -28,7 +28,7 @@ from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.replicas import BUCKET_BYTES
 from zerobubble.runtime.hooks.shared_parameters import Tied
 from zerobubble.runtime.measure.profile import Progress
-from zerobubble.runtime.options import TIMEOUT, PipelineOptions, Plays
+from zerobubble.runtime.options import LOSS, TIMEOUT, PipelineOptions, Plays
 from zerobubble.runtime.session import Session, attach_first, connect, runner_of
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.levels import GivenLevels
@@ -75,6 +75,9 @@ class Pipeline:
             without it microbatches count by their samples.
         batch_dims: the dimension of the batch in inputs, targets and kwargs where it is not the first, by name; None for what all
             microbatches share: `{"position_ids": 1, "mask": None}`.
+        scale: what is scaled for the mean over microbatches: the "loss" of each before its backward pass, or the "gradients" once all are
+            summed. The gradients are the same, except from an autograd function whose backward adds a gradient of its own, such as that of
+            an auxiliary loss: under "gradients" it counts by the mean over microbatches, under "loss" by the sum.
         order_by: what microbatches cost beside each other, where they are of unequal cost: "tokens", or `order_by(microbatch)`, which is
             asked on the first stage's rank. Each training step then takes them in the order that makes it shortest, by the times of the
             plan it plays; what is given and handed back keeps the order of the data.
@@ -134,6 +137,7 @@ class Pipeline:
         loss_fn: LossFunction,
         *,
         loss_weight: LossWeight | None = None,
+        scale: str = LOSS,
         tied: Tied = (),
         split: str | Mapping[int, str] = "deferred",
         cuda_graphs: bool = False,
@@ -161,6 +165,7 @@ class Pipeline:
             num_microbatches=num_microbatches,
             loss_fn=loss_fn,
             loss_weight=loss_weight,
+            scale=scale,
             tied=tied,
             split=split,
             cuda_graphs=cuda_graphs,

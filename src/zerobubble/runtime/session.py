@@ -23,9 +23,11 @@ from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.patience import Patience
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.replicas import Replicas
+from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName, read_tied, refuse_forgotten
 from zerobubble.runtime.options import (
+    GRADIENTS,
     PipelineOptions,
     divided_head_fault,
     faults_in,
@@ -116,10 +118,13 @@ class Session:
 
     def first_hooks(self) -> list[StepHook]:
         """The pipeline's own hooks, in the order in which they are called: gradients are summed over stages first, then over replicas."""
-        over_stages = [self.shared] if self.shared.is_needed else []
-        if self.replicas is None:
-            return [*over_stages]
-        return [self.replicas.earlier, *over_stages, self.replicas]
+        sums: list[StepHook] = [self.shared] if self.shared.is_needed else []
+        if self.replicas is not None:
+            sums = [self.replicas.earlier, *sums, self.replicas]
+        if self.options.scale == GRADIENTS:
+            scaled = ScaledGradients(self.setup.stages.modules, self.setup.gradients)
+            sums = [scaled.earlier, *sums, scaled]
+        return sums
 
     def agree(self, fault: str, terms: Terms) -> None:
         """See `agree`."""
@@ -174,7 +179,7 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     """What runs the steps of a session, with the program of its first schedule made ready."""
     peers, guard, setup, divided = session.peers, session.guard, session.setup, session.divided
     replicas = None if session.replicas is None else session.replicas.peers
-    losses = StepLosses(peers, options.loss_fn, options.loss_weight, options.on_loss, replicas)
+    losses = StepLosses(peers, options.loss_fn, options.loss_weight, options.on_loss, replicas, scales_gradients=options.scale == GRADIENTS)
     hooks = StepHooks(setup.stages.modules, guard.during)
     room = room_for_weights(options)
     programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room, setup.offloads)
@@ -325,6 +330,7 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         "pace": _fingerprint(options.pace),
         "overlap function": "one" if options.overlap else "none",
         "type of main_grad": str(options.main_grad),
+        "scale": str(options.scale),
         "gathered_bytes": str(room_for_weights(options)),
         "bucket_bytes": str(options.bucket_bytes),
         "survive": str(options.survive),

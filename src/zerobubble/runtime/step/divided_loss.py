@@ -67,7 +67,7 @@ class DividedLoss:
         target = target.flatten()
         counts = target != self._head.ignore_index
         self._refuse_beyond(target, counts, microbatch)
-        share = self._losses.share_of(microbatch) * self._seed.double()
+        share = self._losses.factor_of(microbatch) * self._seed.double()
         weight = (counts * (share / counts.sum().clamp(min=1))).to(torch.promote_types(output.dtype, torch.float32))
         self._given[microbatch] = _Given(tuple(output.shape), output.dtype, output.requires_grad, counts, weight)
         return GivenToHead(output.detach().flatten(0, -2), target, weight)

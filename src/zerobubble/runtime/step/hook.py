@@ -33,7 +33,8 @@ class TrainingStep:
     `number` counts the pipeline's training steps from 0, `schedule` is what this one plays. `memo` is one dict for all steps whose inputs
     have the same shapes: a hook may keep there, under a key of its own, what it worked out about such a step. A hook that sets
     `measures_memory` when the step begins has the bytes held for backward recorded in the timeline of the step. `loss`, the mean loss as a
-    scalar tensor, is there when the step ends, and so is `added_losses`, the parts of it that stages added by name.
+    scalar tensor, is there when the step ends, and so is `added_losses`, the parts of it that stages added by name. `divisor` is what the
+    sums of gradients are divided by when the step ends, 1 where each loss has its share in the mean before its backward pass.
     """
 
     number: int
@@ -42,6 +43,7 @@ class TrainingStep:
     measures_memory: bool = False
     loss: Tensor | None = None
     added_losses: Mapping[str, Tensor] = field(default_factory=dict)
+    divisor: int = 1
     began: float = 0.0
     contexts: ExitStack = field(default_factory=ExitStack)
     questions: list[Callable[[], bool]] = field(default_factory=list)

@@ -72,12 +72,12 @@ class InputGradients:
             _narrowed(total, rows, dim).add_(gradient)
         self._sums[id(given)] = given, total
 
-    def hand_back(self) -> None:
-        """Go back from what was given, all of it at once, with the gradients gathered since the last call."""
+    def hand_back(self, divisor: int) -> None:
+        """Go back from what was given, all of it at once, with the gradients gathered since the last call, divided by `divisor`."""
         sums = list(self._sums.values())
         self._sums.clear()
         if sums:
-            torch.autograd.backward([given for given, _ in sums], [total for _, total in sums])
+            torch.autograd.backward([given for given, _ in sums], [total / divisor if divisor > 1 else total for _, total in sums])
 
 
 def _narrowed(tensor: Tensor, rows: slice, dim: int) -> Tensor:

@@ -36,6 +36,9 @@ class StepLosses:
 
     With `replicas`, the ranks that end the microbatches of other shares of the batch, shares and the mean are those of the whole batch.
 
+    With `scales_gradients`, backward passes begin with losses as they are (weighted, where weights differ), and not with their shares: the
+    gradients of the step are then `divisor` times too large, which is the number of microbatches of the whole batch, and otherwise 1.
+
     The loss of a microbatch has in it what stages added. After `close`, `losses` are those of all microbatches, and `added` is the part of
     the mean that was added under each name. `goes_back` then says whether the loss of any microbatch of the batch requires a gradient, and
     `output_goes_back` whether any output of the model did on this rank.
@@ -48,12 +51,16 @@ class StepLosses:
         loss_weight: LossWeight | None = None,
         on_loss: OnLoss | None = None,
         replicas: Peers | None = None,
+        *,
+        scales_gradients: bool = False,
     ) -> None:
         self._peers = peers
         self._loss_fn = loss_fn
         self._loss_weight = loss_weight
         self._on_loss = on_loss
         self._replicas = replicas
+        self._scales_gradients = scales_gradients
+        self.divisor = 1
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
         self.goes_back = self.output_goes_back = False
@@ -93,7 +100,9 @@ class StepLosses:
         self._targets = None if targets is None else [_without_tuple(target) for target in targets]
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
-        self._whole_weight = self._compare_replicas() if rank in loss_ranks else 0.0
+        divides = self._scales_gradients and outputs is None
+        self._whole_weight, num_in_batch = self._compare_replicas() if divides or rank in loss_ranks else (0.0, 0)
+        self.divisor = num_in_batch if divides else 1
         if weights and not self._whole_weight:
             raise _unusable(weights)
         self._weights = weights if len(set(weights)) > 1 or not self._total_weight else None
@@ -142,9 +151,9 @@ class StepLosses:
         assert self._targets is not None
         return self._targets[microbatch]
 
-    def share_of(self, microbatch: int) -> float:
-        """By what the loss of a microbatch counts in the mean."""
-        return self._share(microbatch, torch.ones((), dtype=torch.float64)).item()
+    def factor_of(self, microbatch: int) -> float:
+        """By what the loss of a microbatch is multiplied to go back from."""
+        return self._to_go_back_from(microbatch, torch.ones((), dtype=torch.float64)).item()
 
     def note(self, microbatch: int, loss: Tensor, *, goes_back: bool) -> None:
         """Take over the loss of a microbatch that ranks have computed together, and whether any of them goes back from it."""
@@ -179,32 +188,48 @@ class StepLosses:
             known = self._known[microbatch] = loss.detach()
             if self._on_loss is not None:
                 self._on_loss(microbatch, known)
-        share = self._share(microbatch, loss)
+        result = self._to_go_back_from(microbatch, loss)
         if self._weights is not None and not self._weights[microbatch]:
-            share = _zero_loss((output, added), loss)
+            result = _zero_loss((output, added), loss)
         if tells:
-            self._shares[microbatch] = share.detach()
-            self.goes_back |= share.requires_grad
+            self._shares[microbatch] = self._share(microbatch, known) if self._scales_gradients else result.detach()
+            self.goes_back |= result.requires_grad
             self.output_goes_back |= any(tensor.requires_grad for tensor in tensors_in(output))
-        return share
+        return result
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
-        if self._weights is None and self._replicas is None:
+        if self._counts_alike:
             return loss / len(self._loss_ranks)
-        weight = self._total_weight / len(self._loss_ranks) if self._weights is None else self._weights[microbatch]
+        weight = self._weight_of(microbatch)
         return loss * (weight / self._whole_weight) if weight else torch.zeros_like(loss)
 
-    def _compare_replicas(self) -> float:
-        """The weight of the whole batch, of which this replica may have a share that weighs nothing."""
+    def _to_go_back_from(self, microbatch: int, loss: Tensor) -> Tensor:
+        """What a backward pass begins with for this loss: its share, or `divisor` times that."""
+        if not self._scales_gradients:
+            return self._share(microbatch, loss)
+        factor = 1.0 if self._counts_alike else self._weight_of(microbatch) * self.divisor / self._whole_weight
+        return loss if factor == 1 else loss * factor
+
+    @property
+    def _counts_alike(self) -> bool:
+        """Whether every microbatch of the whole batch counts the same, as far as that is known without the replicas' weights."""
+        return self._weights is None and self._replicas is None
+
+    def _weight_of(self, microbatch: int) -> float:
+        return self._total_weight / len(self._loss_ranks) if self._weights is None else self._weights[microbatch]
+
+    def _compare_replicas(self) -> tuple[float, int]:
+        """The weight of the whole batch, of which this replica may have a share that weighs nothing, and its number of microbatches."""
+        count = len(self._loss_ranks)
         if self._replicas is None:
-            return self._total_weight
+            return self._total_weight, count
         doing = "comparing the weights of the replicas' shares of the batch"
         with self._replicas.collective(doing):
-            told = self._replicas.gather_objects(None if self._targets is None else self._total_weight)
-        without = [rank for rank, weight in zip(self._replicas.members, told, strict=True) if weight is None]
+            told = self._replicas.gather_objects((None if self._targets is None else self._total_weight, count))
+        without = [rank for rank, (weight, _) in zip(self._replicas.members, told, strict=True) if weight is None]
         if without and len(without) < len(told):
             raise InputError(f"targets are missing on rank {without[0]}: each replica needs those of its share of the batch")
-        return 0.0 if without else sum(told)
+        return 0.0 if without else sum(weight for weight, _ in told), sum(theirs for _, theirs in told)
 
     def _tell_all(self) -> None:
         shares = [share for share in self._shares if share is not None]

@@ -223,6 +223,7 @@ class StepRunner:
                 compiled.schedule,
                 batch.known.memo,
                 self.measures_memory,
+                divisor=self._losses.divisor,
                 began=began,
                 wait_for_device=executor.settle,
                 spans=lambda: executor.records.spans,
@@ -237,7 +238,7 @@ class StepRunner:
         self._num_steps += 1
         self._num_evaluations = 0
         with self.guard.during("while handing back the gradients of inputs"):
-            self._input_gradients.hand_back()
+            self._input_gradients.hand_back(step.divisor)
         self.step_hooks.end(step, compiled.stages)
         if not self._losses.goes_back:
             self._refuse_to_train_nothing(compiled)
