@@ -21,6 +21,8 @@ from zerobubble.view import MemoryRow, Report, ThroughputRow, report_html
 
 BASE = "1f1b"
 """The schedule above which the trained one is drawn."""
+FEW = 0.01
+"""The share of passes that may overrun their nominal time before speeds and bubbles are no longer those of the schedules."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ class Outcome:
 def show(outcome: Outcome, terminal: Terminal) -> None:
     """Print the findings."""
     trained = outcome.trained
+    if outcome.pace:
+        terminal.section("Paced")
+        terminal.say(overruns(outcome))
     terminal.section("Loss")
     terminal.say(
         f"{trained.losses[0]:.4f} at the first step, {trained.losses[-1]:.4f} at the last, {trained.held_out:.4f} on held-out text"
@@ -92,9 +97,6 @@ def show(outcome: Outcome, terminal: Terminal) -> None:
     terminal.section(f"Peak activation memory with {trained.schedule.name}")
     rows = [(f"rank {rank}", show_bytes(predicted), show_bytes(measured)) for rank, predicted, measured in _peaks(trained)]
     terminal.table(("", "predicted", "measured"), rows)
-    if outcome.pace:
-        terminal.section("Paced")
-        terminal.say(_overruns(outcome))
 
 
 def _schedule_row(outcome: Outcome, run: Run) -> tuple[str, ...]:
@@ -129,9 +131,12 @@ def _peaks(run: Run) -> list[tuple[int, int, int]]:
     return [(predicted.rank, predicted.peak_bytes or 0, measured.peak_bytes or 0) for predicted, measured in pairs]
 
 
-def _overruns(outcome: Outcome) -> str:
-    shares = (f"{run.schedule.name} {show_percent(run.overruns / outcome.passes(run))}" for run in outcome.runs)
-    return "Passes that took longer than their nominal time by themselves: " + ", ".join(shares) + "."
+def overruns(outcome: Outcome) -> str:
+    """What share of passes took longer than their nominal time, and what that means for the speeds and bubbles."""
+    shares = {run.schedule.name: run.overruns / outcome.passes(run) for run in outcome.runs}
+    told = ", ".join(f"{name} {show_percent(share)}" for name, share in shares.items())
+    means = "speeds and bubbles are those of the schedules" if max(shares.values()) <= FEW else "speeds and bubbles show a busy machine"
+    return f"Passes that took longer than their nominal time by themselves: {told}; so {means}."
 
 
 def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
@@ -175,6 +180,7 @@ def _report(outcome: Outcome) -> Report:
         gaps=[gaps(run.schedule, run.costs, timeline) for run, timeline in outcome.drawn],
         difference=trained.difference,
         layers=[run.layers for run, _ in outcome.drawn],
+        caution=overruns(outcome) if outcome.pace else "",
     )
 
 
@@ -209,7 +215,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
 def _notes(outcome: Outcome) -> list[str]:
     notes = [f"Loss: {_loss_sentence(outcome)}."]
     if outcome.pace:
-        notes += [*pace_sentences(outcome.cores, outcome.task.options.ranks, outcome.pace), _overruns(outcome)]
+        notes += [*pace_sentences(outcome.cores, outcome.task.options.ranks, outcome.pace)]
     basis = "the nominal times" if outcome.pace else "the median pass times of one early step"
     return [
         *notes,

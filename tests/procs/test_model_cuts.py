@@ -447,6 +447,7 @@ def test_the_cut_in_words_names_stages_parts_and_shares() -> None:
     told = zb.split(Deep(), example=torch.ones(1, 3)).describe(2)
     assert told.splitlines()[0].startswith("stage 0: embed to layers.")
     assert told.count("parameters") == 2
+    assert "Times are estimates at 1e+09 operations a second, as the example is small" in told
 
 
 def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:

@@ -385,6 +385,15 @@ def test_costs_of_stages_go_with_their_placement() -> None:
             zb.plan(costs, 6, **options)  # type: ignore[arg-type]
 
 
+def test_no_rank_holds_more_microbatches_than_there_are() -> None:
+    """B of the last stage leaves far more for W than its F saved, as that of a head leaves the gradient of its logits."""
+    costs = Costs.from_ms([1, 1], [1, 1], [1, 1], held_after_f=[8, 8], held_after_b=[8, 800])
+    for how in (None, "zb-heuristic"):
+        best = zb.plan(costs, 6, placements=Placement.linear(2), seconds=0, baseline=how).best
+        assert best.peak_microbatches is not None
+        assert 0 < best.peak_microbatches <= 6
+
+
 def test_without_a_limit_there_is_room_for_everything() -> None:
     work = Workload.uniform(3, (1, 1, 1), held=2.0)
     assert zb.plan(work, 5, placements="linear", seconds=0).best.bubble == 0

@@ -114,6 +114,12 @@ def test_a_report_tells_of_the_schedule_that_stands_below_1f1b() -> None:
         replace(report, layers=layers[:1])
 
 
+def test_what_to_know_first_comes_before_all_figures() -> None:
+    page = report_html(full_report(caution="7 % of passes took longer than planned."))
+    assert 0 < page.index("7 % of passes took longer") < page.index('<section class="cards"')
+    assert 'class="caution"' not in report_html(full_report())
+
+
 def test_a_run_without_losses_is_refused() -> None:
     with pytest.raises(InputError, match="'pipeline' are empty"):
         full_report(losses={"pipeline": []})

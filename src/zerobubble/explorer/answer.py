@@ -226,11 +226,13 @@ def _peak(made: Answer) -> tuple[str, str]:
     def show(rank: int, count: int) -> str:
         return show_bytes(count) if made.in_bytes else f"{count / sizes[rank]:.4g}"
 
-    fullest = max(range(len(held)), key=lambda rank: held[rank] / sizes[rank])
-    least = min(range(len(held)), key=lambda rank: held[rank] / sizes[rank])
+    amounts = [float(count) for count in held] if made.in_bytes else [count / size for count, size in zip(held, sizes, strict=True)]
+    fullest, least = amounts.index(max(amounts)), amounts.index(min(amounts))
     unit = "" if made.in_bytes else " microbatches"
     value = f"{show(fullest, held[fullest])}{unit}"
     detail = f"rank {fullest} holds most, rank {least} least: {show(least, held[least])}"
+    if amounts[fullest] == amounts[least]:
+        detail = "the same on every rank" if len(held) > 1 else "on the only rank"
     if made.limits:
         detail += f"; limit {show(fullest, made.limits[fullest])}"
     return value, detail

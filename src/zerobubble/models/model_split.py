@@ -254,9 +254,7 @@ class ModelSplit:
         `machine` says how fast operations and messages are; if not given, as on a GPU of today, and for models that would take it less than
         a millisecond, 10^9 a second of both, so that whole ns tell parts from each other. See `zerobubble plan --layers`.
         """
-        if machine is None:
-            on_a_gpu = self.layers(Machine())
-            return on_a_gpu if sum(layer.time for layer in on_a_gpu) >= NS_PER_MS else self.layers(COUNTING)
+        machine = self._machine if machine is None else machine
         if machine not in self._layers:
             self._layers[machine] = self._layers_of(self._fine, machine)
         return self._layers[machine]
@@ -268,6 +266,11 @@ class ModelSplit:
         if self._by_hand is None:
             return joined_inside_blocks(joined_in_groups(layers, groups_in_order(flow)))
         return joined_in_groups(layers, [[unit] for unit in units_in_order(flow)])
+
+    @property
+    def _machine(self) -> Machine:
+        """A GPU of today, or where that takes less than a millisecond, the machine that counts operations."""
+        return Machine() if sum(layer.time for layer in self.layers(Machine())) >= NS_PER_MS else COUNTING
 
     def layer_cut(self, num_stages: int) -> LayerCut:
         """The cut into `num_stages` as that of `layers`, with the bound on it: what no cut can do better."""
@@ -324,6 +327,8 @@ class ModelSplit:
     def describe(self, num_stages: int) -> str:
         """The cut in words: a line for each stage, each tied parameter and each rank, what no cut can do better, and the proof."""
         words = cut_in_words(self.stages(num_stages), self.tied(num_stages), self.layer_cut(num_stages))
+        words += f"\nTimes are estimates at {self._machine.flops_per_second:.0e} operations a second"
+        words += "." if self._machine != COUNTING else ", as the example is small: give its real size (--sequence) for those of a GPU."
         if self._source.trace is not None:
             words += "\nCut between operations, which torch.export found: the model has too few parts."
         return f"{words}\n{self._proofs[num_stages]}"

@@ -27,7 +27,7 @@ def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Two stages per rank in a V with even lifespans: half of 1F1B's memory and half of its bubble.
+    """Two stages per rank in a V with even lifespans: half of 1F1B's memory and at most half of its bubble.
 
     The block v-half repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
 

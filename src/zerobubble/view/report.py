@@ -44,7 +44,7 @@ class Report(Displayed):
     `facts` are (label, value) pairs; `timelines` share one axis, such as 1F1B above the schedule that was trained and its simulation;
     `losses` holds a loss per step under the name of each run, the pipeline first and what it is compared to second. `gaps` are the idle
     times of each timeline by what its ranks wait for, `layers` the bytes that each rank holds all the time beside activations, by what
-    they are, for each timeline; `difference` tells the measured one from its plan.
+    they are, for each timeline; `difference` tells the measured one from its plan. `caution` stands above all figures: what to know first.
     """
 
     title: str
@@ -57,6 +57,7 @@ class Report(Displayed):
     gaps: Sequence[Sequence[Sequence[Gap]]] = ()
     difference: Difference | None = None
     layers: Sequence[Mapping[str, Sequence[int]]] = ()
+    caution: str = ""
 
     def __post_init__(self) -> None:
         for name, given in (("gaps", self.gaps), ("layers", self.layers)):

@@ -34,8 +34,9 @@ def _viewed(report: Report) -> Iterator[Viewed]:
 
 
 def _headline(report: Report) -> str:
+    caution = f'<p class="caution">{escape(report.caution)}</p>\n' if report.caution else ""
     cards = "".join(_cards(report))
-    return f'<section class="cards" aria-label="Headline figures">{cards}</section>\n' if cards else ""
+    return caution + (f'<section class="cards" aria-label="Headline figures">{cards}</section>\n' if cards else "")
 
 
 def _card(label: str, value: str, detail: str) -> str:

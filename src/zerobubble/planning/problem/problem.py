@@ -340,10 +340,16 @@ class Solved(Displayed):
 
     @property
     def peak_microbatches(self) -> float | None:
-        """The most activations a rank holds, counted in microbatches of all its stages without a head; None without a schedule."""
+        """The most activations a rank holds, counted in microbatches of all its stages without a head; None without a schedule.
+
+        A stage counts with the most that it ever holds of a microbatch: what F saved, or what B leaves for W where that is more.
+        """
         if self.schedule is None:
             return None
-        return max(peak / size for peak, size in zip(self.peaks, self.problem.microbatch_bytes, strict=True))
+        costs = self.problem.costs
+        most = replace(costs, held_after_f=tuple(map(max, costs.held_after_f, costs.held_after_b)))
+        sizes = microbatch_bytes(self.problem.placement, most, self.problem.bytes_of_whole_head)
+        return max(peak / size for peak, size in zip(self.peaks, sizes, strict=True))
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
