@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 import tomllib
@@ -33,6 +34,14 @@ def test_the_readme_is_short() -> None:
 def test_the_readme_tells_of_a_plan_what_the_planner_page_tells() -> None:
     row = next(line for line in PLANNER.splitlines() if line.startswith(f"| {planner.IN_README} |"))
     assert planner.summary(row) in README
+
+
+def test_the_planner_page_has_the_figures_of_the_committed_benchmark() -> None:
+    profiles = json.loads(planner.BENCHMARK.read_text(encoding="utf-8"))["profiles"]
+    rows = [line for line in PLANNER.splitlines() if line.startswith(tuple(f"| {model.name} |" for model in planner.MODELS))]
+    assert len(rows) == len(profiles) == len(planner.MODELS)
+    for model, told in zip(planner.MODELS, rows, strict=True):
+        assert told.endswith(f"| {planner.cells(profiles[model.name])} |")
 
 
 def test_links_are_absolute_when_the_project_has_an_address() -> None:
