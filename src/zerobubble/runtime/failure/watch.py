@@ -103,8 +103,8 @@ class FailureWatch:
     def _report_end(self, status: RankStatus) -> FailureReport | None:
         """The report, if a process is known to have ended that had not left in order: then there is nobody to be waited for.
 
-        A process that had given up on this one, because this one stood still, would have left and published its own report before. But where
-        this one is the host of the store, the others could do neither once they had given up on the store, too.
+        A process that gave up on this one because it stood still has left and published its own report before. But if this one hosts the
+        store, the others could do neither once they had given up on the store, too.
         """
         rank, store = self._group.rank, self._thread.store
         ended = [other for other in self._ended if not store.check([_left_key(other)])]

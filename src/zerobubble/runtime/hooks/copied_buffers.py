@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.values.buffers import buffers_of
 
 
 class _Seen(NamedTuple):
@@ -29,14 +30,14 @@ class CopiedBuffers:
         self._places: list[tuple[str, nn.Module, str]] = []
         for stage, module in modules.items():
             for path, part in module.named_modules():
-                names = [name for name in part._buffers if name not in part._non_persistent_buffers_set]
+                names = [name for name in buffers_of(part) if name not in part._non_persistent_buffers_set]
                 self._places += [(f"{f'{path}.{name}'.lstrip('.')} of stage {stage}", part, name) for name in names]
         self._before: list[_Seen] = []
         self._is_first = True
 
     def look(self) -> None:
         """Note how the buffers are before a training step."""
-        self._before = [self._see(part._buffers.get(name)) for _, part, name in self._places]
+        self._before = [self._see(buffers_of(part).get(name)) for _, part, name in self._places]
         self._is_first = False
 
     def _see(self, buffer: Tensor | None) -> _Seen:
@@ -48,7 +49,7 @@ class CopiedBuffers:
         """After the passes of the step: raise `InputError` where one has changed."""
         seen, self._before = self._before, []
         for (where, part, name), before in zip(self._places, seen, strict=True):
-            if _has_changed(part._buffers.get(name), before):
+            if _has_changed(buffers_of(part).get(name), before):
                 raise InputError(
                     f"buffer {where} changes in a training forward, and of a bidirectional schedule's copies of the stage each sees "
                     "some of the microbatches only, so none would hold what one device holds; put its module in evaluation mode, take "

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from zerobubble.runtime.values.buffers import buffers_of, put_buffers
 from zerobubble.runtime.values.weight_caches import changing_weights
 
 
@@ -17,8 +18,8 @@ class Snapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parts = [part for module in modules for part in module.modules() if part._buffers]
-        self._buffers_of = [(part, dict(part._buffers)) for part in parts]
+        held = [(part, buffers_of(part)) for module in modules for part in module.modules()]
+        self._buffers_of = [(part, buffers) for part, buffers in held if buffers]
         self._contents = {buffer: buffer.clone() for _, buffers in self._buffers_of for buffer in buffers.values() if buffer is not None}
 
     @torch.no_grad()
@@ -26,6 +27,6 @@ class Snapshot:
     def restore(self) -> None:
         """Put buffers back to what they were."""
         for part, buffers in self._buffers_of:
-            part._buffers.update(buffers)
+            put_buffers(part, buffers)
         for buffer, content in self._contents.items():
             buffer.copy_(content)

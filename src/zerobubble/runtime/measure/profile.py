@@ -19,6 +19,7 @@ from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import Collective, traits_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.measure.measured_head import without_head
+from zerobubble.runtime.values.buffers import buffers_of, put_buffers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.weight_caches import changing_weights
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
@@ -78,7 +79,7 @@ def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradient
     """
     parts = [part for module in modules for part in module.modules()]
     gradients = {parameter: (parameter.grad, sums.of(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
-    buffers = [(part, dict(part._buffers)) for part in parts]
+    buffers = [(part, buffers_of(part)) for part in parts]
     contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -92,7 +93,7 @@ def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradient
                 sums.put(parameter, total)
             with torch.no_grad(), changing_weights():
                 for part, named in buffers:
-                    part._buffers.update(named)
+                    put_buffers(part, named)
                 for buffer, content in contents.items():
                     buffer.copy_(content)
 

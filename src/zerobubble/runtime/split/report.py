@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zerobubble.runtime.split.layers.eligibility import WATCHED, is_divided, is_watched
+from zerobubble.runtime.split.layers.eligibility import WATCHED, is_divided, is_scripted, is_watched
 from zerobubble.runtime.split.layers.stand_ins import STAND_INS
 
 
@@ -68,6 +68,8 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str
         return f"a vector of {kind}, whose gradient costs little"
     if known is not None:
         return known
+    if is_scripted(owner):
+        return "it is in a TorchScript module, whose backward pass computes all gradients at once"
     if is_divided(parameter) and type(owner) is not nn.Linear:
         return "it is divided over ranks (a DTensor), and only Linear layers are known to leave such gradients to W"
     if is_watched(parameter):

@@ -10,6 +10,8 @@ from torch import nn
 
 from zerobubble.runtime.values.random_state import RandomState
 
+from zerobubble.runtime.values.buffers import buffers_of, put_buffers
+
 
 class FoundState:
     """The states of torch's random generators and the buffers of `module`, as they are when this is made, right before a first run of it.
@@ -48,7 +50,8 @@ class _Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._found = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
+        held = [(part, buffers_of(part)) for part in module.modules()]
+        self._found = [(part, buffers) for part, buffers in held if buffers]
         tensors = [buffer for _, buffers in self._found for buffer in buffers.values() if buffer is not None]
         self._versions = {buffer: buffer._version for buffer in tensors}
         self._copies = {buffer: buffer.detach().clone() for buffer in self._versions}
@@ -58,19 +61,19 @@ class _Buffers:
         """Whether any buffer is another one or another value since this was made."""
         if any(buffer._version != version for buffer, version in self._versions.items()):
             return True
-        return any(part._buffers.get(name) is not buffer for part, buffers in self._found for name, buffer in buffers.items())
+        return any(buffers_of(part).get(name) is not buffer for part, buffers in self._found for name, buffer in buffers.items())
 
     @contextmanager
     def found_again(self) -> Iterator[None]:
         """Inside, the module has the copies; they are changed in the place of its own, which it has back afterwards."""
-        own = [(part, dict(part._buffers)) for part, _ in self._found]
+        own = [(part, buffers_of(part)) for part, _ in self._found]
         for part, buffers in self._found:
-            part._buffers.update({name: None if buffer is None else self._copies[buffer] for name, buffer in buffers.items()})
+            put_buffers(part, {name: None if buffer is None else self._copies[buffer] for name, buffer in buffers.items()})
         try:
             yield
         finally:
             for part, buffers in own:
-                part._buffers.update(buffers)
+                put_buffers(part, buffers)
 
 
 def _device_of(module: nn.Module) -> torch.device:

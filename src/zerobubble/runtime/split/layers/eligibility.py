@@ -88,8 +88,13 @@ def _is_fsdp2(kind: type) -> bool:
 
 
 def is_torchs(part: nn.Module) -> bool:
-    """Whether the forward of `part` is one of torch's own."""
-    return (type(part).forward.__module__ or "").startswith("torch.")
+    """Whether the forward of `part` is one of torch's own, or runs in TorchScript."""
+    return is_scripted(part) or (type(part).forward.__module__ or "").startswith("torch.")
+
+
+def is_scripted(part: nn.Module) -> bool:
+    """Whether TorchScript runs `part`: its class has no forward, and Python sees nothing of what happens in it."""
+    return isinstance(part, torch.jit.ScriptModule)
 
 
 def is_watched(weight: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 For the length of a step the `forward` of every layer in the table is shadowed on the instance: same kernels, same output, but its
 backward leaves the weight's gradient for later. So are modules that own matrices, whose products are caught. Everything else in the stage
-is untouched and gets its gradients in B, and so do layers that are compiled, watched by hooks, or whose weight is computed.
+is untouched and gets its gradients in B, and so do layers that are compiled, that TorchScript runs, that hooks watch, or whose weight is
+computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from zerobubble.runtime.split.layers import conv, embedding, linear
-from zerobubble.runtime.split.layers.eligibility import can_train, is_torchs
+from zerobubble.runtime.split.layers.eligibility import can_train, is_scripted, is_torchs
 from zerobubble.runtime.split.layers.matrix_products import Catching, owns_matrices
 
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -43,9 +44,9 @@ def shadowing(module: nn.Module) -> Iterator[None]:
 
 def stand_in_for(part: nn.Module) -> Callable[..., Any] | None:
     """What stands in for the `forward` of `part`, None where autograd does all."""
-    own = type(part).forward
-    if "forward" in part.__dict__:
+    if "forward" in part.__dict__ or is_scripted(part):
         return None
+    own = type(part).forward
     if own in STAND_INS:  # `part.weight` may be computed, and computing it may change buffers
         return STAND_INS[own] if can_train(part._parameters.get("weight")) and _convolves_plainly(part) else None
     # torch's others give their parameters to one kernel, in which nothing can be caught

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.layers.eligibility import accumulator_is_kept, is_watched
+from zerobubble.runtime.split.layers.eligibility import accumulator_is_kept, is_scripted, is_watched
 from zerobubble.runtime.values.payload import Structure, opaque_types_in
 
 _PASSING_ON = ("transformers.utils.output_capturing", "transformers.modeling_utils", "zerobubble.models.stages.stage_model")
@@ -77,7 +77,10 @@ def hooked_parameters(module: nn.Module) -> list[str]:
 
 
 def refuse_hooks(module: nn.Module, hooked: Collection[str]) -> None:
-    """Raise `InputError` for what a graph would run past: `hooked` parameters, hooks of modules, and submodules that are compiled."""
+    """Raise `InputError` for what a graph would run past: `hooked` parameters, hooks of modules, compiled modules and TorchScript."""
+    for name, part in module.named_modules():
+        if is_scripted(part):
+            raise InputError(f"module {name or type(part).__name__} is TorchScript, and a graph is traced from Python code")
     if any(getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
         raise InputError("there is a hook on all modules, which would run while tracing alone")
     for name in hooked:
