@@ -72,7 +72,7 @@ def export_weights(
     try:
         from zerobubble.models.pretrained import write_pretrained
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers"):
+        if error.name not in ("torch", "safetensors", "transformers"):
             raise
         raise InputError(f"export_weights needs {error.name}: pip install torch transformers") from error
     write_pretrained(checkpoint, folder, config, shard_bytes)

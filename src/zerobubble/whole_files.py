@@ -14,6 +14,8 @@ def write_text(file: str | Path, text: str) -> None:
 
     A link stays, and what it leads to is written. So do devices and pipes such as `/dev/stdout`, which take the text as it comes.
     """
+    if not os.fspath(file):
+        raise InputError("cannot write a file whose name is empty: give its path")
     target = Path(file)
     try:
         if target.exists() and not target.is_file():
@@ -30,9 +32,9 @@ def write_text(file: str | Path, text: str) -> None:
             out.write(text)
         os.chmod(draft, 0o666 & ~_umask())
         os.replace(draft, target)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         Path(draft).unlink(missing_ok=True)
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
+        raise InputError(f"cannot write {file}: {error.strerror if isinstance(error, OSError) else error}") from error
 
 
 def _umask() -> int:

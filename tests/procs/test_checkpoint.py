@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -175,7 +174,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(world: Ranks, tmp_path
     first, second = world.run(written_by_hand, str(tmp_path / "last"), ranks=2)
     assert first == second
     nothing, no_optimizer, not_plain, no_such, stages, model = first
-    assert nothing == "there is no checkpoint at PATHnot"
+    assert nothing == "there is no checkpoint at PATHnot, which does not exist"
     assert no_optimizer == "the checkpoint has no optimizer, and load was given one"
     assert not_plain.startswith("extra is not made of numbers, text, lists and dicts, as a checkpoint needs it: ")
     assert no_such.startswith("optimizer must be")
@@ -190,7 +189,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "before the first renaming": (os, "rename", 2),
     "before the second": (os, "rename", 3),
     "before the third": (os, "rename", 4),
-    "removing the old one": (shutil, "rmtree", 0),
+    "removing the old one": (os, "rmdir", 0),
 }
 """Where a rank is killed while the second checkpoint is written; its note and DCP's list of tensors are renamed first."""
 WHOLE = ("before the third", "removing the old one")

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.models.from_config import read_config
 from zerobubble.models.making.configuration import is_configuration, maker_of
 from zerobubble.runtime.checkpoint.contents import model_faults
+from zerobubble.runtime.checkpoint.folder import place
 from zerobubble.runtime.checkpoint.read import Saved, open_checkpoint
 
 
 def write_pretrained(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], config: Any, shard_bytes: int) -> None:
     """See `zb.io.export_weights`."""
-    saved = open_checkpoint(Path(checkpoint))
+    saved = open_checkpoint(checkpoint)
     if not saved.rest["is_whole_model"]:
         raise InputError(
             f"the checkpoint {saved.folder} has the names of {saved.rest['num_stages']} stages, not those of one model: "
             "train stages of zb.split, which keep them"
         )
-    if Path(folder).is_file():
+    found = place(folder, "folder")
+    if found.is_file():
         raise InputError(f"{folder} is a file, and weights are written into a folder")
     model = _model_with(saved, config if is_configuration(config) else read_config(str(config)))
     try:
-        model.save_pretrained(folder, max_shard_size=shard_bytes)
-    except OSError as error:
+        model.save_pretrained(found, max_shard_size=shard_bytes)
+    except (OSError, SafetensorError) as error:  # a full disk is the one or the other
         raise InputError(f"weights cannot be written to {folder}: {error}") from error
 
 
@@ -43,7 +45,7 @@ def _model_with(saved: Saved, config: Any) -> Any:
     if faults:
         raise InputError("; ".join(faults))
     room = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
-    saved.read(room)
+    saved.read(room).take_over()
     read = {key.removeprefix("model."): tensor for key, tensor in room.items()}
     model.load_state_dict(read, assign=True)
     model.tie_weights()

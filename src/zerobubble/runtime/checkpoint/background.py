@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.checkpoint.folder import Draft
 from zerobubble.runtime.checkpoint.parts import Part
 from zerobubble.runtime.checkpoint.together import Together, faults_of_all
 from zerobubble.runtime.step.hook import StepHook
@@ -22,9 +24,10 @@ PATIENCE_S, PATIENCE_AFTER_END_S = 120.0, 5.0
 class Saving:
     """A checkpoint that is being written; `zb.save(..., wait=False)` gives one on every rank."""
 
-    def __init__(self, part: Part, publish: Callable[[Part], None], together: Together) -> None:
+    def __init__(self, part: Part, draft: Draft | None, schedule: Mapping[str, Any] | None, together: Together) -> None:
         self._part = part
-        self._publish = publish
+        self._draft = draft
+        self._schedule = schedule
         self._together = together
         self._fault_of_part = ""
         self._fault_of_whole = ""
@@ -75,36 +78,42 @@ class Saving:
         """What went wrong on any rank, nothing where the checkpoint is in its place."""
         self._part_is_over.wait()
         fault = faults_of_all(self._together, self._fault_of_part, "writing its part of a checkpoint")
-        if self._part.is_first and self._thread is not None:
+        if self._draft is not None and self._thread is not None:
             self._thread.join()
-        elif self._part.is_first and not fault:
-            self._complete()
+        elif self._draft is not None and not fault:
+            self._complete(self._draft)
         fault = faults_of_all(self._together, fault or self._fault_of_whole, "putting the checkpoint in its place")
-        if fault and self._part.is_first:
-            self._part.remove()
+        if fault and self._draft is not None:
+            self._draft.remove()
         return fault and f"the checkpoint could not be written: {fault}; the one before it is whole"
 
     def _write_all(self) -> None:
         self._write_part()
-        if self._part.is_first and not self._fault_of_part:
-            self._complete(self._await_parts)
+        if self._draft is not None and not self._fault_of_part:
+            self._complete(self._draft, self._await_parts)
 
     def _write_part(self) -> None:
         try:
             self._part.write()
         except Exception as error:  # noqa: BLE001 - wait tells it, whatever it is
-            self._fault_of_part = f"rank {self._together.rank}: {type(error).__name__}: {error}"
+            self._fault_of_part = self._told(error)
         finally:
             self._part_is_over.set()
 
-    def _complete(self, first: Callable[[], None] = lambda: None) -> None:
+    def _complete(self, draft: Draft, first: Callable[[], None] = lambda: None) -> None:
         """On rank 0: put the checkpoint in its place."""
         try:
             first()
-            self._part.complete()
-            self._publish(self._part)
-        except Exception as error:  # noqa: BLE001 - wait tells it, whatever it is
-            self._fault_of_whole = f"rank {self._together.rank}: {type(error).__name__}: {error}"
+            self._part.complete(self._schedule)
+            draft.publish()
+        except Exception as error:  # noqa: BLE001 - wait raises it, whatever it is
+            self._fault_of_whole = self._told(error)
+
+    def _told(self, error: Exception) -> str:
+        """What went wrong on this rank, as a part of a sentence."""
+        if isinstance(error, OSError) and error.strerror:
+            return f"rank {self._together.rank}: {error.strerror} in {error.filename or self._part.folder}"
+        return f"rank {self._together.rank}: {error}" if isinstance(error, InputError) else f"rank {self._together.rank}: {error!r}"
 
     def _await_parts(self) -> None:
         """Return when all parts are there; raises `OSError` where one has failed, or nothing arrives any more."""

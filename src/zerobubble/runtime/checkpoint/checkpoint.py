@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,10 +40,11 @@ def save(
     Where `wait` is False it returns when all of this is copied, and writes while training goes on. The `Saving` that it gives has `done()`
     and `wait()`; the next `save`, `load` and `pipe.close` wait, too. The copies take the memory of what this rank writes, on the CPU.
 
-    What was at `path` is replaced when the new one is complete, so a crash leaves the one or the other whole. Raises `InputError` on every
-    rank for what cannot be saved or written, the pipeline staying open, and `PipelineError` on every rank when one of them fails.
+    A checkpoint at `path` is replaced when the new one is complete, so a crash leaves the one or the other whole; anything else there is
+    refused. Raises `InputError` on every rank for what cannot be saved or written, the pipeline staying open, and `PipelineError` on every
+    rank when one of them fails.
     """
-    return surviving(pipe, lambda: Writing(trained_by(pipe), optimizer, scaler, extra).write(Path(path), wait=wait))
+    return surviving(pipe, lambda: Writing(trained_by(pipe), optimizer, scaler, extra).write(path, wait=wait))
 
 
 def load(
@@ -60,7 +60,8 @@ def load(
 
     The pipeline may have another number of ranks, of replicas and another schedule; or there is none, and `pipe` is the unsplit model on
     one device. With the ranks and stages that there were then, random states and those of hooks are set, too, and training goes on to the
-    bit. Nothing is changed where it raises `InputError`, on every rank: for a checkpoint of another model, of another optimizer, or of
-    stages that cannot be told apart by their names with another number of stages.
+    bit. Parameters, buffers and optimizer are as before where it raises `InputError`, on every rank: for a damaged checkpoint, for one of
+    another model or optimizer, and for stages that cannot be told apart by their names with another number of stages. Tensors are read into
+    host memory first, which takes the memory of what this rank reads.
     """
-    return surviving(pipe, lambda: Reading(trained_by(pipe), optimizer, scaler).read(Path(path)))
+    return surviving(pipe, lambda: Reading(trained_by(pipe), optimizer, scaler).read(path))

@@ -1,48 +1,227 @@
 """The folder of a checkpoint, which holds a whole one at any moment: the last that was written, or the one before it.
 
-A checkpoint is written beside its place and renamed into it when nothing is missing. A process that is killed between the two renames
-that replace an older one leaves both beside the place, where `find` still finds them.
+A checkpoint is written next to its place and renamed into it when nothing is missing. A process that is killed between the two renames
+that replace an older one leaves both next to the place, where `find` still finds them.
+
+| name | is |
+|---|---|
+| `NAME.writing-1a2b3c4d` | being written, or left by a process that was killed |
+| `NAME.written-1a2b3c4d` | complete, about to be renamed to `NAME` |
+| `NAME.before-1a2b3c4d` | the one before, about to be removed |
+
+Nothing else is ever removed: no folder whose name only resembles these, and no file that a checkpoint does not have.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import shutil
+import re
 import uuid
+import weakref
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
+from zerobubble.runtime.checkpoint.checksums import FILE, LIST
+from zerobubble.runtime.failure.forked import leave_in_children
 
-_WRITTEN, _BEFORE = ".written-", ".before-"
+SCHEDULE = "schedule.json"
+"""The file with the schedule, or the plan, in the folder."""
+_LOCK = "lock"
+_OWN_FILE = re.compile(rf"{re.escape(LIST)}(\.tmp)?|__\d+_\d+\.distcp|part\.\d+(\.writing)?|failed\.\d+|{SCHEDULE}|{FILE}|{_LOCK}")
+_DRAFT_NAME = re.compile(r"(?P<name>.+)\.(?P<kind>writing|written|before)-(?=[0-9]*[a-f])[0-9a-f]{8}", re.DOTALL)
+"""With a letter in the number: `NAME.before-20261231` is the user's."""
 
 
-def room_beside(path: Path) -> Path:
-    """Where to write what shall be at `path`; one process chooses it for all ranks."""
-    return path.with_name(f"{path.name}.writing-{uuid.uuid4().hex[:8]}")
+def place(path: Any, what: str = "path") -> Path:
+    """The absolute path to which `path` leads, links followed; raises `InputError`, naming it `what`, where no checkpoint can be there."""
+    require(what, path, instance(str, os.PathLike))
+    text = os.fsdecode(path)
+    if not text:
+        raise InputError(f'{what} is empty: give the name of a folder, such as "checkpoint"')
+    try:
+        found = Path(os.path.realpath(text))
+    except ValueError as error:  # a NUL byte, or what the file system cannot encode
+        raise InputError(f"{what} cannot be {text!r:.200}: {error}") from error
+    if _DRAFT_NAME.fullmatch(found.name):
+        raise InputError(f"{found.name!r} is a name that zb.save gives to unfinished checkpoints: give another path")
+    return found
 
 
-def publish(written: Path, path: Path) -> None:
-    """Put the checkpoint `written` at `path`, in the place of what is there, and remove what earlier attempts have left."""
-    _sync(written)
-    complete = path.with_name(f"{path.name}{_WRITTEN}{uuid.uuid4().hex[:8]}")
-    os.rename(written, complete)
-    if path.exists():
-        os.rename(path, path.with_name(f"{path.name}{_BEFORE}{uuid.uuid4().hex[:8]}"))
-    os.rename(complete, path)
-    _sync(path.parent)
-    for left in path.parent.glob(f"{path.name}.*-*"):
-        if left.name.removeprefix(path.name).startswith((_WRITTEN, _BEFORE, ".writing-")):
-            shutil.rmtree(left, ignore_errors=True)
+class Draft:
+    """A checkpoint on its way to `path`: the `folder` in which it is written, locked as long as this process writes it; rank 0 has it.
+
+    Raises `InputError` for a `path` at which there is something other than a checkpoint, or at which another process writes one now.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            refuse_what_is_no_checkpoint(path)
+            _refuse_second_process(path)
+            self.folder = _next_to(path, "writing")
+            self.folder.mkdir(parents=True)
+            self._lock = _Lock(self.folder)
+        except OSError as error:
+            raise InputError(f"a checkpoint cannot be written to {path}: {error.strerror}") from error
+        self._path = path
+
+    def publish(self) -> None:
+        """Put it in its place, instead of the checkpoint that is there, and remove what earlier attempts have left."""
+        path = self._path
+        refuse_what_is_no_checkpoint(path)
+        _sync(self.folder)
+        self._rename(self.folder, _next_to(path, "written"))
+        if path.is_dir():
+            os.rename(path, _next_to(path, "before"))
+        self._rename(self.folder, path)
+        _sync(path.parent)
+        self._lock.release()
+        for left in _drafts(path):
+            if _is_locked(left) is False:
+                _remove(left)
+
+    def remove(self) -> None:
+        """Remove what has been written, once no rank writes any more."""
+        self._lock.release()
+        _remove(self.folder)
+
+    def _rename(self, folder: Path, name: Path) -> None:
+        os.rename(folder, name)
+        self.folder = self._lock.folder = name
 
 
 def find(path: Path) -> Path:
     """Where the newest whole checkpoint of `path` is; raises `InputError` where there is none."""
     if path.is_dir():
         return path
-    for kind in (_WRITTEN, _BEFORE):
-        for found in sorted(path.parent.glob(f"{path.name}{kind}*")):
-            return found
-    raise InputError(f"there is no checkpoint at {path}")
+    for kind in ("written", "before"):
+        whole = [left for left in _drafts(path, kind) if (left / LIST).exists()]
+        if whole:
+            return max(whole, key=lambda left: (left / LIST).stat().st_mtime)
+    what = "is a file, and a checkpoint is a folder" if path.exists() else "does not exist"
+    raise InputError(f"there is no checkpoint at {path}, which {what}")
+
+
+def refuse_what_is_no_checkpoint(path: Path) -> None:
+    """Raise `InputError` where a checkpoint at `path` would replace something else."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise InputError(f"{path} is a file, and a checkpoint is a folder: give another path")
+    names = sorted(os.listdir(path))
+    foreign = [name for name in names if not _OWN_FILE.fullmatch(name)]
+    if foreign:
+        raise InputError(
+            f"{path} holds {foreign[0]!r}, which zb.save has not written, and a new checkpoint would replace the whole folder: "
+            "give a folder of the checkpoint's own"
+        )
+    if names and not _is_checkpoint(path):
+        raise InputError(f"{path} is no checkpoint of zb.save, which would replace it: give another path, or move it away")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether `zb.save` has written it: one of an earlier version, without checksums, has a tensor that torch's own ones lack."""
+    if (folder / FILE).exists():
+        return True
+    try:
+        return "rest" in FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception:  # noqa: BLE001 - a damaged pickle may raise anything
+        return False
+
+
+def _next_to(path: Path, kind: str) -> Path:
+    """A name next to `path` that nothing has."""
+    while True:
+        name = f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}"
+        if _DRAFT_NAME.fullmatch(name):
+            return path.with_name(name)
+
+
+def _drafts(path: Path, kind: str = "") -> list[Path]:
+    """The folders next to `path` that were made for a checkpoint there, and hold nothing else."""
+    found = []
+    for name in sorted(os.listdir(path.parent)) if path.parent.is_dir() else ():
+        match, folder = _DRAFT_NAME.fullmatch(name), path.with_name(name)
+        if match and match["name"] == path.name and kind in ("", match["kind"]) and _holds_own_files_alone(folder):
+            found.append(folder)
+    return found
+
+
+def _holds_own_files_alone(folder: Path) -> bool:
+    try:
+        return not folder.is_symlink() and all(map(_OWN_FILE.fullmatch, os.listdir(folder)))
+    except OSError:  # no folder, or gone since
+        return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files of a checkpoint, its list first, without which it is none, and the folder if nothing else is in it."""
+    with suppress(OSError):
+        for name in sorted(filter(_OWN_FILE.fullmatch, os.listdir(folder)), key=lambda name: name != LIST):
+            os.unlink(folder / name)
+        os.rmdir(folder)
+
+
+class _Lock:
+    """A file in `folder`, locked until `release` or the end of this process, by which other processes know that the folder is in use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._close = weakref.finalize(self, os.close, handle)
+        leave_in_children(self)
+        _locks.add(self)
+        with suppress(OSError):  # a file system without locks: then no draft is ever taken for abandoned
+            fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Remove the file and let go of it."""
+        (self.folder / _LOCK).unlink(missing_ok=True)
+        self._close()
+        _locks.discard(self)
+
+    def abandon(self) -> None:
+        """Close a forked child's copy, which would keep the file locked when this process has ended."""
+        self._close()
+
+
+_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+"""Those of this process: a pipeline that failed in the middle of a save may have left one to the next."""
+
+
+def _is_locked(folder: Path) -> bool | None:
+    """Whether a process that lives has locked it; None where the file system cannot say."""
+    try:
+        handle = os.open(folder / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        return False
+    finally:
+        os.close(handle)
+
+
+def _refuse_second_process(path: Path) -> None:
+    own = {lock.folder for lock in _locks}
+    for left in _drafts(path):
+        if left not in own and _is_locked(left):
+            raise InputError(
+                f"another process is writing a checkpoint to {path} now, in {left.name}: give each job a path of its own, "
+                "and save there after it has ended"
+            )
 
 
 def _sync(folder: Path) -> None:

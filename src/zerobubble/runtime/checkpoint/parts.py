@@ -1,14 +1,14 @@
 """The parts of a checkpoint: the ranks plan together who writes what, then each writes its part, and rank 0 completes the whole.
 
-Only the planning needs all ranks at once. A part that is written leaves a note of what lies where, `part.N`, beside it in the folder, by
-which rank 0 knows that it is there; one that failed leaves `failed.N`.
+Only the planning needs all ranks at once. A part that is written leaves a note of what lies where and of its checksums, `part.N`, next to
+it in the folder, by which rank 0 knows that it is there; one that failed leaves `failed.N`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from zerobubble.runtime.checkpoint.checksums import FILE, SummedFiles, as_text
+from zerobubble.runtime.checkpoint.folder import SCHEDULE
 from zerobubble.runtime.checkpoint.planning import plan_together
 from zerobubble.runtime.checkpoint.together import Together
 
@@ -37,6 +39,7 @@ class Part:
         self._rank = together.rank
         self._num_ranks = together.num_ranks
         self._writer = FileSystemWriter(folder)
+        self._writer.fs = self._files = SummedFiles()
         self._planner = DefaultSavePlanner() if copies is None else _Copying(copies)
         self._plan, self._known = plan_together(tensors, self._writer, self._planner, together)
 
@@ -45,11 +48,13 @@ class Part:
         try:
             results = self._writer.write_data(self._plan, self._planner).value()
             note = self.folder / f"part.{self._rank}.writing"
-            note.write_bytes(pickle.dumps(results))
+            note.write_bytes(pickle.dumps((results, self._files.checksums)))
             os.rename(note, self._note(self._rank))
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):  # where not even that can be written, nothing more of this part arrives
                 (self.folder / f"failed.{self._rank}").touch()
+            if self._files.fault is not None:
+                raise self._files.fault from error
             raise
 
     def missing(self) -> list[int]:
@@ -64,16 +69,18 @@ class Part:
         """How much is in the folder."""
         return sum(entry.stat().st_size for entry in os.scandir(self.folder))
 
-    def complete(self) -> None:
-        """On rank 0, once all parts are there: write the list of what lies where."""
+    def complete(self, schedule: Mapping[str, Any] | None) -> None:
+        """On rank 0, once all parts are there: write the list of what lies where, the `schedule`, and the checksums of all files."""
         notes = [self._note(rank) for rank in range(self._num_ranks)]
-        self._writer.finish(self._known, [pickle.loads(note.read_bytes()) for note in notes])
+        results, checksums = zip(*(pickle.loads(note.read_bytes()) for note in notes), strict=True)
+        for theirs in checksums:
+            self._files.checksums |= theirs
+        self._writer.finish(self._known, list(results))
+        if schedule is not None:
+            self._files.write_text(self.folder / SCHEDULE, json.dumps(schedule) + "\n")
+        self._files.write_text(self.folder / FILE, as_text(self._files.checksums))
         for note in notes:
             note.unlink()
-
-    def remove(self) -> None:
-        """Remove what has been written, once no rank writes any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _note(self, rank: int) -> Path:
         return self.folder / f"part.{rank}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.checkpoint import contents
-from zerobubble.runtime.checkpoint.folder import find
+from zerobubble.runtime.checkpoint import checksums, contents
+from zerobubble.runtime.checkpoint.folder import find, place
 from zerobubble.runtime.checkpoint.joined import marks_of
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.optimizer_state import take_over
@@ -33,10 +36,41 @@ class Saved(NamedTuple):
     reader: CheckpointReader
     rest: dict[str, Any]
     tensors: Mapping[str, Any]
+    identity: int
 
-    def read(self, room: dict[str, Tensor]) -> None:
-        """Read tensors into `room`; every rank reads its own."""
-        _read(room, self.reader)
+    def read(self, room: dict[str, Tensor]) -> Staged:
+        """Read tensors for `room`, which stays as it is until they are taken over; every rank reads its own.
+
+        Raises `InputError` where they cannot be read, and where another checkpoint has replaced this one meanwhile.
+        """
+        staged = Staged()
+        with _readable(self.folder):
+            _read(room, self.reader, staged)
+        if checksums.identity(self.folder) != self.identity:
+            raise InputError(f"{self.folder} was replaced by another checkpoint while it was being read: read it again")
+        return staged
+
+
+class Staged(DefaultLoadPlanner):
+    """Tensors on the host that have been read for others, so that reading fails before anything has changed, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where a tensor is read to: not yet where it belongs."""
+        target = super().resolve_tensor(read_item)
+        staged = torch.empty(target.shape, dtype=target.dtype)
+        self._pairs.append((target, staged))
+        return staged
+
+    def take_over(self) -> None:
+        """Copy all of them to where they belong."""
+        with torch.no_grad():
+            for target, staged in self._pairs:
+                target.copy_(staged)
+        self._pairs.clear()
 
 
 class CheckpointReader(FileSystemReader):
@@ -59,23 +93,35 @@ class Reading:
         self._given = optimizer
         self._scaler = scaler
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def read(self, path: Any) -> dict[str, Any]:
         """Take over the checkpoint at `path` and give its extra; all ranks call it."""
         trained = self._trained
         with trained.activity("while loading a checkpoint"):
             trained.saves.finish()
-            optimizer, saved = agreed(trained, lambda: (settled(self._given), open_checkpoint(path)))
+            folder = self._checked(path)
+            optimizer, saved = agreed(trained, lambda: (settled(self._given), _open(folder)))
             trained.settle()
             names = trained.names()
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
             room = agreed(trained, lambda: self._room(saved, names, optimizer, {key for keys in held for key in keys}))
-            agreed(trained, lambda: self._take_over_hooks(saved))
+            own, staged = agreed(trained, lambda: (self._own(saved), saved.read(room)))
+            agreed(trained, lambda: self._take_over_hooks(own))
             with changing_weights():
-                saved.read(room)
+                staged.take_over()
             self._take_over(saved, names, optimizer, room)
             trained.gather(None, "taking over the checkpoint")
         extra: dict[str, Any] = saved.rest["extra"]
         return extra
+
+    def _checked(self, path: Any) -> Path:
+        """The folder of the checkpoint, of which each rank has compared a share of the files with their checksums; all ranks call it."""
+        trained = self._trained
+        folder = agreed(trained, lambda: find(place(path)))
+        agreed(trained, lambda: checksums.check(folder, trained.rank, trained.num_ranks))
+        mine = agreed(trained, lambda: checksums.identity(folder))
+        told = trained.gather(mine, "comparing which checkpoint is loaded")
+        agreed(trained, lambda: _refuse_different(told, folder, trained.rank))
+        return folder
 
     def _room(self, saved: Saved, names: Names, optimizer: Optimizer | None, held: set[str]) -> dict[str, Tensor]:
         """Where the checkpoint is read to: the model's own tensors, and new ones; raises `InputError` with all that does not fit."""
@@ -105,14 +151,21 @@ class Reading:
         trained = self._trained
         return bool(saved.rest["num_ranks"] == trained.num_ranks and saved.rest["layout"] == trained.layout())
 
-    def _take_over_hooks(self, saved: Saved) -> None:
-        """Give hooks their states, while nothing else has changed: one that cannot use its state raises `InputError`."""
+    def _own(self, saved: Saved) -> dict[str, Any] | None:
+        """What the checkpoint has for this rank alone, None where the ranks divide the model in another way."""
         if not self._goes_on_exactly(saved):
-            return
+            return None
         key = f"rank.{self._trained.rank}"
         room = contents.room_like(key, {key: saved.tensors[key]})
-        saved.read(room)
-        own = contents.as_value(room[key])
+        saved.read(room).take_over()
+        with _readable(saved.folder):
+            own: dict[str, Any] = contents.as_value(room[key])
+        return own
+
+    def _take_over_hooks(self, own: dict[str, Any] | None) -> None:
+        """Give hooks their states, while nothing else has changed: one that cannot use its state raises `InputError`."""
+        if own is None:
+            return
         for name, hook in contents.named_hooks(self._trained.hooks).items():
             if name in own["hooks"]:
                 hook.load_state_dict(own["hooks"][name])
@@ -135,25 +188,50 @@ class Reading:
             trained.take_over(saved.rest["num_steps"], saved.rest.get("draws_seed"))
 
 
-def open_checkpoint(path: Path) -> Saved:
-    """The checkpoint at `path`; raises `InputError` where there is none that can be read."""
-    folder = find(path)
-    try:
+def open_checkpoint(path: str | os.PathLike[str]) -> Saved:
+    """The checkpoint at `path`, for one process; raises `InputError` where there is none that can be read, or it is damaged."""
+    folder = find(place(path))
+    checksums.check(folder, 0, 1)
+    return _open(folder)
+
+
+def _open(folder: Path) -> Saved:
+    """The checkpoint in `folder`, whose files have been checked where it has checksums."""
+    identity = checksums.identity(folder)
+    with _readable(folder):
         reader = CheckpointReader(folder)
         tensors = reader.read_metadata().state_dict_metadata
-        rest = contents.room_like("rest", tensors)
-        _read(rest, reader)
-        told = contents.as_value(rest["rest"])
-    except (OSError, KeyError, ValueError, RuntimeError, EOFError) as error:
-        raise InputError(f"{folder} is no checkpoint of zb.save that can be read: {type(error).__name__}: {error}") from error
-    if told["form"] != contents.FORM:
-        raise InputError(f"{folder} is a checkpoint of form {told['form']}, and this version of zerobubble reads form {contents.FORM}")
-    return Saved(folder, reader, told, tensors)
+        room = contents.room_like("rest", tensors)
+        staged = Staged()
+        _read(room, reader, staged)
+        staged.take_over()
+        rest = contents.as_value(room["rest"])
+        form, has_checksums = rest["form"], "checksums" in rest
+    if form != contents.FORM:
+        raise InputError(f"{folder} is a checkpoint of form {form}, and this version of zerobubble reads form {contents.FORM}")
+    if has_checksums and checksums.read_checksums(folder) is None:
+        raise InputError(f"the checkpoint is damaged: {folder / checksums.FILE} is missing; restore it from a copy")
+    return Saved(folder, reader, rest, tensors, identity)
 
 
-def _read(room: dict[str, Tensor], reader: FileSystemReader) -> None:
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Whatever torch and pickle raise for damaged files comes out as an `InputError` that names the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise InputError(f"{folder} is no checkpoint of zb.save that can be read: {type(error).__name__}: {why}") from error
+
+
+def _refuse_different(told: list[int], folder: Path, rank: int) -> None:
+    if told[rank] != told[0]:
+        raise InputError(f"rank {rank} finds another checkpoint at {folder} than rank 0: give the same path on every rank")
+
+
+def _read(room: dict[str, Tensor], reader: FileSystemReader, planner: Staged) -> None:
     """What `torch.distributed.checkpoint.load` does with nobody else but this rank, which older versions of torch cannot be told."""
-    planner, metadata = DefaultLoadPlanner(), reader.read_metadata()
+    metadata = reader.read_metadata()
     planner.set_up_planner(room, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())

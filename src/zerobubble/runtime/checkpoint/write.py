@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from zerobubble.arguments import instance, optional, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import contents
 from zerobubble.runtime.checkpoint.background import Saving
-from zerobubble.runtime.checkpoint.folder import publish, room_beside
+from zerobubble.runtime.checkpoint.checksums import FILE
+from zerobubble.runtime.checkpoint.folder import Draft, place
 from zerobubble.runtime.checkpoint.joined import marks_of
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.optimizer_state import states_of
@@ -27,8 +27,6 @@ from zerobubble.runtime.checkpoint.trained import Trained
 from zerobubble.runtime.hooks.post_validation import PostValidation
 
 AnyOptimizer = Optimizer | PostValidation
-SCHEDULE = "schedule.json"
-"""The file with the schedule, or the plan, beside the tensors."""
 
 
 class Writing:
@@ -42,18 +40,17 @@ class Writing:
         self._scaler = scaler
         self._extra = extra
 
-    def write(self, path: Path, *, wait: bool) -> Saving:
+    def write(self, path: Any, *, wait: bool) -> Saving:
         """Write the checkpoint, or begin to; all ranks call it."""
         trained = self._trained
         with trained.activity("while saving a checkpoint"):
             saves = trained.saves
             saves.finish()
+            found = self._place(path)
             tensors = self._tensors()
-            room = Path(trained.gather(str(room_beside(path)), "choosing where to write")[0])
-            agreed(trained, lambda: self._make(room, path))
-            part = Part(tensors, room, trained, None if wait else saves.copies)
-            schedule = trained.schedule()
-            saving = Saving(part, lambda part: _publish(part, path, schedule), trained)
+            draft, folder = self._draft(found)
+            part = Part(tensors, folder, trained, None if wait else saves.copies)
+            saving = Saving(part, draft, trained.schedule(), trained)
             if wait:
                 saving.write_now()
                 saving.wait()
@@ -61,13 +58,26 @@ class Writing:
                 saves.start(saving)
         return saving
 
-    def _make(self, room: Path, path: Path) -> None:
-        """On rank 0, make the folder in which all ranks write; raises `InputError` where it cannot be made."""
-        if self._trained.rank == 0:
-            try:
-                room.mkdir(parents=True)
-            except OSError as error:
-                raise InputError(f"a checkpoint cannot be written to {path}: {error.strerror}") from error
+    def _place(self, path: Any) -> Path:
+        """Where the checkpoint shall be; raises `InputError` on every rank for what is no path, and for ranks with different ones."""
+        trained = self._trained
+        found = agreed(trained, lambda: place(path))
+        given = trained.gather(os.fsdecode(path), "comparing where to write")
+        agreed(trained, lambda: _refuse_other([{"path": each} for each in given]))
+        return found
+
+    def _draft(self, path: Path) -> tuple[Draft | None, Path]:
+        """The draft, on rank 0, and its folder, in which all ranks write; raises `InputError` on every rank where there can be none."""
+        trained = self._trained
+        draft = agreed(trained, lambda: Draft(path) if trained.rank == 0 else None)
+        folder = Path(trained.gather(draft and str(draft.folder), "choosing where to write")[0])
+        try:
+            agreed(trained, lambda: _refuse_unseen(folder, trained.rank))
+        except InputError:
+            if draft is not None:
+                draft.remove()
+            raise
+        return draft, folder
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that this rank has, as tensors by key; raises `InputError` on every rank for what cannot be saved on one."""
@@ -81,6 +91,7 @@ class Writing:
         options = {name: kept for theirs in told for name, kept in theirs["optimizer"].items()}
         rest = {"form": contents.FORM, "num_ranks": len(told), "num_steps": num_steps, **names.as_plain(), "optimizer": options}
         rest |= {"draws_seed": trained.draws_seed(), "layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
+        rest["checksums"] = FILE
         own = {"hooks": mine["hooks"], "random": plain_states()}
         return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
 
@@ -113,7 +124,7 @@ def settled(optimizer: AnyOptimizer | None) -> Optimizer | None:
 
 def _refuse_other(told: list[dict[str, Any]]) -> None:
     """Raise `InputError` where ranks have `told` other things that there are once in a checkpoint."""
-    for what in ("extra", "scaler"):
+    for what in {"extra", "scaler", "path"} & told[0].keys():
         for rank, theirs in enumerate(told):
             if theirs[what] != told[0][what]:
                 raise InputError(
@@ -122,11 +133,7 @@ def _refuse_other(told: list[dict[str, Any]]) -> None:
                 )
 
 
-def _publish(part: Part, path: Path, schedule: dict[str, Any] | None) -> None:
-    """On rank 0, when all parts are there."""
-    if schedule is not None:
-        with (part.folder / SCHEDULE).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(schedule) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    publish(part.folder, path)
+def _refuse_unseen(folder: Path, rank: int) -> None:
+    """Raise `InputError` on a rank that does not see the `folder` that rank 0 has made."""
+    if not folder.is_dir():
+        raise InputError(f"rank {rank} does not see {folder}, which rank 0 has made: save to a file system that all ranks share")

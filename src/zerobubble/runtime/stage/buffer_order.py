@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.values.buffers import buffers_of
 
 _Key = tuple[str, str]
 
@@ -18,7 +19,7 @@ class BufferOrder:
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self._index = index
-        self._parts = [(path, part) for path, part in module.named_modules() if part._buffers]
+        self._parts = [(path, part) for path, part in module.named_modules() if buffers_of(part)]
         self._last = self._now()
         self._num_forwards = 0
         self._forward_of: dict[int, int] = {}
@@ -53,6 +54,6 @@ class BufferOrder:
         return {
             (path, name): (id(buffer), 0 if buffer.is_inference() else buffer._version)
             for path, part in self._parts
-            for name, buffer in part._buffers.items()
+            for name, buffer in buffers_of(part).items()
             if buffer is not None
         }

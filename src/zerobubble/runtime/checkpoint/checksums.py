@@ -1,0 +1,166 @@
+"""Checksums of the files of a checkpoint, taken while they are written and compared before anything is loaded.
+
+`checksums.json` has the size and the CRC-32 of every other file, and a CRC-32 of its own. A checkpoint of an earlier version has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedWriter, FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from zerobubble.errors import InputError, ParseError, parsed_json, reading
+
+FILE = "checksums.json"
+LIST = ".metadata"
+"""torch's list of what lies where."""
+_CHUNK_BYTES = 1 << 22
+
+
+class Checksum(NamedTuple):
+    """The number of bytes of a file, and their CRC-32."""
+
+    num_bytes: int
+    crc32: int
+
+
+Checksums = dict[str, Checksum]
+"""By the name of the file."""
+
+
+class SummedFiles(FileSystem):
+    """torch's access to files, which also takes the checksums of those that it writes.
+
+    `fault` is the last error of the system in writing: torch's archives raise an error of their own in its place.
+    """
+
+    def __init__(self) -> None:
+        self.checksums: Checksums = {}
+        self.fault: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file as torch asks for it."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        try:
+            with _SummedStream(path, self) as summed:
+                yield summed
+        except OSError as error:
+            self.fault = error
+            raise
+        self.checksums[Path(path).name] = Checksum(summed.num_bytes, summed.crc32)
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Write a file of text, and have the system write it at once."""
+        with self.create_stream(path, "wb") as stream:
+            stream.write(text.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file that has been written."""
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class _SummedStream(BufferedWriter):
+    """A new file, and the checksum of what has been written to it; `files` hears of errors."""
+
+    def __init__(self, path: str | os.PathLike[str], files: SummedFiles) -> None:
+        super().__init__(FileIO(path, "w"))
+        self.num_bytes = 0
+        self.crc32 = 0
+        self._files = files
+
+    def write(self, data: Any) -> int:
+        """Write `data`; archives write from their beginning to their end."""
+        self.crc32 = zlib.crc32(data, self.crc32)
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self._files.fault = error
+            raise
+        self.num_bytes += written
+        return written
+
+
+def as_text(checksums: Mapping[str, Checksum]) -> str:
+    """What `checksums.json` holds."""
+    files = {name: list(checksum) for name, checksum in sorted(checksums.items())}
+    return json.dumps({"format": "zerobubble checksums 1", "files": files, "crc32": zlib.crc32(json.dumps(files).encode())}) + "\n"
+
+
+def read_checksums(folder: Path) -> Checksums | None:
+    """Those of the checkpoint in `folder`, None where it has none; raises `InputError` where they cannot be trusted."""
+    file = folder / FILE
+    try:
+        text = file.read_bytes().decode()
+        data = parsed_json(text)
+        with reading("checksums", data):
+            checksums = {name: Checksum(*numbers) for name, numbers in data["files"].items()}
+        is_whole = as_text(checksums) == text
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+    except (ParseError, UnicodeDecodeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise InputError(_damaged(file, "its content does not match its own checksum"))
+    return checksums
+
+
+def check(folder: Path, share: int, num_shares: int) -> None:
+    """Compare one of `num_shares` shares of the files in `folder`; raises `InputError` for the first that is not as it was written."""
+    checksums = read_checksums(folder)
+    if checksums is None:
+        return
+    largest_first = sorted(checksums, key=lambda name: (-checksums[name].num_bytes, name))
+    for name in largest_first[share::num_shares]:
+        _check_file(folder / name, checksums[name])
+
+
+def _check_file(file: Path, written: Checksum) -> None:
+    try:
+        found = _checksum_of(file, written.num_bytes)
+    except FileNotFoundError:
+        raise InputError(_damaged(file, "it is missing")) from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+    if found.num_bytes != written.num_bytes:
+        raise InputError(_damaged(file, f"it has {found.num_bytes:,} bytes and was written with {written.num_bytes:,}"))
+    if found != written:
+        raise InputError(_damaged(file, f"its CRC-32 is {found.crc32:08x} and was {written.crc32:08x} when it was written"))
+
+
+def _checksum_of(file: Path, num_bytes: int) -> Checksum:
+    """The checksum of `file`, of which no byte is read where it has not `num_bytes`."""
+    with file.open("rb", buffering=0) as stream:
+        found, crc32 = os.fstat(stream.fileno()).st_size, 0
+        while found == num_bytes and (chunk := stream.read(_CHUNK_BYTES)):
+            crc32 = zlib.crc32(chunk, crc32)
+    return Checksum(found, crc32)
+
+
+def _damaged(file: Path, why: str) -> str:
+    return f"the checkpoint is damaged in {file}: {why}; load another checkpoint, or restore this file from a copy"
+
+
+def identity(folder: Path) -> int:
+    """A number that differs between any two checkpoints, for torch gives each list an id of its own."""
+    try:
+        return zlib.crc32((folder / LIST).read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{folder} is no checkpoint of zb.save, which would have {LIST} in it") from None
+    except OSError as error:
+        raise InputError(f"{folder / LIST} cannot be read: {error.strerror}") from error

@@ -1,0 +1,234 @@
+"""A checkpoint with a damaged file is one `InputError` that names the file, on every rank, and nothing has changed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import zerobubble as zb
+from tests.procs.exhaustive import EXHAUSTIVE
+from tests.procs.models import loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_checkpoint import MICROBATCHES, cut, optimizer_for, train
+from zerobubble.runtime.checkpoint.checksums import FILE
+from zerobubble.runtime.checkpoint.contents import as_tensor, as_value, room_like
+from zerobubble.runtime.step.hook import StepHook
+
+NUM_CORRUPTIONS = 700 if EXHAUSTIVE else 70
+NUM_ON_RANKS = 60 if EXHAUSTIVE else 10
+
+
+def flip_a_bit(file: Path, draw: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+
+
+def zero_a_block(file: Path, draw: random.Random) -> None:
+    data = file.read_bytes()
+    begin = draw.randrange(len(data))
+    block = data[begin : begin + draw.choice([1, 16, 512])]
+    data = data[:begin] + bytes(len(block)) + data[begin + len(block) :]
+    file.write_bytes(data if any(block) else data[:-1])
+
+
+def overwrite_a_block(file: Path, draw: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    begin = draw.randrange(len(data))
+    data[begin : begin + 8] = draw.randbytes(len(data[begin : begin + 8]))
+    file.write_bytes(data)
+
+
+def cut_off(file: Path, draw: random.Random) -> None:
+    file.write_bytes(file.read_bytes()[: draw.randrange(file.stat().st_size)])
+
+
+def append(file: Path, draw: random.Random) -> None:
+    file.write_bytes(file.read_bytes() + draw.randbytes(draw.randrange(1, 64)))
+
+
+def remove(file: Path, draw: random.Random) -> None:
+    file.unlink()
+
+
+CORRUPTIONS: tuple[Callable[[Path, random.Random], None], ...] = (
+    *(flip_a_bit, zero_a_block, overwrite_a_block),
+    *(cut_off, append, remove),
+)
+
+
+def corrupted(whole: Path, folder: Path, seed: int) -> Path:
+    """A copy of a checkpoint with one file damaged at random; gives the file."""
+    draw = random.Random(seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+    file = folder / draw.choice(sorted(each.name for each in whole.iterdir()))
+    before = file.read_bytes()
+    while file.exists() and file.read_bytes() == before:
+        draw.choice(CORRUPTIONS)(file, draw)
+    return file
+
+
+class Normed(nn.Module):
+    """Parameters and buffers, for an optimizer that keeps two tensors of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+
+def stepped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model alone after a step."""
+    torch.manual_seed(seed)
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.rand(8, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def numbers_of(modules: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of parameters, buffers and what the optimizer keeps."""
+    kept = [tensor for module in modules for tensor in module.state_dict().values()]
+    kept += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [tensor.clone() for tensor in kept]
+
+
+def same(before: list[Tensor], after: list[Tensor]) -> bool:
+    return len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+def test_no_corruption_is_loaded_in_silence_or_by_half(tmp_path: Path) -> None:
+    zb.save(tmp_path / "whole", *stepped(0), extra={"seen": 1})
+    model, optimizer = stepped(1)
+    before = numbers_of([model], optimizer)
+    for seed in range(NUM_CORRUPTIONS):
+        file = corrupted(tmp_path / "whole", tmp_path / "damaged", seed)
+        with pytest.raises(zb.InputError) as caught:
+            zb.load(tmp_path / "damaged", model, optimizer)
+        assert str(file) in str(caught.value), seed
+        assert same(before, numbers_of([model], optimizer)), seed
+    zb.load(tmp_path / "whole", model, optimizer)
+    model_then, optimizer_then = stepped(0)
+    assert same(numbers_of([model], optimizer), numbers_of([model_then], optimizer_then))
+
+
+def damaged_on_ranks(group: Any, folder: str) -> list[tuple[str, str, bool]]:
+    """Per corruption: the file, the error, and whether everything is as it was; then a step, and a load of the whole checkpoint."""
+    whole, damaged = Path(folder, "whole"), Path(folder, "damaged")
+    found = []
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        optimizer = optimizer_for(pipe)
+        train(pipe, optimizer, range(1))
+        zb.save(whole, pipe, optimizer)
+        saved = numbers_of(pipe.modules.values(), optimizer)
+        train(pipe, optimizer, range(1, 2))
+        before = numbers_of(pipe.modules.values(), optimizer)
+        for seed in range(NUM_ON_RANKS):
+            file = corrupted(whole, damaged, seed) if pipe.rank == 0 else None
+            torch.distributed.barrier(group)
+            with pytest.raises(zb.InputError) as caught:
+                zb.load(damaged, pipe, optimizer)
+            found.append((str(file), str(caught.value), same(before, numbers_of(pipe.modules.values(), optimizer))))
+        zb.load(whole, pipe, optimizer)
+        assert same(saved, numbers_of(pipe.modules.values(), optimizer))
+        train(pipe, optimizer, range(1, 2))
+        assert same(before, numbers_of(pipe.modules.values(), optimizer))
+    return found
+
+
+def test_every_rank_names_the_damaged_file_and_the_pipeline_goes_on(world: Ranks, tmp_path: Path) -> None:
+    first, second = world.run(damaged_on_ranks, str(tmp_path), ranks=2)
+    for (file, message, is_as_before), (_, theirs, is_theirs) in zip(first, second, strict=True):
+        assert message == theirs
+        assert file in message
+        assert is_as_before
+        assert is_theirs
+
+
+class Refusing(StepHook):
+    """Has a state that it does not take over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise zb.InputError("not this state")
+
+
+def refused_late(group: Any, path: str) -> tuple[list[str], bool]:
+    """What is raised after everything has been read: by a hook of one rank, and for other checkpoints on other ranks."""
+    told = []
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
+        optimizer = optimizer_for(pipe)
+        if pipe.rank == 1:
+            pipe.attach(Refusing())
+        zb.save(f"{path}-0", pipe, optimizer)
+        train(pipe, optimizer, range(1))
+        zb.save(f"{path}-1", pipe, optimizer)
+        before = numbers_of(pipe.modules.values(), optimizer)
+        for place in (f"{path}-0", f"{path}-{pipe.rank}"):
+            with pytest.raises(zb.InputError) as caught:
+                zb.load(place, pipe, optimizer)
+            told.append(str(caught.value))
+        return told, same(before, numbers_of(pipe.modules.values(), optimizer))
+
+
+def test_a_load_that_a_hook_refuses_and_one_of_two_checkpoints_change_nothing(world: Ranks, tmp_path: Path) -> None:
+    first, second = world.run(refused_late, str(tmp_path / "last"), ranks=2)
+    assert first == second
+    (of_the_hook, of_the_checkpoints), is_as_before = first
+    assert of_the_hook == "not this state"
+    assert "rank 1 finds another checkpoint" in of_the_checkpoints
+    assert is_as_before
+
+
+def as_earlier_versions(whole: Path, folder: Path) -> None:
+    """Write a checkpoint again without checksums."""
+    reader = FileSystemReader(whole)
+    tensors = reader.read_metadata().state_dict_metadata
+    state = {key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype) for key in tensors}
+    load(state, storage_reader=reader, no_dist=True)
+    rest = as_value(state["rest"])
+    del rest["checksums"]
+    save({**state, "rest": as_tensor(rest)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_without_checksums_load_whole_or_not_at_all(tmp_path: Path) -> None:
+    model, optimizer = stepped(0)
+    zb.save(tmp_path / "whole", model, optimizer, extra={"seen": 1})
+    saved = numbers_of([model], optimizer)
+    as_earlier_versions(tmp_path / "whole", tmp_path / "earlier")
+    assert room_like("rest", FileSystemReader(tmp_path / "earlier").read_metadata().state_dict_metadata)
+    model, optimizer = stepped(1)
+    before = numbers_of([model], optimizer)
+    for seed in range(10):
+        for name in (".metadata", "__0_0.distcp"):
+            shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
+            shutil.copytree(tmp_path / "earlier", tmp_path / "damaged")
+            cut_off(tmp_path / "damaged" / name, random.Random(seed))
+            with pytest.raises(zb.InputError) as caught:
+                zb.load(tmp_path / "damaged", model, optimizer)
+            assert str(tmp_path / "damaged") in str(caught.value)
+            assert same(before, numbers_of([model], optimizer))
+    assert zb.load(tmp_path / "earlier", model, optimizer) == {"seen": 1}
+    assert same(saved, numbers_of([model], optimizer))
+    zb.save(tmp_path / "earlier", model, optimizer)
+    assert json.loads((tmp_path / "earlier" / FILE).read_text())["files"].keys() == {".metadata", "__0_0.distcp"}
