@@ -66,6 +66,14 @@ def test_a_trained_llama_has_the_same_logits_in_transformers(world: Ranks, tmp_p
     small.num_hidden_layers = 2
     with pytest.raises(zb.InputError, match=r"of another model: it has and the model lacks model.layers.2.input_layernorm.weight"):
         zb.io.export_weights(checkpoint, tmp_path / "wrong", small)
+    metadata = checkpoint / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-9])
+    with pytest.raises(zb.InputError) as caught:
+        zb.io.export_weights(checkpoint, tmp_path / "wrong", llama_config(tied=False))
+    assert str(metadata) in str(caught.value)
+    for wrong in ("", "a\0b"):
+        with pytest.raises(zb.InputError, match="folder"):
+            zb.io.export_weights(tmp_path / "checkpoint-True", wrong, llama_config(tied=True))
     assert not (tmp_path / "wrong").exists()
 
 

@@ -45,7 +45,7 @@ def _model_with(saved: Saved, config: Any) -> Any:
     if faults:
         raise InputError("; ".join(faults))
     room = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
-    saved.read(room).take_over()
+    saved.read(room)
     read = {key.removeprefix("model."): tensor for key, tensor in room.items()}
     model.load_state_dict(read, assign=True)
     model.tie_weights()

@@ -38,17 +38,24 @@ class Saved(NamedTuple):
     tensors: Mapping[str, Any]
     identity: int
 
-    def read(self, room: dict[str, Tensor]) -> Staged:
-        """Read tensors for `room`, which stays as it is until they are taken over; every rank reads its own.
+    def read(self, room: dict[str, Tensor]) -> None:
+        """Read tensors into `room`, which nobody uses yet; every rank reads its own.
 
         Raises `InputError` where they cannot be read, and where another checkpoint has replaced this one meanwhile.
         """
+        self._read(room, DefaultLoadPlanner())
+
+    def stage(self, room: dict[str, Tensor]) -> Staged:
+        """As `read`, but `room` stays as it is until what was read is taken over."""
         staged = Staged()
+        self._read(room, staged)
+        return staged
+
+    def _read(self, room: dict[str, Tensor], planner: DefaultLoadPlanner) -> None:
         with _readable(self.folder):
-            _read(room, self.reader, staged)
+            _read(room, self.reader, planner)
         if checksums.identity(self.folder) != self.identity:
             raise InputError(f"{self.folder} was replaced by another checkpoint while it was being read: read it again")
-        return staged
 
 
 class Staged(DefaultLoadPlanner):
@@ -104,7 +111,7 @@ class Reading:
             names = trained.names()
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
             room = agreed(trained, lambda: self._room(saved, names, optimizer, {key for keys in held for key in keys}))
-            own, staged = agreed(trained, lambda: (self._own(saved), saved.read(room)))
+            own, staged = agreed(trained, lambda: (self._own(saved), saved.stage(room)))
             agreed(trained, lambda: self._take_over_hooks(own))
             with changing_weights():
                 staged.take_over()
@@ -157,7 +164,7 @@ class Reading:
             return None
         key = f"rank.{self._trained.rank}"
         room = contents.room_like(key, {key: saved.tensors[key]})
-        saved.read(room).take_over()
+        saved.read(room)
         with _readable(saved.folder):
             own: dict[str, Any] = contents.as_value(room[key])
         return own
@@ -202,9 +209,7 @@ def _open(folder: Path) -> Saved:
         reader = CheckpointReader(folder)
         tensors = reader.read_metadata().state_dict_metadata
         room = contents.room_like("rest", tensors)
-        staged = Staged()
-        _read(room, reader, staged)
-        staged.take_over()
+        _read(room, reader, DefaultLoadPlanner())
         rest = contents.as_value(room["rest"])
         form, has_checksums = rest["form"], "checksums" in rest
     if form != contents.FORM:
@@ -229,7 +234,7 @@ def _refuse_different(told: list[int], folder: Path, rank: int) -> None:
         raise InputError(f"rank {rank} finds another checkpoint at {folder} than rank 0: give the same path on every rank")
 
 
-def _read(room: dict[str, Tensor], reader: FileSystemReader, planner: Staged) -> None:
+def _read(room: dict[str, Tensor], reader: FileSystemReader, planner: DefaultLoadPlanner) -> None:
     """What `torch.distributed.checkpoint.load` does with nobody else but this rank, which older versions of torch cannot be told."""
     metadata = reader.read_metadata()
     planner.set_up_planner(room, metadata, is_coordinator=True)
