@@ -369,6 +369,51 @@ def test_an_optimizer_without_a_barrier_steps_as_on_one_device(world: Ranks, nam
     assert max(world.run(post_validated, names, ranks=4)) < 1e-11
 
 
+def scaled(group: dist.ProcessGroup, waits: bool) -> tuple[float, float, float]:
+    """The worst relative difference of the parameters, after steps with a scaler of which one overflows on one rank, and both scales."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2))
+    with zb.Pipeline(divided(mesh), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
+        modules = [undivided(stage, 2) for stage in range(2)]
+        theirs = torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=1e-2)
+        inner = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        validated = None if waits else zb.PostValidation(inner, pipe, max_norm=0.8, scaler=scaler)
+        for seed in range(4):
+            inputs, targets = batch(MICROBATCHES, seed=seed)
+            other.scale(loss_fn(nn.Sequential(*modules)(inputs), targets)).backward()
+            pipe.step(inputs, targets, scaler=scaler)
+            if seed == 2:
+                next(modules[0].parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+                if dist.get_rank() == 1:
+                    next(one for one in pipe.parameters() if isinstance(one, DTensor)).grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
+            other.unscale_(theirs)
+            nn.utils.clip_grad_norm_(nn.ModuleList(modules).parameters(), 0.8)
+            other.step(theirs)
+            other.update()
+            theirs.zero_grad()
+            if validated is None:
+                pipe.unscale_(scaler, inner)
+                pipe.clip_grad_norm_(0.8)
+                scaler.step(inner)
+                scaler.update()
+            else:
+                validated.step()
+            inner.zero_grad()
+        if validated is not None:
+            validated.settle()
+        pairs = [
+            pair for stage, module in pipe.modules.items() for pair in zip(module.parameters(), modules[stage].parameters(), strict=True)
+        ]
+        return max(relative(whole(ours), its) for ours, its in pairs), scaler.get_scale(), other.get_scale()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_scaler_sees_gradients_that_tensor_parallelism_divides(world: Ranks, waits: bool) -> None:
+    for error, scale, expected in world.run(scaled, waits, ranks=4):
+        assert error < 1e-12
+        assert scale == expected
+
+
 def tied_replicas(group: dist.ProcessGroup, schedule: str) -> float:
     """The embedding is the head, gradients of two steps are summed; the worst relative difference."""
 

@@ -19,7 +19,6 @@ class Runner:
     """What of a runner an optimizer meets."""
 
     def __init__(self, *parameters: torch.nn.Parameter) -> None:
-        self.hooks = [object()]
         self._parameters = parameters
         self.told = 0
         self.itself: Any = self  # a cycle, as real runners are in: the garbage collector ends it, at any moment
@@ -27,7 +26,10 @@ class Runner:
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         return self._parameters
 
-    def before_optimizer(self) -> None:
+    def looks_at(self, optimizer: torch.optim.Optimizer) -> bool:
+        return True
+
+    def before_step_of(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         self.told += 1
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.models import InBackward, batch, loss_fn
+from tests.procs.models import build as plain
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.pure.shapes import TRAINING
@@ -28,6 +29,7 @@ from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 
 LIMIT = 8.0
 """Above the norms that come up by themselves."""
+WORK = zb.Workload.uniform(2, (20, 21, 19))
 
 
 class Spoiled(nn.Module):
@@ -121,13 +123,9 @@ def train(group: Any, case: Case, seed: int = 0) -> Run:
     """Train with some steps clipped and some left out, on batches of two lengths, the second of which first comes in a step taken back."""
     schedule = zb.make(case.schedule, group.size(), case.microbatches)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, growth_interval=2) if case.scale else None
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return loss_fn(output, target) if scaler is None else scaler.scale(loss_fn(output, target))
-
     torch.manual_seed(7 + group.rank())
     transport = "gloo" if case.lanes else "shared-memory"
-    with zb.Pipeline(build, schedule, case.microbatches, loss, group=group, transport=transport) as pipe:
+    with zb.Pipeline(build, schedule, case.microbatches, loss_fn, group=group, transport=transport) as pipe:
         return loop(pipe, case, scaler)
 
 
@@ -135,15 +133,13 @@ def loop(pipe: zb.Pipeline, case: Case, scaler: torch.amp.GradScaler | None) -> 
     losses, norms = [], []
     inner = MAKERS[case.kind](pipe.parameters())
     optimizer = zb.PostValidation(inner, pipe, LIMIT, scaler, case.way) if case.way else None
-    if scaler is not None:
-        scaler.scale(torch.ones(()))
     calls = CountCalls(pipe)
     rate = torch.optim.lr_scheduler.StepLR(inner, 3, 0.95)
     for step in range(case.steps):
         for part in range(case.accumulate):
             spoil(pipe, step, case.steps)
             data = batch(case.microbatches, seed=step * case.accumulate + part, length=4 if step % 4 == 1 else 5)
-            losses.append(pipe.step(*data).item())
+            losses.append(pipe.step(*data, scaler=scaler).item())
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -172,14 +168,12 @@ def look(pipe: zb.Pipeline, optimizer: Any, step: int) -> float:
 def step_synchronously(pipe: zb.Pipeline, inner: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> float:
     """The loop to equal; every rank's scaler hears of all overflows."""
     if scaler is not None:
-        scaler.unscale_(inner)
+        pipe.unscale_(scaler, inner)
     total = pipe.clip_grad_norm_(LIMIT)
     if scaler is None:
         if total.isfinite():
             inner.step()
     else:
-        for found in scaler._found_inf_per_device(inner).values():
-            found.fill_(float(not total.isfinite()))
         scaler.step(inner)
         scaler.update()
     return total.item()
@@ -258,13 +252,208 @@ def test_gradients_of_several_steps_of_the_pipeline(world: Ranks, name: str) -> 
     check_equal(world.run(train_both, Case(name, "momentum", accumulate=2), ranks=4))
 
 
-@pytest.mark.parametrize(("name", "ranks"), every(2, [("zb-h2", 3), ("zb-v", 4)]))
+@pytest.mark.parametrize(("name", "ranks"), every(2, [("zb-v", 4), ("zb-h2", 3)]))
 def test_a_scaler_skips_and_grows_alike_on_all_ranks(world: Ranks, name: str, ranks: int) -> None:
     pairs = world.run(train_both, Case(name, "adamw", scale=64.0), ranks=ranks)
     check_equal(pairs)
     scales = {found.state[-1].item() for _, found in pairs}
     assert len(scales) == 1
     assert scales != {64.0}
+
+
+def scaled_beside_one_device(group: Any, name: str) -> tuple[float, float, float]:
+    """The largest difference of parameters from one device's after steps that are clipped, overflow and scale up; both scales."""
+    schedule = zb.plan(WORK, 4, placements="vee", evaluations=200).schedule if name == "plan" else zb.make(name, 2, 4)
+    factor = 1.0
+
+    def loud(output: Tensor, target: Tensor) -> Tensor:
+        return factor * loss_fn(output, target)
+
+    whole = [plain(stage, schedule.num_stages) for stage in range(schedule.num_stages)]
+    theirs = torch.optim.AdamW(nn.ModuleList(whole).parameters(), lr=0.01)
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2))
+    with zb.Pipeline(plain, schedule, 4, loud, group=group) as pipe:
+        optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=0.01), pipe, LIMIT, scaler)
+        for step in range(8):
+            factor = {0: 1e3, 3: math.inf, 4: 1e3, 7: 1e4}.get(step, 1.0)
+            inputs, targets = batch(4, seed=step)
+            pipe.step(inputs, targets, scaler=scaler)
+            for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                other.scale(loud(nn.Sequential(*whole)(x), y) / 4).backward()
+            other.unscale_(theirs)
+            nn.utils.clip_grad_norm_(nn.ModuleList(whole).parameters(), LIMIT)
+            other.step(theirs)
+            other.update()
+            theirs.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.settle()
+        pairs = [
+            pair for stage, module in pipe.modules.items() for pair in zip(module.parameters(), whole[stage].parameters(), strict=True)
+        ]
+        return max((mine - its).abs().max().item() for mine, its in pairs), scaler.get_scale(), other.get_scale()
+
+
+@pytest.mark.parametrize("name", ["zb-v", "plan", "dualpipe-v", "zb-h1"])
+def test_a_scale_that_changes_leaves_one_device_s_steps(world: Ranks, name: str) -> None:
+    for error, scale, expected in world.run(scaled_beside_one_device, name, ranks=2):
+        assert error < 1e-12
+        assert scale == expected != 64.0
+
+
+def scaler_elsewhere(group: Any, given: bool, had: bool, other: bool) -> str:
+    """What a step is told where pipeline and optimizer have not the same scaler."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    with zb.Pipeline(plain, "zb-h1", 4, loss_fn, group=group) as pipe:
+        optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, scaler=scalers[0] if had else None)
+        pipe.step(*batch(4), scaler=scalers[other] if given else None)
+        with pytest.raises(zb.PipelineError) as caught:
+            optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "had", "other", "said"),
+    [
+        (True, False, False, "the last step was given a scaler, and PostValidation has none"),
+        (False, True, False, "the last step was given no scaler, and PostValidation has one"),
+        (True, True, True, "the last step was given another scaler, and PostValidation has one"),
+    ],
+)
+def test_pipeline_and_optimizer_have_the_same_scaler(world: Ranks, given: bool, had: bool, other: bool, said: str) -> None:
+    for text in world.run(scaler_elsewhere, given, had, other, ranks=2):
+        assert said in text
+
+
+Muon = getattr(torch.optim, "Muon", torch.optim.SGD)  # from torch 2.9 on
+
+
+def muon_and_adamw(pipe: zb.Pipeline) -> list[torch.optim.Optimizer]:
+    """One for matrices and one for the rest."""
+    matrices, rest = ([one for one in pipe.parameters() if (one.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    return [Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def train_with_two(group: Any, folder: Path, *, waits: bool) -> tuple[list[Tensor], list[bool]]:
+    """The state after steps that are clipped, left out and plain, and whether a checkpoint gave another pipeline all of it."""
+    scaler, factor = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2), 1.0
+
+    def loud(output: Tensor, target: Tensor) -> Tensor:
+        return factor * loss_fn(output, target)
+
+    with zb.Pipeline(plain, "zb-v", 4, loud, group=group) as pipe:
+        optimizers = muon_and_adamw(pipe)
+        validated = None if waits else zb.PostValidation(optimizers, pipe, LIMIT, scaler, "copy")
+        for step in range(6):
+            factor = {1: 1e3, 2: math.inf, 4: 1e3}.get(step, 1.0)
+            pipe.step(*batch(4, seed=step), scaler=scaler)
+            if validated is None:
+                pipe.unscale_(scaler, optimizers)
+                pipe.clip_grad_norm_(LIMIT)
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+            else:
+                validated.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        zb.save(folder, pipe, validated or optimizers, scaler=scaler)
+        state = [tensor for optimizer in optimizers for tensor in state_of(pipe, optimizer)]
+    with zb.Pipeline(plain, "zb-v", 4, loud, group=group) as pipe:
+        optimizers = muon_and_adamw(pipe)
+        zb.load(folder, pipe, optimizers, scaler=scaler)
+        loaded = [tensor for optimizer in optimizers for tensor in state_of(pipe, optimizer)]
+        return state, [torch.equal(one, other) for one, other in zip(state, loaded, strict=True)]
+
+
+def train_with_two_both_ways(group: Any, folder: Path) -> tuple[bool, bool]:
+    """Whether both ways leave the same state, and checkpoints all of it."""
+    (expected, kept), (found, also_kept) = (train_with_two(group, folder / str(waits), waits=waits) for waits in (True, False))
+    return all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)), all(kept + also_kept)
+
+
+def test_several_optimizers_step_as_one(world: Ranks, tmp_path: Path) -> None:
+    assert world.run(train_with_two_both_ways, tmp_path, ranks=2) == [(True, True)] * 2
+
+
+def refused_optimizers(group: Any, folder: Path) -> list[str]:
+    """What is said where one of two optimizers is given, a third one steps, or gradients are still scaled."""
+    scaler, said = torch.amp.GradScaler("cpu", init_scale=4.0), []
+
+    def refused(use: Any) -> None:
+        with pytest.raises(zb.InputError) as caught:
+            use()
+        said.append(str(caught.value))
+
+    with zb.Pipeline(plain, "zb-h1", 4, loss_fn, group=group) as pipe:
+        muon, adamw = muon_and_adamw(pipe)
+        pipe.step(*batch(4), scaler=scaler)
+        refused(adamw.step)
+        refused(lambda: pipe.clip_grad_norm_(1.0))
+        pipe.unscale_(scaler, adamw)
+        adamw.step()
+        refused(muon.step)
+        pipe.unscale_(scaler, [muon])
+        muon.step()
+        refused(lambda: zb.save(folder, pipe, muon))
+        refused(lambda: zb.PostValidation([adamw], pipe))
+        refused(lambda: zb.PostValidation([adamw, adamw], pipe))
+        zb.PostValidation([adamw, muon], pipe)
+        refused(muon.step)
+        refused(torch.optim.SGD(pipe.parameters(), lr=0.1).step)
+        zb.save(folder, pipe, [muon, adamw])
+        refused(lambda: zb.load(folder, pipe, adamw))
+        refused(lambda: zb.load(folder, pipe, torch.optim.SGD(pipe.parameters(), lr=0.1)))
+    return said
+
+
+def test_optimizers_that_are_left_out_are_named(world: Ranks, tmp_path: Path) -> None:
+    for said in world.run(refused_optimizers, tmp_path / "saved", ranks=2):
+        kind = Muon.__name__
+        parts = [
+            "AdamW.step(): ",
+            "gradients are still scaled by 4",
+            f"{kind}.step(): ",
+            "AdamW has stepped parameters of this pipeline that",
+            f"{kind} has stepped parameters of this pipeline that AdamW does not hold",
+            "a parameter is in two of the optimizers AdamW, AdamW",
+            f"{kind}.step() is called around the PostValidation",
+            f"SGD steps parameters of a pipeline whose PostValidation has AdamW, {kind}",
+            "the optimizer lacks",
+            f"belongs to SGD, and its parameters were saved from AdamW, {kind}",
+        ]
+        assert [part for part, text in zip(parts, said, strict=True) if part not in text] == [], said
+
+
+class Counting(zb.hooks.StepHook):
+    """Counts how often gradients of a step were announced by the time an optimizer has stepped with them."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_step_begin(self, step: Any) -> None:
+        self.found.append(0)
+
+    def before_optimizer(self) -> None:
+        self.found[-1] += 1
+
+    def on_step_end(self, step: Any) -> None:
+        self.found[-1] = 10 * self.found[-1]
+
+
+def announced(group: Any) -> list[int]:
+    counting = Counting()
+    with zb.Pipeline(plain, "zb-h1", 4, loss_fn, group=group, hooks=[counting]) as pipe:
+        optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, 1e-3)
+        for step in range(3):
+            pipe.step(*batch(4, seed=step))
+            optimizer.step()
+            optimizer.zero_grad()
+    return counting.found
+
+
+def test_hooks_hear_of_gradients_when_they_are_complete_though_steps_are_taken_back(world: Ranks) -> None:
+    assert world.run(announced, ranks=2) == [[1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize("kind", every(3, ["nesterov", "sgd", "momentum", "adamw", "adam"]))
@@ -360,7 +549,7 @@ def test_wrong_uses_are_refused_on_every_rank(world: Ranks) -> None:
         "ranks disagree on max_norm or scaler: rank 0 has 1.0 without a scaler, rank 1 has 2.0 without a scaler",
         "rank 0: undo must be 'copy', 'arithmetic' or None, got 'log'",
         'rank 0: a step of Adagrad cannot be undone by arithmetic, which knows SGD, Adam, AdamW; use undo="copy"',
-        "rank 0: optimizer must be a torch.optim.Optimizer, got str",
+        "rank 0: optimizer must be a torch.optim.Optimizer, or a list of them, got str",
         "rank 0: a copy of parameters and state would take more than half of the free memory, and a step of Adagrad cannot be undone",
         "rank 0: the pipeline has a PostValidation already; use that, or make a new Pipeline",
         "a step that may be taken back needs its gradients, which zero_grad(set_to_none=False) overwrites; drop them",

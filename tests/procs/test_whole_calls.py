@@ -64,7 +64,7 @@ def settle_and_clip(pipe: zb.Pipeline) -> Tensor:
 
 def unscale_(pipe: zb.Pipeline) -> None:
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
+    pipe.step(*batch(M), scaler=scaler)
     pipe.unscale_(scaler, torch.optim.SGD(pipe.parameters()))
 
 
@@ -82,7 +82,7 @@ FAULTS = {
     "outputs joined": Fault(evaluate, evaluate, "in eval_step: ValueError: boom", 2, (front, "join_outputs")),
     "gradients settled": Fault(clip_, settle_and_clip, "in settle of Exploding: ValueError: boom"),
     "gradients scaled": Fault(clip_, clip_, "while clipping gradients: ValueError: boom", 1, (clip, "scale")),
-    "scaler": Fault(unscale_, lambda pipe: pipe.unscale_(None, None), "in unscale_: AttributeError"),
+    "scaler": Fault(unscale_, lambda pipe: pipe.unscale_(None, None), "in unscale_: InputError"),
     "description": Fault(
         lambda pipe: pipe.describe(*batch(M)),
         lambda pipe: pipe.describe(*batch(M), 1),

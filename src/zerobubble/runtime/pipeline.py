@@ -39,6 +39,7 @@ from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.layer_trials import profile_layers
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
 from zerobubble.runtime.step.ordering import CostOf
 from zerobubble.runtime.step.runner import StepInputs
 from zerobubble.runtime.survival.survivors import Survival
@@ -362,14 +363,14 @@ class Pipeline:
             return clip.norm_to_clip_by(self._steps, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, losses=self.losses)
 
     @called_by_all
-    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: Optimizers) -> None:
         """`scaler.unscale_(optimizer)`, after which `scaler.step` and `scaler.update` do the same on every rank. All must call it.
 
-        Each rank has a scaler of its own, made alike, for this rank's optimizer; a gradient that is not finite on one rank makes every
-        rank leave out the step, as on one device. Raises `PipelineError` on every rank when any rank fails, their scales differ, or some
-        scalers are enabled and others not.
+        Each rank has a scaler of its own, made alike, for this rank's optimizer, or for a list of several. A gradient that is not finite on
+        one rank makes every rank leave out the step, as on one device; those given together leave it out together. Raises `PipelineError`
+        on every rank when any rank fails, `step` was not given the scaler, scales differ, or some scalers are enabled and others not.
         """
-        self._unscaling.unscale(scaler, optimizer)
+        self._unscaling.unscale(scaler, optimizers_in(optimizer))
 
     @plays_steps
     def profile(

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.joined import Mark, Marks, joined, marks_in, part, whole
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.optimizer_state import ParameterState
+from zerobubble.runtime.checkpoint.optimizer_state import ParameterState, groups_of
 from zerobubble.runtime.step.hook import StepHook
+from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.values.head_rows import HeadRows
 
 FORM = 1
@@ -115,9 +116,9 @@ def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mappi
     return [f"the checkpoint is of another model: {'; '.join(faults[:4])}"] if faults else []
 
 
-def optimizer_faults(optimizer: Optimizer, named: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> list[str]:
-    """What keeps `optimizer` from taking over what was saved for parameters by name."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> list[str]:
+    """What keeps `optimizers` from taking over what was saved for parameters by name."""
+    held = set(parameters_of(optimizers))
     lacking = [name for name, parameter in named.items() if parameter in held and name not in saved]
     unknown = [name for name, parameter in named.items() if parameter not in held and name in saved]
     faults = []
@@ -126,7 +127,12 @@ def optimizer_faults(optimizer: Optimizer, named: Mapping[str, nn.Parameter], sa
     if unknown:
         faults.append(f"the optimizer lacks {unknown[0]}, which it had when it was saved")
     options = {parameter: saved[name][1] for name, parameter in named.items() if name in saved}
-    for number, group in enumerate(optimizer.param_groups):
+    kinds = {parameter: saved[name][2] for name, parameter in named.items() if len(saved.get(name, ())) > 2}
+    for number, (optimizer, group) in enumerate(groups_of(optimizers)):
+        now, then = type(optimizer).__name__, {kinds[parameter] for parameter in group["params"] if parameter in kinds}
+        if then - {now}:
+            saved_from = ", ".join(sorted(then))
+            faults.append(f"group {number} belongs to {now}, and its parameters were saved from {saved_from}: give these optimizers")
         theirs = [options[parameter] for parameter in group["params"] if parameter in options]
         if any(each != theirs[0] for each in theirs):
             faults.append(
@@ -137,16 +143,16 @@ def optimizer_faults(optimizer: Optimizer, named: Mapping[str, nn.Parameter], sa
 
 
 def room_for_optimizer(
-    optimizer: Optimizer, named: Mapping[str, nn.Parameter], saved: Mapping[str, Any], marks: Marks
+    optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: Mapping[str, Any], marks: Marks
 ) -> dict[str, Tensor]:
-    """Tensors for all that was saved for the parameters of `optimizer`: those that it keeps already where they fit, else new ones."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    """Tensors for all that was saved for the parameters of `optimizers`: those that they keep already where they fit, else new ones."""
+    state_of = {parameter: optimizer.state.get(parameter, {}) for optimizer in optimizers for parameter in parameters_of([optimizer])}
     found = {}
     for key, tensor in saved.items():
         name, _, kept = key.removeprefix("optimizer.").rpartition(".")
         parameter = named.get(name) if key.startswith("optimizer.") and kept else None
-        if parameter is not None and parameter in held:
-            now = optimizer.state.get(parameter, {}).get(kept)
+        if parameter is not None and parameter in state_of:
+            now = state_of[parameter].get(kept)
             there = whole(parameter, name, kept, now, marks) if isinstance(now, Tensor) else None
             fits = there is not None and there.shape == tensor.size and there.dtype == tensor.properties.dtype
             found[key] = there if there is not None and fits else _new(parameter, tensor, marks)

@@ -1,8 +1,8 @@
-"""What an optimizer knows of each parameter, by the parameter's name in the whole model, whatever groups and ranks they are in."""
+"""What optimizers know of each parameter, by the parameter's name in the whole model, whatever groups and ranks they are in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,24 +12,32 @@ from zerobubble.errors import InputError
 
 
 class ParameterState(NamedTuple):
-    """What an optimizer keeps for a parameter, tensors and other values apart, and the options of its group."""
+    """What an optimizer keeps for a parameter, tensors and other values apart, the options of its group, and the optimizer's class."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     options: dict[str, Any]
+    kind: str = ""
 
 
-def states_of(optimizer: Optimizer) -> dict[nn.Parameter, ParameterState]:
-    """The state of each parameter of `optimizer`; raises `InputError` for options that are neither numbers nor text."""
+def states_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, ParameterState]:
+    """The state of each parameter of `optimizers`; raises `InputError` for options that are neither numbers nor text."""
     found = {}
-    for group in optimizer.param_groups:
+    for optimizer, group in groups_of(optimizers):
         options = {name: _plain(name, value) for name, value in group.items() if name != "params"}
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
             values = {name: _plain(name, value) for name, value in state.items() if name not in tensors}
-            found[parameter] = ParameterState(tensors, values, options)
+            found[parameter] = ParameterState(tensors, values, options, type(optimizer).__name__)
     return found
+
+
+def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    """The parameter groups of some optimizers, each with the one it belongs to."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield optimizer, group
 
 
 def take_over(optimizer: Optimizer, states: Mapping[nn.Parameter, ParameterState]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,16 +106,16 @@ class Reading:
         with trained.activity("while loading a checkpoint"):
             trained.saves.finish()
             folder = self._checked(path)
-            optimizer, saved = agreed(trained, lambda: (settled(self._given), _open(folder)))
+            optimizers, saved = agreed(trained, lambda: (settled(self._given), _open(folder)))
             trained.settle()
             names = trained.names()
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
-            room = agreed(trained, lambda: self._room(saved, names, optimizer, {key for keys in held for key in keys}))
+            room = agreed(trained, lambda: self._room(saved, names, optimizers, {key for keys in held for key in keys}))
             own, staged = agreed(trained, lambda: (self._own(saved), saved.stage(room)))
             agreed(trained, lambda: self._take_over_hooks(own))
             with changing_weights():
                 staged.take_over()
-            self._take_over(saved, names, optimizer, room)
+            self._take_over(saved, names, optimizers, room)
             trained.gather(None, "taking over the checkpoint")
         extra: dict[str, Any] = saved.rest["extra"]
         return extra
@@ -130,25 +130,25 @@ class Reading:
         agreed(trained, lambda: _refuse_different(told, folder, trained.rank))
         return folder
 
-    def _room(self, saved: Saved, names: Names, optimizer: Optimizer | None, held: set[str]) -> dict[str, Tensor]:
+    def _room(self, saved: Saved, names: Names, optimizers: Sequence[Optimizer], held: set[str]) -> dict[str, Tensor]:
         """Where the checkpoint is read to: the model's own tensors, and new ones; raises `InputError` with all that does not fit."""
         names.refuse_other(saved.rest)
         modules = self._trained.modules
         found = contents.model_tensors(modules, names)
         faults = contents.model_faults(found, held, saved.tensors)
-        if (optimizer is None) != (not saved.rest["optimizer"]):
-            has, given = ("no", "one") if optimizer is not None else ("an", "none")
+        if bool(optimizers) != bool(saved.rest["optimizer"]):
+            has, given = ("no", "one") if optimizers else ("an", "none")
             faults.append(f"the checkpoint has {has} optimizer, and load was given {given}")
         if (self._scaler is None) != (saved.rest["scaler"] is None):
             has, given = ("no", "one") if self._scaler else ("a", "none")
             faults.append(f"the checkpoint has {has} scaler, and load was given {given}")
         named = dict(contents.parameters_by_name(modules, names))
-        if optimizer is not None and not faults:
-            faults += contents.optimizer_faults(optimizer, named, saved.rest["optimizer"])
+        if optimizers and not faults:
+            faults += contents.optimizer_faults(optimizers, named, saved.rest["optimizer"])
         if faults:
             raise InputError("; ".join(faults))
-        if optimizer is not None:
-            found |= contents.room_for_optimizer(optimizer, named, saved.tensors, marks_of(modules.values()))
+        if optimizers:
+            found |= contents.room_for_optimizer(optimizers, named, saved.tensors, marks_of(modules.values()))
         if self._goes_on_exactly(saved):
             found |= contents.room_like(f"rank.{self._trained.rank}.random", saved.tensors)
         return found
@@ -178,13 +178,14 @@ class Reading:
                 hook.load_state_dict(own["hooks"][name])
         set_plain_states(own["random"])
 
-    def _take_over(self, saved: Saved, names: Names, optimizer: Optimizer | None, room: Mapping[str, Tensor]) -> None:
+    def _take_over(self, saved: Saved, names: Names, optimizers: Sequence[Optimizer], room: Mapping[str, Tensor]) -> None:
         """Give everything but the model, which has been read in place, what was read."""
         trained = self._trained
-        if optimizer is not None:
+        if optimizers:
             named = dict(contents.parameters_by_name(trained.modules, names))
-            marks = marks_of(trained.modules.values())
-            take_over(optimizer, contents.optimizer_states(named, room, saved.rest["optimizer"], marks))
+            states = contents.optimizer_states(named, room, saved.rest["optimizer"], marks_of(trained.modules.values()))
+            for optimizer in optimizers:
+                take_over(optimizer, states)
         if self._scaler is not None:
             self._scaler.load_state_dict(saved.rest["scaler"])
         prefix = f"rank.{trained.rank}.random."

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
@@ -38,6 +39,9 @@ class Trained(Together, Protocol):
     @property
     def hooks(self) -> Sequence[StepHook]:
         """The hooks whose states are kept."""
+
+    def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise `InputError` where other optimizers train parameters that these do not hold."""
 
     def names(self) -> Names:
         """The names under which the stages of all ranks are kept; all ranks call it."""
@@ -109,6 +113,10 @@ class PipelineTrained:
         with self._session.transport.collective(doing):
             return self._session.transport.gather_objects(value)
 
+    def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Trained`."""
+        self._steps.optimizers.refuse_partial(optimizers, self._steps.parameters())
+
     def names(self) -> Names:
         """See `Trained`."""
         mine = names_of(self.modules), names_of_heads(self.modules.values())
@@ -163,6 +171,9 @@ class ModelAlone:
     def gather(self, value: Any, doing: str) -> list[Any]:
         """See `Trained`."""
         return [value]
+
+    def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nobody watches what steps a model outside of a pipeline."""
 
     def names(self) -> Names:
         """Those of the whole model."""

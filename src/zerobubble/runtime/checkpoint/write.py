@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerobubble.arguments import instance, optional, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import contents
 from zerobubble.runtime.checkpoint.background import Saving
@@ -25,8 +24,9 @@ from zerobubble.runtime.checkpoint.random_states import plain_states, tensor_sta
 from zerobubble.runtime.checkpoint.together import agreed
 from zerobubble.runtime.checkpoint.trained import Trained
 from zerobubble.runtime.hooks.post_validation import PostValidation
+from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
 
-AnyOptimizer = Optimizer | PostValidation
+AnyOptimizer = Optimizers | PostValidation
 
 
 class Writing:
@@ -82,7 +82,7 @@ class Writing:
     def _tensors(self) -> dict[str, Tensor]:
         """All that this rank has, as tensors by key; raises `InputError` on every rank for what cannot be saved on one."""
         trained = self._trained
-        inner = agreed(trained, lambda: settled(self._optimizer))
+        inner = agreed(trained, lambda: self._settled())
         num_steps = trained.settle()
         names = trained.names()
         tensors, mine = agreed(trained, lambda: self._mine(names, inner))
@@ -95,16 +95,23 @@ class Writing:
         own = {"hooks": mine["hooks"], "random": plain_states()}
         return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
 
-    def _mine(self, names: Names, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _settled(self) -> tuple[Optimizer, ...]:
+        """The optimizers, their last step final; raises `InputError` where others train the same stages."""
+        optimizers = settled(self._optimizer)
+        if optimizers:
+            self._trained.refuse_partial(optimizers)
+        return optimizers
+
+    def _mine(self, names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What this rank has: tensors, and all else."""
         trained = self._trained
         named = dict(contents.parameters_by_name(trained.modules, names))
-        states = {} if optimizer is None else states_of(optimizer)
+        states = states_of(optimizers)
         random = {f"rank.{trained.rank}.random.{kind}": state for kind, state in tensor_states(trained.device).items()}
         kept = contents.optimizer_tensors(named, states, marks_of(trained.modules.values()))
         tensors = {**contents.model_tensors(trained.modules, names), **kept, **random}
         mine = {
-            "optimizer": {name: [states[one].values, states[one].options] for name, one in named.items() if one in states},
+            "optimizer": {name: list(states[one][1:]) for name, one in named.items() if one in states},
             "hooks": contents.hook_states(trained.hooks),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": dict(self._extra or {}),
@@ -113,13 +120,12 @@ class Writing:
         return tensors, mine
 
 
-def settled(optimizer: AnyOptimizer | None) -> Optimizer | None:
-    """The optimizer of torch, its last step final."""
-    require("optimizer", optimizer, optional(instance(Optimizer, PostValidation)))
+def settled(optimizer: AnyOptimizer | None) -> tuple[Optimizer, ...]:
+    """The optimizers of torch that were given, none for None, their last step final; raises `InputError` for anything else."""
     if isinstance(optimizer, PostValidation):
         optimizer.settle()
-        return optimizer.optimizer
-    return optimizer
+        return optimizer.optimizers
+    return () if optimizer is None else optimizers_in(optimizer)
 
 
 def _refuse_other(told: list[dict[str, Any]]) -> None:

@@ -25,8 +25,9 @@ class Batch(NamedTuple):
     """What one step works on.
 
     `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
-    rank: in training it gives the scalar to go back from, with the gradient `seed`. `known` are the shapes of messages, learnt into it
-    where messages with the ranks `announced` tell them. `named_arguments[stage][j]` are those that a stage's own rank was given.
+    rank: in training it gives the scalar to go back from, with the gradient `seed()`, which may change until the rollback point.
+    `known` are the shapes of messages, learnt into it where messages with the ranks `announced` tell them.
+    `named_arguments[stage][j]` are those that a stage's own rank was given.
     `parted` is there where the head is divided, and then takes the place of `finish` and `seed`.
     `order` has the microbatch that takes each place of the program: passes and messages have the numbers of places.
     `seed_pass(stage, j, goes_back)` begins the random numbers of a forward or a backward of microbatch j.
@@ -34,7 +35,7 @@ class Batch(NamedTuple):
 
     inputs: list[Tensors]
     finish: Callable[[int, Any], Tensor]
-    seed: Cotangents
+    seed: Callable[[], Tensor]
     known: KnownMessages
     announced: frozenset[int]
     named_arguments: dict[int, list[dict[str, Any]]]

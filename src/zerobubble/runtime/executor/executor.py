@@ -389,7 +389,7 @@ class Executor:
 
         def seed() -> Cotangents:
             assert self._batch is not None
-            return self._batch.seed
+            return (self._batch.seed(),)
 
         def work(gradients: Cotangents) -> None:
             assert self._batch is not None

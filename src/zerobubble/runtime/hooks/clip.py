@@ -38,6 +38,7 @@ def norm_to_clip_by(
     """The common norm of the gradients of all ranks, by which each has to `scale` its own; see `Pipeline.clip_grad_norm_`."""
     gradients = pipeline.gradients
     arguments = ClipArguments.of(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    arguments = arguments._replace(fault=arguments.fault or pipeline.scaling.fault(pipeline.parameters()))
     with pipeline.activity("while clipping gradients"):
         parts = {} if arguments.fault else counted(pipeline.modules, pipeline.counted_elsewhere)
         norm_type = 2.0 if arguments.fault else float(norm_type)

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.step.hook import AttachedPipeline
+from zerobubble.runtime.step.optimizers import parameters_of
+from zerobubble.runtime.values.memory import local_part
 
 
 class Unscaling:
@@ -20,12 +24,12 @@ class Unscaling:
         self._pipeline = pipeline
         self._are_enabled: bool | None = None
 
-    def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """`scaler.unscale_(optimizer)` on this rank, of `main_grad` where gradients are there, and what it found on any rank told to all.
+    def unscale(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+        """`scaler.unscale_` of this rank's optimizers, and what it found on any rank told to all. Several leave out a step together.
 
         With scalers that are disabled there is nothing to do. The ranks tell each other whether theirs are in the first call, and when that
         changes. Raises `InputError` when the scalers of some ranks are enabled and those of others not, when they differ in their scale,
-        and when the last step was given one on some ranks, but not where it scales: on those with a last stage.
+        and when the last step was not given one where it scales: on ranks with a last stage.
         """
         pipeline = self._pipeline
         if scaler.is_enabled() is not self._are_enabled:
@@ -34,14 +38,12 @@ class Unscaling:
             return
         pipeline.before_optimizer()
         with pipeline.activity("while unscaling gradients"):
-            if pipeline.gradients.dtype is None:
-                scaler.unscale_(optimizer)
-            else:
-                _unscale_sums(scaler, optimizer, _sums(pipeline))
-            _share_what_is_not_finite(pipeline, scaler, optimizer)
+            mine = unscale_own(pipeline, scaler, optimizers)
+            found = _found_on_any(pipeline, scaler, is_found=mine)
+            let_know(scaler, optimizers, pipeline.device, is_found=found)
 
 
-def _are_enabled(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler) -> bool:
+def _are_enabled(pipeline: AttachedPipeline, scaler: GradScaler) -> bool:
     """Whether the scalers of all ranks are enabled; raises `InputError` where some are and some are not."""
     told: list[bool] = pipeline.gather(scaler.is_enabled(), "comparing scalers")
     if len(set(told)) > 1:
@@ -51,23 +53,39 @@ def _are_enabled(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler) -> bo
     return told[0]
 
 
+def unscale_own(pipeline: AttachedPipeline, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
+    """Unscale the gradients of this rank's optimizers, or those in `main_grad`; whether one of them is not finite."""
+    if pipeline.gradients.dtype is None:
+        held = list(parameters_of(optimizers))
+        of_each = [[one.grad for one in parameters_of([optimizer]) if one.grad is not None] for optimizer in optimizers]
+    else:
+        held = list(pipeline.parameters())
+        of_each = [_sums(pipeline), *([] for _ in optimizers[1:])]
+    pipeline.scaling.unscale(held)
+    for optimizer, gradients in zip(optimizers, of_each, strict=True):
+        _unscale(scaler, optimizer, gradients)
+    return any(flag.item() > 0 for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values())
+
+
+def let_know(scaler: GradScaler, optimizers: Sequence[Optimizer], device: torch.device, *, is_found: bool) -> None:
+    """Let `scaler` take or leave the steps of all `optimizers` by what all ranks found."""
+    for optimizer in optimizers:
+        flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+        flags.clear()
+        flags[device] = torch.full((), float(is_found), device=device)
+
+
 def _sums(pipeline: AttachedPipeline) -> list[Tensor]:
     """The gradients in `main_grad` of this rank."""
     return [total for parameter in pipeline.parameters() if (total := pipeline.gradients.of(parameter)) is not None]
 
 
-def _share_what_is_not_finite(pipeline: AttachedPipeline, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Let the scaler of every rank know whether any of them found a gradient that is not finite."""
-    found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
-    mine = float(sum(flag.item() for flag in found.values()) > 0)
-    told: list[tuple[float, float, bool]] = pipeline.gather(
-        (mine, scaler.get_scale(), pipeline.was_given_scaler), "sharing which gradients are not finite"
-    )
+def _found_on_any(pipeline: AttachedPipeline, scaler: GradScaler, *, is_found: bool) -> bool:
+    """Whether any rank found a gradient that is not finite."""
+    doing = "sharing which gradients are not finite"
+    told: list[tuple[bool, float, bool]] = pipeline.gather((is_found, scaler.get_scale(), pipeline.scaling.scaler is not None), doing)
     _refuse_differences([scale for _, scale, _ in told], [was_given for _, _, was_given in told], pipeline.schedule, pipeline.peers.members)
-    anywhere = pipeline.divided.largest(max(flag for flag, _, _ in told), "sharing which gradients are not finite")
-    for flag in found.values():
-        flag.fill_(anywhere)
-    found.setdefault(pipeline.device, torch.full((), anywhere, device=pipeline.device))
+    return pipeline.divided.largest(float(any(found for found, _, _ in told)), doing) > 0
 
 
 def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule, members: Sequence[int]) -> None:
@@ -77,16 +95,23 @@ def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Sc
         remedy = "make them alike, and unscale with all of them in every step"
         raise InputError(f"the scalers of the ranks differ in their scale: {listed}; {remedy}")
     lacking = sorted({route[-1] for route in schedule.placement.routes if not was_given[route[-1]]})
-    if lacking and any(was_given):
-        where = f"rank {members[was_given.index(True)]}, but not on rank {members[lacking[0]]}, whose last stage begins the backward pass"
-        raise InputError(f"the last step was given a scaler on {where}: give it to step on every rank")
+    if lacking:
+        raise InputError(
+            f"the last step was not given the scaler on rank {members[lacking[0]]}, whose last stage begins the backward pass: give it to "
+            "pipe.step(..., scaler=scaler) on every rank, and leave it out of loss_fn"
+        )
 
 
-def _unscale_sums(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, sums: list[Tensor]) -> None:
-    """Unscale `sums` in the name of `optimizer`: as gradients of stand-ins of their type, in an optimizer of their own."""
-    standins = [torch.empty_like(total).requires_grad_() for total in sums]
-    for standin, total in zip(standins, sums, strict=True):
-        standin.grad = total
+def _unscale(scaler: GradScaler, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+    """Unscale `gradients` in the name of `optimizer`: of tensors that ranks divide the parts that are here.
+
+    Torch unscales the gradients of an optimizer's parameters, all of them plain or all DTensors. So they are the gradients of stand-ins, in
+    an optimizer of their own.
+    """
+    parts = [local_part(gradient) for gradient in gradients]
+    standins = [part.detach().requires_grad_() for part in parts]
+    for standin, part in zip(standins, parts, strict=True):
+        standin.grad = part
     other = torch.optim.SGD(standins or [torch.empty(0)])
     states = scaler._per_optimizer_states
     states[id(other)] = states[id(optimizer)]

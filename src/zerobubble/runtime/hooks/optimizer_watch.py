@@ -1,4 +1,4 @@
-"""Tells a pipeline's hooks when an optimizer is about to use the gradients, whoever calls it."""
+"""Tells a pipeline when any optimizer over its parameters is about to step, whoever calls it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.step.runner import StepRunner
 
 _watched: weakref.WeakValueDictionary[int, StepRunner] = weakref.WeakValueDictionary()
@@ -19,7 +20,7 @@ _numbers = count()
 
 
 def watch_optimizers(runner: StepRunner) -> Callable[[], object]:
-    """Call `runner.before_optimizer` when an optimizer over any of its parameters steps, for as long as the runner lives.
+    """Call `runner.before_step_of` when an optimizer over any of its parameters steps, for as long as the runner lives.
 
     What is given back ends it sooner.
     """
@@ -40,10 +41,10 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Tell each runner with hooks that owns a parameter of `optimizer`; what costs least is asked first."""
+    """Tell each runner that owns a parameter of `optimizer`; what costs least is asked first."""
     for runner in [reference() for reference in _watched.valuerefs()]:
-        if runner is None or not runner.hooks:
+        if runner is None or not runner.looks_at(optimizer):
             continue
         own = set(runner.parameters())
-        if any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
-            runner.before_optimizer()
+        if stepped := [parameter for parameter in parameters_of([optimizer]) if parameter in own]:
+            runner.before_step_of(optimizer, stepped)

@@ -10,7 +10,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update vali
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -23,10 +23,12 @@ from zerobubble.arguments import NUMBER, shown
 from zerobubble.errors import InputError
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.forward_snapshot import Snapshot
+from zerobubble.runtime.hooks.gradient_scaling import let_know, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
+from zerobubble.runtime.step.optimizers import Optimizers, kinds_of, optimizers_in, parameters_of
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.values.gradients import IN_GRAD
 from zerobubble.runtime.values.weight_caches import changing_weights
@@ -44,36 +46,38 @@ class Attaches(Protocol):
 
 
 class PostValidation(StepHook):
-    """An optimizer around `optimizer`, this rank's, that clips by the norm of the whole model's gradients without waiting for it.
+    """An optimizer around this rank's, or a list of them, that clips by the norm of the whole model's gradients without waiting for it.
 
     Every rank of `pipe` makes one with the same arguments, and then trains as ever: `pipe.step`, `step`, `zero_grad`. What comes out is
     what `pipe.clip_grad_norm_(max_norm)` and `optimizer.step()` give where the norm is finite, to the bit with `undo="copy"`; a step
-    whose gradients are not finite is left out on all ranks. Without `max_norm` nothing is clipped. `scaler` unscales the gradients before
-    and is updated alike on every rank; scale the loss with it in the pipeline's `loss_fn`.
+    whose gradients are not finite is left out on all ranks. Without `max_norm` nothing is clipped. `scaler`, which `pipe.step` is given as
+    well, unscales the gradients before and is updated alike on every rank.
 
     `undo` says how a step is taken back: "copy" keeps a copy of parameters and state, "arithmetic" inverts the formulas of SGD, Adam or
     AdamW up to rounding; None takes the copy if it fits in half of the memory that is free now, else arithmetic.
 
     Between `step` and the next `pipe.step`, weights may still be those of a step to be taken back: call `settle` before you read them.
 
-    Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
+    Raises `InputError` on every rank when an argument is wrong on one, or when they disagree, and from `step` for another scaler than that
+    of `pipe.step`. From then on an optimizer over this rank's parameters that is not among these raises it when it steps.
     """
 
     needs_rollback_point = True
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         pipe: Attaches,
         max_norm: float | None = None,
         scaler: GradScaler | None = None,
         undo: Way | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizers: tuple[Optimizer, ...] = ()
         self.norm: Tensor | None = None
         self._max_norm = max_norm
         self._scaler = None if isinstance(scaler, GradScaler) and not scaler.is_enabled() else scaler
         self._way = undo
+        self._given = optimizer
         self._verdict: bool | None = True
         self._has_stepped = False
         self._gradients: dict[Tensor, Tensor | None] = {}
@@ -81,7 +85,7 @@ class PostValidation(StepHook):
         self._down: Expected[NormsSoFar] | None = None
         self._back: Expected[NormsOfAll] | None = None
         self._telling: list[Sending] = []
-        self._undo: SavedCopy | ByFormula
+        self._undo: list[SavedCopy | ByFormula] = []
         self._pipeline: AttachedPipeline
         pipe.attach(self)
 
@@ -100,8 +104,9 @@ class PostValidation(StepHook):
             faults = [f"ranks disagree on max_norm or scaler: {', '.join(listed)}"]
         if faults:
             raise InputError("; ".join(faults))
-        copies = self._way == "copy" or (self._way is None and _copy_fits(self.optimizer, pipeline.device))
-        self._undo = SavedCopy(self.optimizer) if copies else ByFormula(self.optimizer)
+        copies = self._copies(pipeline.device)
+        self._undo = [SavedCopy(optimizer) if copies else ByFormula(optimizer) for optimizer in self.optimizers]
+        pipeline.optimizers.validated = self.optimizers
         self._form = NormLedger(self._parts, [dtypes for _, _, dtypes in told], pipeline.rank, self._max_norm)
         if self._scaler is not None:
             self._scaler.scale(torch.ones((), device=pipeline.device))  # its scale is made by its first use, which only a last stage has
@@ -110,6 +115,7 @@ class PostValidation(StepHook):
     def step(self) -> None:
         """The optimizer's step with the gradients as they are; final when the next `pipe.step`, or `settle`, has come past it."""
         with self._pipeline.activity(_STEPPING):
+            self._refuse_other_scaler()
             self._judge()
             self._pipeline.before_optimizer()
             with self._pipeline.record_optimizer():
@@ -119,7 +125,8 @@ class PostValidation(StepHook):
         """Drop the gradients. They are kept until the step is final, so they cannot be set to 0: raises `InputError` for that."""
         if not set_to_none:
             raise InputError("a step that may be taken back needs its gradients, which zero_grad(set_to_none=False) overwrites; drop them")
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def settle(self) -> None:
         """Make the last step final on this rank: afterwards its weights and the optimizer's state are those of the exact step.
@@ -133,18 +140,21 @@ class PostValidation(StepHook):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own, for reading and for setting options of the next step."""
-        return self.optimizer.param_groups
+        """The optimizers' own, for reading and for setting options of the next step."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, settled."""
+        """The optimizer's, settled; of several a list of theirs, as "optimizers"."""
         self.settle()
-        return self.optimizer.state_dict()
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return {"optimizers": states} if len(states) > 1 else states[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the optimizer's state, once the last step is settled."""
+        """Set the optimizers' state, once the last step is settled."""
         self.settle()
-        self.optimizer.load_state_dict(state_dict)
+        states = state_dict["optimizers"] if len(self.optimizers) > 1 else [state_dict]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
     def on_step_begin(self, step: TrainingStep) -> None:
         """Let the step start over at its rollback point, unless it is known already that the last optimizer's step stands."""
@@ -212,31 +222,30 @@ class PostValidation(StepHook):
         """Unscale the gradients if there is a scaler; whether it found one that is not finite."""
         if self._scaler is None:
             return False
-        self._scaler.unscale_(self.optimizer)
-        found = any(found.item() for found in self._scaler._found_inf_per_device(self.optimizer).values())
+        found = unscale_own(self._pipeline, self._scaler, self.optimizers)
         return self._pipeline.divided.largest(float(found), "sharing which gradients are not finite") > 0
 
     def _keep(self) -> None:
         """Keep what it takes to make this step again: its gradients and its options."""
-        held = [*self._pipeline.parameters(), *(parameter for group in self.optimizer.param_groups for parameter in group["params"])]
+        held = [*self._pipeline.parameters(), *parameters_of(self.optimizers)]
         self._gradients = {parameter: parameter.grad for parameter in held}
         self._options = self._options_now()
 
     def _options_now(self) -> list[dict[str, Any]]:
         return [
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
-            for group in self.optimizer.param_groups
+            for group in self.param_groups
         ]
 
     def _step_early(self) -> None:
         """Make the step that may have to be taken back."""
-        self._undo.save()
-        with changing_weights():
-            self.optimizer.step()
+        for undo in self._undo:
+            undo.save()
+        self._step_all()
         if self._options_now() != self._options:
-            kind = type(self.optimizer).__name__
             raise InputError(
-                f"{kind} changes its param_groups as it steps, which cannot be taken back; clip with pipe.clip_grad_norm_ instead"
+                f"{kinds_of(self.optimizers)} changes param_groups as it steps, which cannot be taken back; clip with pipe.clip_grad_norm_ "
+                "instead"
             )
 
     def _judge(self) -> None:
@@ -256,26 +265,43 @@ class PostValidation(StepHook):
             with self._as_it_was(), changing_weights():
                 self._make_exact(ledger, self.norm)
         if self._scaler is not None:
-            found = self._scaler._found_inf_per_device(self.optimizer)
-            found.clear()
-            device = self._pipeline.device
-            found[str(device)] = torch.full((), float(self._form.overflown(ledger)), device=device)
+            let_know(self._scaler, self.optimizers, self._pipeline.device, is_found=self._form.overflown(ledger))
             self._scaler.update()
         self._gradients = {}
         self._has_stepped = False
 
     def _make_exact(self, ledger: Tensor, norm: Tensor) -> None:
         if self._has_stepped:
-            self._undo.undo()
+            for undo in self._undo:
+                undo.undo()
         if not self._form.is_skipped(ledger):
             if self._max_norm is not None:
                 scale(self._pipeline.parameters(), self._max_norm, norm, IN_GRAD)
-            self.optimizer.step()
+            self._step_all()
+
+    def _step_all(self) -> None:
+        with changing_weights(), self._pipeline.optimizers.stepping():
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def _refuse_other_scaler(self) -> None:
+        """Raise `InputError` where the last step of the pipeline was not scaled by the scaler by which this one unscales."""
+        given = self._pipeline.scaling.scaler
+        begins_backward = any(route[-1] == self._pipeline.rank for route in self._pipeline.schedule.placement.routes)
+        if given is not self._scaler and (given is not None or begins_backward):
+            was_given = "no scaler" if given is None else "a scaler" if self._scaler is None else "another scaler"
+            raise InputError(
+                f"the last step was given {was_given}, and PostValidation has {'none' if self._scaler is None else 'one'}: give both the "
+                "same, pipe.step(..., scaler=scaler) and PostValidation(..., scaler=scaler), and leave it out of loss_fn"
+            )
 
     def _fault(self, pipeline: AttachedPipeline) -> str:
         """What is wrong with this rank's arguments; nothing when they will do."""
-        if not isinstance(self.optimizer, Optimizer):
-            return f"optimizer must be a torch.optim.Optimizer, got {type(self.optimizer).__name__}"
+        try:
+            self.optimizers = optimizers_in(self._given)
+            pipeline.optimizers.refuse_partial(self.optimizers, pipeline.parameters())
+        except InputError as error:
+            return str(error)
         if any(isinstance(hook, PostValidation) for hook in pipeline.hooks):
             return "the pipeline has a PostValidation already; use that, or make a new Pipeline"
         if pipeline.gradients.dtype is not None:
@@ -288,18 +314,22 @@ class PostValidation(StepHook):
             return f"undo must be 'copy', 'arithmetic' or None, got {self._way!r}"
         return self._cannot_undo(pipeline.device)
 
+    def _copies(self, device: torch.device) -> bool:
+        """Whether steps are taken back by a copy, and not by arithmetic."""
+        return self._way == "copy" or (self._way is None and _copy_fits(self.optimizers, device))
+
     def _cannot_undo(self, device: torch.device) -> str:
         """Why this optimizer's steps cannot be taken back in the way asked for; nothing where they can."""
-        reason = why_not(self.optimizer) if self._way == "arithmetic" else ""
-        if self._way is None and not _copy_fits(self.optimizer, device) and why_not(self.optimizer):
-            reason = f"a copy of parameters and state would take more than half of the free memory, and {why_not(self.optimizer)}"
+        reason = "" if self._copies(device) else next(filter(None, map(why_not, self.optimizers)), "")
+        if self._way is None and reason:
+            reason = f"a copy of parameters and state would take more than half of the free memory, and {reason}"
         return f'{reason}; use undo="copy"' if reason else ""
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
         """Inside, gradients and options are those that `step` was called with."""
         gradients = {parameter: parameter.grad for parameter in self._gradients}
-        groups = self.optimizer.param_groups
+        groups = self.param_groups
         options = [dict(group) for group in groups]
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
@@ -312,9 +342,9 @@ class PostValidation(StepHook):
             group.update(now)
 
 
-def _copy_fits(optimizer: Optimizer, device: torch.device) -> bool:
+def _copy_fits(optimizers: Sequence[Optimizer], device: torch.device) -> bool:
     """Whether a copy of the parameters and, for each, of two more tensors of state, fits in half of the memory that is free."""
-    held = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    held = sum(parameter.nbytes for parameter in parameters_of(optimizers))
     return bool(2 * 3 * held <= _free_bytes(device))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +39,10 @@ class DividedLoss:
         self._parts = parts
         self._losses = losses
         self._given: dict[int, _Given] = {}
-        self._seed: Tensor
+        self._seed: Callable[[], Tensor]
 
-    def begin(self, seed: Tensor) -> None:
-        """A step begins, whose mean loss is gone back from with the gradient `seed`."""
+    def begin(self, seed: Callable[[], Tensor]) -> None:
+        """A step begins, whose mean loss is gone back from with the gradient `seed()`."""
         self._given.clear()
         self._seed = seed
 
@@ -67,7 +67,7 @@ class DividedLoss:
         target = target.flatten()
         counts = target != self._head.ignore_index
         self._refuse_beyond(target, counts, microbatch)
-        share = self._losses.factor_of(microbatch) * self._seed.double()
+        share = self._losses.factor_of(microbatch) * self._seed().double()
         weight = (counts * (share / counts.sum().clamp(min=1))).to(torch.promote_types(output.dtype, torch.float32))
         self._given[microbatch] = _Given(tuple(output.shape), output.dtype, output.requires_grad, counts, weight)
         return GivenToHead(output.detach().flatten(0, -2), target, weight)

@@ -21,6 +21,8 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.step.forecast import MemoryForecasts
+from zerobubble.runtime.step.optimizers import SteppingOptimizers
+from zerobubble.runtime.step.scaling import GradientScaling
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
@@ -76,8 +78,8 @@ class AttachedPipeline(Protocol):
 
     `modules` are this rank's, by stage. `gradients` tells where their gradients are summed (`.grad` or `.main_grad`).
     `schedule` is what is played now. `counted_elsewhere` are shared parameters that another rank, or another stage, already counts in the
-    norm of the whole model, `divided` tells of which ranks hold parts. `was_given_scaler` says whether the last training step was called
-    with a scaler on this rank.
+    norm of the whole model, `divided` tells of which ranks hold parts. `scaling` is what the last training step did to the gradients,
+    `optimizers` are those that step them.
     """
 
     rank: int
@@ -89,7 +91,8 @@ class AttachedPipeline(Protocol):
     divided: DividedTensors
     peers: Peers
     schedule: Schedule
-    was_given_scaler: bool
+    scaling: GradientScaling
+    optimizers: SteppingOptimizers
 
     @property
     def hooks(self) -> Sequence[StepHook]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zerobubble.arguments import optional, require
 from zerobubble.costs import Costs
@@ -38,7 +40,9 @@ from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.named_arguments import spread_kwargs
 from zerobubble.runtime.step.nothing_trains import why_nothing_trains
+from zerobubble.runtime.step.optimizers import SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.scaling import GradientScaling
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
@@ -100,9 +104,9 @@ class StepRunner:
         self._input_gradients = InputGradients()
         self._num_steps = 0
         self._num_evaluations = 0
-        self._seed = torch.ones((), device=stages.device)
         self._nothing = nn.Parameter(torch.empty(0, device=stages.device))
-        self.was_given_scaler = False
+        self.scaling = GradientScaling(gradients, stages.device)
+        self.optimizers = SteppingOptimizers()
 
     @property
     def losses(self) -> Tensor | None:
@@ -214,8 +218,8 @@ class StepRunner:
         compiled = self.choose(num_microbatches)
         assert compiled.train is not None
         executor = self.last = compiled.train
-        self.was_given_scaler = given.scaler is not None
         with self.guard.during_step(executor):
+            self.scaling.begin(given.scaler)
             batch = self._open(executor, given, None, self._ordering)
             self._played = compiled.schedule, batch.order
             step = TrainingStep(
@@ -336,12 +340,12 @@ class StepRunner:
         refuse_other_size("targets", targets.batch_size, size)
         named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
-        seed = self._seed if given.scaler is None else given.scaler.scale(self._seed)
+        seed = partial(self.scaling.seed, given.scaler)
         if self._parted is not None:
             self._parted.begin(seed)
         finish = self._losses.finish if self._parted is None else self._losses.keep
         seed_pass = self.draws.of_step(self._num_steps, count, evaluation)
-        return Batch(inputs, finish, (seed,), known, announced, named, order, seed_pass, self._parted)
+        return Batch(inputs, finish, seed, known, announced, named, order, seed_pass, self._parted)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -408,6 +412,20 @@ class StepRunner:
     def before_optimizer(self) -> None:
         """Tell every hook that gradients are about to be used."""
         self.step_hooks.before_optimizer()
+
+    def looks_at(self, optimizer: Optimizer) -> bool:
+        """Whether a step of `optimizer`, should it hold parameters of this rank, has to be looked at."""
+        return bool(self.hooks) or self.scaling.scaler is not None or optimizer not in self.optimizers.seen
+
+    def before_step_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """`optimizer` is about to step these parameters of this rank; raises `InputError` where their gradients are not ready for it."""
+        is_open = self.guard.closed is None
+        is_announced = is_open and self.optimizers.is_announced(optimizer)
+        if is_open and not is_announced and (fault := self.scaling.fault(parameters)):
+            raise InputError(f"{type(optimizer).__name__}.step(): {fault}")
+        self.optimizers.seen.add(optimizer)
+        if not is_announced:
+            self.before_optimizer()
 
     def settle(self) -> None:
         """Have every hook make final what it left pending, before anything but a training step looks at weights or gradients.

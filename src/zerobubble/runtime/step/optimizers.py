@@ -1,0 +1,78 @@
+"""The optimizers of a rank: as a user gives them, one or several, and as they step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerobubble.errors import InputError
+
+Optimizers = Optimizer | Sequence[Optimizer]
+"""One, or several that share the parameters of a rank, such as Muon for matrices and AdamW for the rest."""
+
+
+def optimizers_in(given: object) -> tuple[Optimizer, ...]:
+    """The optimizers that were given; raises `InputError` for anything else, for none, and for a parameter in two of them."""
+    found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    wrong = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
+    if wrong or not found:
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, or a list of them, got {', '.join(wrong) or 'an empty list'}")
+    parameters = list(parameters_of(found))
+    if len(set(parameters)) < len(parameters):
+        raise InputError(f"a parameter is in two of the optimizers {kinds_of(found)}: give each parameter to one of them")
+    return found
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """The parameters of some optimizers, group after group."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def kinds_of(optimizers: Iterable[Optimizer]) -> str:
+    """What errors call some optimizers."""
+    return ", ".join(sorted(type(optimizer).__name__ for optimizer in optimizers)) or "none"
+
+
+class SteppingOptimizers:
+    """Which optimizers have stepped parameters of this rank, and which may: where some are `validated`, those alone, in `stepping()`."""
+
+    def __init__(self) -> None:
+        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.validated: tuple[Optimizer, ...] = ()
+        self._is_stepping = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, the validated optimizers step with gradients whose use was announced before."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def is_announced(self, optimizer: Optimizer) -> bool:
+        """Whether this step of `optimizer` was announced; raises `InputError` for one that a PostValidation knows nothing of."""
+        if not self.validated or self._is_stepping:
+            return self._is_stepping
+        kind = type(optimizer).__name__
+        if optimizer in self.validated:
+            raise InputError(f"{kind}.step() is called around the PostValidation that has this {kind}: call the PostValidation's step")
+        raise InputError(
+            f"{kind} steps parameters of a pipeline whose PostValidation has {kinds_of(self.validated)}: give it all of them, as a list"
+        )
+
+    def refuse_partial(self, given: Sequence[Optimizer], own: Iterable[Tensor]) -> None:
+        """Raise `InputError` where another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
+        left = {parameter for parameter in own if parameter.requires_grad}.difference(parameters_of(given))
+        others = [optimizer for optimizer in self.seen if not left.isdisjoint(parameters_of([optimizer]))]
+        if others:
+            raise InputError(
+                f"{kinds_of(others)} has stepped parameters of this pipeline that {kinds_of(given)} does not hold: give all optimizers, "
+                "as a list"
+            )
