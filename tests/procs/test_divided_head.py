@@ -21,6 +21,8 @@ from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.pure.problems import reordered
 from tests.thinned import every
+from zerobubble.runtime.stage.head_part import Correction, GivenToHead, HeadName, HeadPart, gradient_of_output
+from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.schedules import with_recompute, with_vocabulary
 
 ROWS, WIDTH = 11, 6
@@ -263,6 +265,51 @@ def scaled_in_half_precision(group: Any) -> tuple[float, float]:
 def test_it_has_one_device_s_precision_under_autocast(world: Ranks) -> None:
     for loss, gradient in world.run(scaled_in_half_precision, ranks=2):
         assert max(loss, gradient) <= 2e-2, "bfloat16 has 8 bits"
+
+
+def off_exact(passes: str, smoothing: float) -> tuple[float, float]:
+    """By how much the gradient for the output is off float64's, of a divided and of a whole head, under autocast and for easy targets."""
+    random = torch.Generator().manual_seed(0)
+    weight, target = torch.randn(64, 16, generator=random) / 4, torch.randint(0, 64, (40,), generator=random)
+    output = 8 * weight[target]
+
+    def whole(dtype: torch.dtype) -> Tensor:
+        x = output.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+            logits = nn.functional.linear(x, weight.to(dtype))
+            nn.functional.cross_entropy(logits, target, label_smoothing=smoothing).backward()
+        assert x.grad is not None
+        return x.grad.double()
+
+    def rows(first: int, end: int) -> nn.Linear:
+        made = nn.Linear(16, end - first, bias=False)
+        made.weight.data.copy_(weight[first:end])
+        return made
+
+    name, sums = HeadName("head", 64), Gradients(None)
+    parts = [HeadPart(nn.Module(), rows, first, first + 32, name, sums, 1 - smoothing, smoothing / 64) for first in (0, 32)]
+    given = GivenToHead(output, target, torch.full((40,), 1 / 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [part.softmax(given, None) for part in parts]
+    pairs = list(zip(parts, found, strict=True))
+    told = [part.gradient_to_correct(one) for part, one in pairs]
+    if passes == "SL and TX":
+        correction = Correction.of([one.sums for one in found])
+        for number, (part, one) in enumerate(pairs):
+            part.correct(one, correction, number)
+        told = [part.gradient(one) for part, one in pairs]
+    gradient, _ = gradient_of_output(told, given.weight)
+    exact = whole(torch.float64)
+    off, off_whole = ((found.double() - exact).norm() / exact.norm() for found in (gradient, whole(torch.float32)))
+    return off.item(), off_whole.item()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("passes", ["S and T", "SL and TX"])
+def test_it_rounds_as_a_whole_head_does_under_autocast(passes: str, smoothing: float) -> None:
+    divided, whole = off_exact(passes, smoothing)
+    assert whole > 1e-4, "bfloat16 has 8 bits"
+    assert divided <= 1.4 * whole
 
 
 def two_replicas(group: Any) -> float:

@@ -5,7 +5,7 @@ of their exponentials beside that, and the logit of the target where it has it (
 for them); from these three numbers of every part each can tell by how much its own softmax has to be corrected (Vocabulary Parallelism,
 arXiv 2411.05288, sections 4.2 to 4.4):
 
-    S    softmax over its own rows, times these rows: a part of the gradient for the output, to be corrected
+    S    softmax over its own rows, times these rows: a part of the gradient for the output, to be corrected; the row of the target apart
     T    the corrected softmax gives the gradients of the rows
     SL   the softmax over its own rows alone
     TX   corrects it, and computes both gradients
@@ -165,14 +165,22 @@ class HeadPart:
             return Softmax(given, softmax, row, has_target, torch.stack((largest, total, target)), logits.dtype, held)
 
     def gradient_to_correct(self, found: Softmax) -> Tensors:
-        """What S gives to the gradient for the output: its sums, the rows that targets want with a minus, and what is to be corrected."""
+        """What S gives to the gradient for the output, as `gradient_of_output` takes it: its sums, its product, and what is added apart.
+
+        The row of the target counts by its probability less 1, which is small for a token that the model predicts well. In a product of the
+        layer's type the probability would be rounded first, and the difference would be mostly rounding.
+        """
         with torch.no_grad():
             weight = self.weight.to(found.dtype)
-            rows = weight[found.row].where(found.has_target[:, None], 0)
-            if self._of_each:
-                every = self.weight.sum(0, dtype=found.softmax.dtype).mul_(self._of_each)
-                rows = rows.mul_(self._of_target).add_(every.to(rows.dtype))
-            return found.sums, rows.neg_(), found.in_layers_type @ weight
+            row = found.row[:, None]
+            own = found.softmax.gather(1, row)
+            found.softmax.scatter_(1, row, own.masked_fill(found.has_target[:, None], 0))
+            others = found.in_layers_type @ weight
+            found.softmax.scatter_(1, row, own)
+            has_target = found.has_target.to(own.dtype)
+            counts = torch.stack((own[:, 0] * has_target, -self._of_target * has_target))
+            every = (self.weight.sum(0, dtype=own.dtype).mul_(-self._of_each),) if self._of_each else ()
+            return found.sums, others, weight[found.row], counts, *every
 
     def correct(self, found: Softmax, correction: Correction, part: int) -> None:
         """Make of the softmax over the rows of this part, the number `part`, the derivative of the loss of each token by its logits."""
@@ -206,8 +214,13 @@ def gradient_of_output(parts: Sequence[Tensors], weight: Tensor) -> tuple[Tensor
     with torch.no_grad():
         correction = Correction.of([sums for sums, *_ in parts])
         total = torch.zeros_like(parts[0][1], dtype=correction.factors.dtype)
-        for factor, (_, exact, *to_correct) in zip(correction.factors, parts, strict=True):
-            total += exact
-            for gradient in to_correct:
-                total.addcmul_(gradient.to(total.dtype), factor[:, None])
+        for factor, (_, product, *apart) in zip(correction.factors, parts, strict=True):
+            if apart:
+                rows, (probability, of_target), *every = apart
+                total.addcmul_(product.to(total.dtype), factor[:, None])
+                total.addcmul_(rows.to(total.dtype), (probability * factor + of_target)[:, None])
+                for added in every:
+                    total += added
+            else:
+                total += product
         return total.mul_(weight[:, None].to(total.dtype)), correction.losses
