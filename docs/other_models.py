@@ -39,7 +39,7 @@ has not been tried.
   sent there, and `zb.split(model).layers()` has 0 for B and W below the first part that trains.
 - **Images in front of text.** The samples of all arguments are cut into microbatches along their first dimension. Where patches of images
   lie in rows (`pixel_values` of Qwen's models), give `step` a list of the microbatches instead.
-- **Dropout, stochastic depth and the noise of routers** are random. Parts draw from the random numbers of their rank, and code around the
+- **Dropout, stochastic depth and the noise of routers** are random. Parts draw from the stream of their stage, and code around the
   parts from a seed that all stages share, so a step is like one on one device with another seed.
 - **Statistics of the batch** (`BatchNorm`) are those of each microbatch, and running statistics those of one device that takes the same
   microbatches one after the other.

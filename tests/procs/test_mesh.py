@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -694,3 +694,53 @@ def test_eight_ranks_in_three_dimensions_train_as_one_device(names: tuple[str, .
         assert max(eight.run(in_three_dimensions, names, schedule, ranks=8)) < 1e-12
     finally:
         eight.kill()
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def perceptron(stage: int, mesh: DeviceMesh | None = None) -> nn.Module:
+    """A stage, whose matrices ranks share along "tp" of `mesh`."""
+    torch.manual_seed(stage)
+    made = Perceptron()
+    return made if mesh is None else parallelize_module(made, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def shared_in_half_precision(group: dist.ProcessGroup) -> tuple[float, float, float]:
+    """How far gradients under autocast are off those of torch's own tensor parallelism, and off float64's; and those of whole stages."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+    def gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
+        found = [parameter.grad for module in modules for parameter in module.parameters() if parameter.grad is not None]
+        return [(one.full_tensor() if isinstance(one, DTensor) else one).double() for one in found]
+
+    def alone(dtype: torch.dtype, mesh: DeviceMesh | None = None) -> list[Tensor]:
+        stages = [perceptron(stage, mesh).to(dtype) for stage in range(2)]
+        for part in x.to(dtype).chunk(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+                loss = nn.functional.mse_loss(nn.Sequential(*stages)(part), part.tanh()) / 2
+            loss.backward()
+        return gradients([stages[mine] for mine in pipe.modules])
+
+    with zb.Pipeline(lambda stage, _: perceptron(stage, mesh), "zb-h1", 2, nn.functional.mse_loss, mesh=mesh) as pipe:
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.step(x, x.tanh())
+        ours, exact = gradients(list(pipe.modules.values())), alone(torch.float64)
+        others = alone(torch.float32, mesh), exact
+        off = [max(relative(one, other) for one, other in zip(ours, theirs, strict=True)) for theirs in others]
+        whole = max(relative(one, other) for one, other in zip(alone(torch.float32), exact, strict=True))
+    return off[0], off[1], whole
+
+
+def test_tensor_parallelism_under_autocast_rounds_as_torch_s_own(world: Ranks) -> None:
+    for off_torch, off_exact, whole in world.run(shared_in_half_precision, ranks=4):
+        assert off_torch == 0
+        assert off_exact <= 2 * whole

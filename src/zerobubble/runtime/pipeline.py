@@ -66,6 +66,7 @@ class Pipeline:
 
     What to train:
         build_or_modules: a function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules in ascending order of stages.
+            Each call of `build` is seeded by this rank's seed and the stage; stages draw by a seed of rank 0 (docs/training.md).
         schedule: a published name ("zb-h1"), a `Schedule` or a plan (each has one number of microbatches), a function
             `(num_ranks, num_microbatches) -> Schedule`, or `zb.Auto(...)` ("auto" for short), which measures the first steps and plans.
             A schedule without backward passes, such as "forward-only", serves `eval_step`.
@@ -443,7 +444,8 @@ class Pipeline:
             return self._steps.timeline()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint should hold of the pipeline beside the modules and the optimizer: the number of steps and the hooks' states.
+        """What a checkpoint should hold of the pipeline beside the modules and the optimizer: the number of steps, the seed by which
+        stages draw, and the hooks' states.
 
         It is this rank's. An optimizer's step still to be validated is made final first.
         """

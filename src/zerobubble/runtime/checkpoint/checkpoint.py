@@ -32,10 +32,10 @@ def save(
     Instead of a pipeline it takes the unsplit model that one device trains.
 
     It has parameters and buffers under their names in the whole model where no two stages have other things under one name (as those of
-    `zb.split`), else under `stages.N.` and their names in the stage; what `optimizer`, or each of a list, keeps of a parameter, a step that
-    may still be taken back being made final first; the `scaler`; the random states of torch, Python and numpy; the pipeline's own state
-    and its hooks'; its schedule or plan, in the file `schedule.json`; and `extra`, a dict of numbers, text, lists and dicts of yours, such
-    as the place in the data, the same on every rank.
+    `zb.split`), else under `stages.N.` and their names in the stage; what `optimizer`, or each of a list, keeps of a parameter, once a step
+    that may still be taken back is final; the `scaler`; the random states of torch, Python and numpy; the seed by which stages draw; the
+    pipeline's own state and its hooks'; its schedule or plan, in the file `schedule.json`; and `extra`, a dict of numbers, text, lists and
+    dicts of yours, such as the place in the data, the same on every rank.
 
     Where `wait` is False it returns when all of this is copied, and writes while training goes on. The `Saving` that it gives has `done()`
     and `wait()`; the next `save`, `load` and `pipe.close` wait, too. The copies take the memory of what this rank writes, on the CPU.
