@@ -135,6 +135,30 @@ def test_calls_leave_the_users_generator_alone_and_evaluations_change_no_step(wo
         assert len(set(evaluated)) == 4
 
 
+def in_ways(group: Any) -> list[list[float]]:
+    """The losses of two steps with dropout in each split, the last of them after a state of before there was a seed in it."""
+    found = []
+    for split in ("whole", "deferred", "graph"):
+        torch.manual_seed(5)
+        with zb.Pipeline(
+            lambda stage, n: nn.Sequential(build(stage, n), nn.Dropout(0.3)), "zb-h1", 2, loss_fn, group=group, split=split
+        ) as pipe:
+            losses = [pipe.step(*batch(2)).item()]
+            state = pipe.state_dict()
+            if split == "graph":
+                del state["draws_seed"]
+            pipe.load_state_dict(state)
+            found.append([*losses, pipe.step(*batch(2)).item()])
+    return found
+
+
+def test_every_split_draws_the_same(world: Ranks) -> None:
+    for whole, deferred, graph in world.run(in_ways, ranks=2):
+        assert whole == pytest.approx(deferred, rel=1e-12)
+        assert whole == pytest.approx(graph, rel=1e-12)
+        assert whole[0] != whole[1]
+
+
 def first_numbers(group: Any, name: str) -> tuple[dict[int, list[float]], list[float]]:
     """The weights of stages that are built alike under one seed on all ranks, and what the user draws next."""
     torch.manual_seed(5)
