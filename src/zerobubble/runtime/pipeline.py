@@ -71,8 +71,9 @@ class Pipeline:
             `(num_ranks, num_microbatches) -> Schedule`, or `zb.Auto(...)` ("auto" for short), which measures the first steps and plans.
             A schedule without backward passes, such as "forward-only", serves `eval_step`.
         num_microbatches: into how many parts a batch is cut; `step` may be called with another number where the schedule allows it.
-        loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element; or `zb.nn.DividedHead(...)`
-            for a schedule in which ranks divide the head by its vocabulary.
+        loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element. Where it is an `nn.Module`, its
+            parameters and buffers belong to the last stage. Or `zb.nn.DividedHead(...)`, for a schedule in which ranks divide the head by
+            its vocabulary.
         loss_weight: `loss_weight(target)` gives the weight of a microbatch in the mean, such as the number of tokens that count;
             without it microbatches count by their samples.
         batch_dims: the dimension of the batch in inputs, targets and kwargs where it is not the first, by name; None for what all

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from torch import nn
+
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
@@ -45,6 +47,7 @@ from zerobubble.runtime.options import (
     survival_fault,
     usable_timeout,
 )
+from zerobubble.runtime.split.stage_with_loss import stage_alone, with_loss
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
 from zerobubble.runtime.stage.head_part import HeadPart
@@ -179,7 +182,16 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     """What runs the steps of a session, with the program of its first schedule made ready."""
     peers, guard, setup, divided = session.peers, session.guard, session.setup, session.divided
     replicas = None if session.replicas is None else session.replicas.peers
-    losses = StepLosses(peers, options.loss_fn, options.loss_weight, options.on_loss, replicas, scales_gradients=options.scale == GRADIENTS)
+    held = nn.ModuleList(setup.stages.modules.values())
+    losses = StepLosses(
+        peers,
+        options.loss_fn,
+        options.loss_weight,
+        options.on_loss,
+        replicas,
+        scales_gradients=options.scale == GRADIENTS,
+        held=held.parameters,
+    )
     hooks = StepHooks(setup.stages.modules, guard.during)
     room = room_for_weights(options)
     programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room, setup.offloads)
@@ -285,6 +297,8 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     if isinstance(build, CutsForSchedules):
         build = build.for_schedule(schedule, planned_cut(options.schedule))
     modules = modules_of(build, schedule, peers.rank, seed)
+    last = schedule.num_stages - 1
+    modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in modules.items()}
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
     stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs, heads=heads)
@@ -299,7 +313,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     choosing = stages.levels_that_choose()
     known = build.tied(schedule.num_stages) if isinstance(build, KnowsTied) else ()
     if not isinstance(build, KnowsTied) and not options.tied:
-        refuse_forgotten(modules)
+        refuse_forgotten({stage: stage_alone(module) for stage, module in modules.items()})
     tied = read_tied([*options.tied, *known], schedule.num_stages)
     whole = build if isinstance(build, KnowsModel) else None
     facts = None if whole is None else whole.model_facts(schedule.num_stages)

@@ -9,6 +9,7 @@ from torch import nn
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.split.deferred import DeferredSplitter
 from zerobubble.runtime.split.splitter import Splitter
+from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.split.whole import WholeSplitter
 from zerobubble.runtime.values.gradients import Gradients
 
@@ -39,7 +40,7 @@ def make_splitter(
     if way in TRACED:
         from zerobubble.runtime.split.graph import GraphSplitter  # tracing loads much, and few need it
 
-        return GraphSplitter(module, index, gradients, compiled=way == "compiled", cuda_graphs=cuda_graphs)
+        return GraphSplitter(stage_alone(module), index, gradients, compiled=way == "compiled", cuda_graphs=cuda_graphs)
     if way == "whole":
         return WholeSplitter(module, index, "the stage is run whole, as split says")
     if not has_weight_passes:

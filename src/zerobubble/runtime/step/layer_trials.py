@@ -5,11 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import asdict
 
+from torch import nn
+
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.partition import Layer
 from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.measure.trained_bytes import trained_bytes
+from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.stage.parts import Calls, KnowsItsParts, Part, PartCost, measure, noting_calls
 from zerobubble.runtime.step.runner import StepInputs, StepRunner
 from zerobubble.runtime.step.trials import profile
@@ -19,12 +22,12 @@ def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: 
     """What each part of the model takes and holds, as `Pipeline.profile_layers` describes it."""
     with runner.alike():
         _refuse_own_stages(runner)
-    parts = {stage: module.parts_of_the_model() for stage, module in runner.modules.items() if isinstance(module, KnowsItsParts)}
+    parts = {stage: module.parts_of_the_model() for stage, module in _alone(runner).items() if isinstance(module, KnowsItsParts)}
     costs = profile(runner, given, steps, progress)
     calls: dict[int, Calls] = {stage: {} for stage in parts}
     with runner.activity("while profiling layers"), runner.untouched():
         with ExitStack() as stack:
-            for stage, module in runner.modules.items():
+            for stage, module in _alone(runner).items():
                 stack.enter_context(noting_calls(module, parts[stage], calls[stage]))
             runner.train_unheard(runner.choose(None), given)
         measured = [(stage, _layers(runner, stage, parts[stage], calls[stage], steps, costs)) for stage in parts]
@@ -33,9 +36,14 @@ def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: 
     return tuple(Layer(**layer) for stage in sorted(found) for layer in found[stage])
 
 
+def _alone(runner: StepRunner) -> dict[int, nn.Module]:
+    """The modules of this rank's stages, without that of the loss."""
+    return {stage: stage_alone(module) for stage, module in runner.modules.items()}
+
+
 def _refuse_own_stages(runner: StepRunner) -> None:
     """Raise `InputError` on every rank where one of them has a stage whose parts are not known."""
-    own = [stage for stage, module in runner.modules.items() if not isinstance(module, KnowsItsParts)]
+    own = [stage for stage, module in _alone(runner).items() if not isinstance(module, KnowsItsParts)]
     told = sorted(stage for of_rank in runner.gather(own, "comparing what is known of layers") for stage in of_rank)
     if told:
         raise InputError(

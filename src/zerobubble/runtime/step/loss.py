@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.step.loss_parameters import refuse_untaken
 from zerobubble.runtime.step.loss_reports import DTYPES, AddedLossReport, LossReport
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
@@ -39,6 +40,8 @@ class StepLosses:
     With `scales_gradients`, backward passes begin with losses as they are (weighted, where weights differ), and not with their shares: the
     gradients of the step are then `divisor` times too large, which is the number of microbatches of the whole batch, and otherwise 1.
 
+    `held` gives the parameters of this rank's stages. In each step one loss is searched for others.
+
     The loss of a microbatch has in it what stages added. After `close`, `losses` are those of all microbatches, and `added` is the part of
     the mean that was added under each name. `goes_back` then says whether the loss of any microbatch of the batch requires a gradient, and
     `output_goes_back` whether any output of the model did on this rank.
@@ -53,6 +56,7 @@ class StepLosses:
         replicas: Peers | None = None,
         *,
         scales_gradients: bool = False,
+        held: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._peers = peers
         self._loss_fn = loss_fn
@@ -60,6 +64,7 @@ class StepLosses:
         self._on_loss = on_loss
         self._replicas = replicas
         self._scales_gradients = scales_gradients
+        self._held = held
         self.divisor = 1
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
@@ -192,6 +197,8 @@ class StepLosses:
         if self._weights is not None and not self._weights[microbatch]:
             result = _zero_loss((output, added), loss)
         if tells:
+            if not self.goes_back:
+                refuse_untaken(loss, tensors_in((output, added)), self._held())
             self._shares[microbatch] = self._share(microbatch, known) if self._scales_gradients else result.detach()
             self.goes_back |= result.requires_grad
             self.output_goes_back |= any(tensor.requires_grad for tensor in tensors_in(output))

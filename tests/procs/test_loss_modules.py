@@ -1,0 +1,284 @@
+"""A `loss_fn` with parameters of its own: they train, are clipped, saved and summed over replicas as parameters of the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerobubble as zb
+from tests.procs.models import batch, build, gradient_error
+from tests.procs.ranks import Ranks
+from tests.procs.test_mesh import whole
+from tests.procs.versions import needs_fsdp2_on_cpu
+from zerobubble.runtime.split.stage_with_loss import StageWithLoss
+
+COUNT = 4
+
+
+class Criterion(nn.Module):
+    """Cross entropy behind a trained temperature and a layer, with dropout and a running mean of the logits."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.scale = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
+        self.project = nn.Linear(11, 11, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        logits = self.project(self.dropout(logits)) * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def stages_of(num_stages: int) -> list[nn.Module]:
+    """Those of one device; the last has the parameters of the loss behind its own."""
+    made = [build(stage, num_stages) for stage in range(num_stages)]
+    return [*made[:-1], StageWithLoss(made[-1], Criterion())]
+
+
+def one_device(stages: list[nn.Module], inputs: Tensor, targets: Tensor, count: int = COUNT) -> Tensor:
+    last = stages[-1]
+    assert isinstance(last, StageWithLoss)
+    losses: list[Tensor] = []
+    for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+        losses.append(last.loss(nn.Sequential(*stages)(x), y) / count)
+        losses[-1].backward()
+    return torch.stack(losses).sum().detach()
+
+
+GIVEN: dict[str, Callable[[Criterion], Any]] = {
+    "module": lambda criterion: criterion,
+    "partial": partial,
+    "method": lambda criterion: criterion.forward,
+}
+
+
+def train(group: Any, schedule: str, given: str, options: dict[str, Any]) -> tuple[float, list[str]]:
+    """The error of gradients, the clipped norm and the loss of two steps, and the names of the last parameters of this rank."""
+    loss_fn = GIVEN[given](Criterion())
+    with zb.Pipeline(build, schedule, COUNT, loss_fn, group=group, **options) as pipe:
+        stages = stages_of(pipe.schedule.num_stages)
+        found = [abs(pipe.step(*batch(COUNT, seed=seed)) - one_device(stages, *batch(COUNT, seed=seed))).item() for seed in range(2)]
+        found.append(gradient_error(pipe, stages))
+        found.append(abs(pipe.clip_grad_norm_(0.1) - nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), 0.1)).item())
+        found.append(gradient_error(pipe, stages))
+        held = set(pipe.parameters())
+        assert held == {parameter for module in pipe.modules.values() for parameter in module.parameters()}
+        last = pipe.modules.get(len(stages) - 1)
+        names = [] if last is None else [name for name, _ in last.named_parameters()][-3:]
+        assert last is None or list(last.state_dict()) == list(stages[-1].state_dict())
+        return max(found), names
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "options"),
+    [
+        ("zb-h1", "module", {}),
+        ("zb-v", "partial", {}),
+        ("1f1b", "method", {"split": "graph"}),
+    ],
+)
+def test_its_parameters_are_those_of_the_last_stage(world: Ranks, schedule: str, given: str, options: dict[str, Any]) -> None:
+    results = world.run(train, schedule, given, options, ranks=2)
+    assert max(error for error, _ in results) < 1e-12
+    assert ["loss_fn.scale", "loss_fn.project.weight", "loss_fn.project.bias"] in [names for _, names in results]
+
+
+class Plain(nn.Module):
+    """A loss without buffers, which copies of a stage may not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1) * self.scale, targets.flatten())
+
+
+def with_sums(group: Any, dimension: str) -> float:
+    """The error of the gradients where copies of the last stage, or replicas, have other microbatches, and begin with other values."""
+    from torch.distributed.fsdp import fully_shard
+
+    loss_fn = Plain()
+    with torch.no_grad():
+        loss_fn.scale += group.rank()  # those of the first count
+    mesh = None if dimension == "routes" else init_device_mesh("cpu", (2, 2), mesh_dim_names=(dimension, "pp"))
+    replica = 0 if mesh is None else mesh.get_local_rank(dimension)
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        module = build(stage, num_stages)
+        return fully_shard(module, mesh=mesh[dimension]) if mesh is not None and dimension == "dp_shard" else module
+
+    schedule = "chimera" if mesh is None else "zb-h1"
+    with zb.Pipeline(make, schedule, COUNT, loss_fn, **({"group": group} if mesh is None else {"mesh": mesh})) as pipe:
+        shares = [batch(COUNT, seed=seed) for seed in range(1 if mesh is None else 2)]
+        pipe.step(*shares[replica])
+        stages = [build(0, 2), StageWithLoss(build(1, 2), Plain())]
+        last = stages[-1]
+        assert isinstance(last, StageWithLoss)
+        with torch.no_grad():  # the last stage is on rank 1, and of a bidirectional schedule on rank 0, too
+            last.loss.get_parameter("scale").add_(1)
+        for share in shares:
+            (last.loss(nn.Sequential(*stages)(share[0]), share[1]) / len(shares)).backward()
+        found = []
+        for index, module in pipe.modules.items():
+            for ours, theirs in zip(module.parameters(), stages[index].parameters(), strict=True):
+                assert theirs.grad is not None
+                found.append((whole(ours.grad) - theirs.grad).abs().max().item())
+        return max(found)
+
+
+@pytest.mark.parametrize("dimension", ["routes", "dp", pytest.param("dp_shard", marks=needs_fsdp2_on_cpu)])
+def test_its_gradients_are_summed_like_those_of_the_stage(world: Ranks, dimension: str) -> None:
+    assert max(world.run(with_sums, dimension, ranks=2 if dimension == "routes" else 4)) < 1e-12
+
+
+def saved_and_loaded(group: Any, path: Path) -> tuple[float, float]:
+    """What is off in a pipeline that has loaded a checkpoint, and in the model on one device, after validated steps."""
+    with zb.Pipeline(build, "zb-h1", COUNT, Criterion(), group=group) as pipe:
+        optimizer = zb.PostValidation(torch.optim.Adam(pipe.parameters(), lr=0.1), pipe, max_norm=0.1)
+        pipe.step(*batch(COUNT))
+        optimizer.step()
+        zb.save(path, pipe, optimizer.optimizer)
+        expected = {stage: {name: value.clone() for name, value in module.state_dict().items()} for stage, module in pipe.modules.items()}
+    other = Criterion()
+    nn.init.zeros_(other.scale)
+    with zb.Pipeline(build, "1f1b", COUNT, other, group=group) as pipe:
+        zb.load(path, pipe, torch.optim.Adam(pipe.parameters()))
+        found = [
+            (value - expected[stage][name]).abs().max().item()
+            for stage, module in pipe.modules.items()
+            for name, value in module.state_dict().items()
+        ]
+        moved = 0.0 if pipe.rank == 0 else abs(other.scale.item() - 1.5)
+    return max(found), moved
+
+
+def test_a_checkpoint_has_it_and_validated_steps_train_it(world: Ranks, tmp_path: Path) -> None:
+    first, second = world.run(saved_and_loaded, tmp_path / "saved", ranks=2)
+    assert first[0] == second[0] == 0
+    assert second[1] > 0
+
+
+def loaded_on_one_device(group: Any, path: Path) -> tuple[float, float]:
+    """What the criterion of a cut model has learnt, and what of that is off on one device, which has it as `model.loss_fn`."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(11, 6), nn.Tanh(), nn.Linear(6, 11)).double()
+
+    criterion, model = Criterion(), made()
+    with zb.Pipeline(zb.split(made(), example=batch(COUNT)[0]), "zb-h1", COUNT, criterion, group=group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(*batch(COUNT))
+        optimizer.step()
+        zb.save(path, pipe, optimizer)
+    model.add_module("loss_fn", Criterion())
+    zb.load(path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scale = model.get_parameter("loss_fn.scale")
+    return abs(criterion.scale.item() - 1.5), (scale - criterion.scale).abs().item()
+
+
+def test_one_device_loads_it_as_a_part_of_the_model(world: Ranks, tmp_path: Path) -> None:
+    _, (learnt, off) = world.run(loaded_on_one_device, tmp_path / "saved", ranks=2)
+    assert learnt > 0
+    assert off == 0
+
+
+class Tied(nn.Module):
+    """A loss that reads the vectors of tokens, which are those of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.Embedding(11, 6, dtype=torch.float64)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        distance = (logits.softmax(-1) @ self.vectors.weight - self.vectors(targets)).square().mean()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + distance
+
+
+def tied(group: Any) -> float:
+    """The error of the gradients and the norm where the loss shares a parameter with the first stage."""
+    groups = [[(0, "0.weight"), (1, "loss_fn.vectors.weight")]]
+    with zb.Pipeline(build, "zb-h1", COUNT, Tied(), group=group, tied=groups) as pipe:
+        loss = Tied()
+        stages = [build(0, 2), StageWithLoss(build(1, 2), loss)]
+        loss.vectors.weight = stages[0].get_parameter("0.weight")  # type: ignore[assignment]
+        pipe.step(*batch(COUNT))
+        one_device(stages, *batch(COUNT))
+        error = gradient_error(pipe, stages)
+        return max(error, abs(pipe.clip_grad_norm_(1.0) - nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), 1.0)).item())
+
+
+def test_its_parameters_may_be_tied(world: Ranks) -> None:
+    assert max(world.run(tied, ranks=2)) < 1e-12
+
+
+def evaluated(group: Any) -> tuple[float, bool]:
+    """The difference between two evaluations of a loss with dropout, and whether it is in training mode afterwards."""
+    criterion = Criterion(dropout=0.5)
+    with zb.Pipeline(build, "zb-h1", COUNT, criterion, group=group) as pipe:
+        first, second = (pipe.eval_step(*batch(COUNT))[0] for _ in range(2))
+        assert first is not None
+        assert second is not None
+        return abs(first - second).item(), criterion.dropout.training and criterion.calls.item() == 0
+
+
+def test_it_is_in_evaluation_mode_where_the_stage_is(world: Ranks) -> None:
+    assert world.run(evaluated, ranks=2) == [(0.0, True)] * 2
+
+
+def hidden(group: Any, is_used: bool) -> str:
+    """What a step raises whose loss is a function around a criterion, or around something that trains nothing."""
+    criterion: nn.Module = Criterion() if is_used else nn.CrossEntropyLoss(weight=torch.ones(11, dtype=torch.float64))
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = criterion(logits, targets) if is_used else criterion(logits.flatten(0, 1), targets.flatten())
+        return loss
+
+    try:
+        with zb.Pipeline(build, "zb-h1", COUNT, loss_fn, group=group) as pipe:
+            pipe.step(*batch(COUNT))
+    except zb.PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_a_function_hides_are_refused(world: Ranks) -> None:
+    for text in world.run(hidden, True, ranks=2):
+        assert "loss_fn trains a parameter of shape" in text
+    assert world.run(hidden, False, ranks=2) == ["", ""]
+
+
+def test_a_loss_that_the_stage_holds_is_not_held_twice() -> None:
+    from zerobubble.runtime.split.stage_with_loss import with_loss
+
+    stage = build(1, 2)
+    criterion = Criterion()
+    stage.add_module("criterion", criterion)
+    assert with_loss(stage, criterion) is stage
+    assert with_loss(stage, nn.MSELoss()) is stage
+    both = with_loss(stage, Plain())
+    assert isinstance(both, StageWithLoss)
+    assert with_loss(both, None) is stage
+    stage.add_module("loss_fn", Plain())
+    with pytest.raises(zb.InputError, match=r"loss_fn\.scale"):
+        with_loss(stage, Plain())
+
+
+def test_the_state_of_both_is_loaded() -> None:
+    both = stages_of(1)[0]
+    other = StageWithLoss(build(0, 1), Criterion())
+    nn.init.zeros_(other.loss.get_parameter("scale"))
+    assert not other.load_state_dict(both.state_dict()).missing_keys
+    assert other.loss.get_parameter("scale").item() == 1.5
