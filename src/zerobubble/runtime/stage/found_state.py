@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zerobubble.runtime.values.random_state import RandomState
-
 from zerobubble.runtime.values.buffers import buffers_of, put_buffers
+from zerobubble.runtime.values.random_state import RandomState
 
 
 class FoundState:
