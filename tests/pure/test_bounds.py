@@ -436,6 +436,15 @@ def test_shortage_names_every_rank_and_what_it_lacks() -> None:
     assert lower_bounds(placement, 3, costs, Limits((7, 1))) == lower_bounds(placement, 3, costs, Limits((8, 3)))
 
 
+def test_shortage_says_once_what_ranks_have_in_common() -> None:
+    def lacks(*limits: int) -> str:
+        return shortage(Placement.linear(5), Costs.from_ms([1] * 5, [1] * 5, [1] * 5, held_after_f=[8] * 5), Limits(limits))
+
+    assert lacks(7, 7, 7, 7, 7) == "every rank needs 8 bytes for one microbatch, 1 more than its limit of 7"
+    assert lacks(8, 7, 7, 7, 8) == "each of ranks 1 to 3 needs 8 bytes for one microbatch, 1 more than its limit of 7"
+    assert lacks(7, 8, 7, 8, 8) == "each of ranks 0, 2 needs 8 bytes for one microbatch, 1 more than its limit of 7"
+
+
 def test_a_limit_that_holds_everything_is_none() -> None:
     placement = Placement.looped(3, 2)
     costs = uneven(6, random.Random(1))

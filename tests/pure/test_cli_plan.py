@@ -251,6 +251,30 @@ def test_cuts_inside_blocks_are_offered_and_made(tmp_path: Path) -> None:
     assert "Cuts inside blocks bring the slowest rank to " in printed("plan", *options)
 
 
+def test_pages_of_plans_for_layers_run_the_model_that_has_them(tmp_path: Path) -> None:
+    shape = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--budget", "0", "--html", str(tmp_path / "plan.html"))
+    named = {
+        "layers": [{"forward": 1, "backward": 1, "weight": 1, "held_after_f": 4, "held_after_b": 2, "name": f"l{n}"} for n in range(4)]
+    }
+    for layers, line in ((named, "zb.Pipeline(zb.split(model), "), (HEADED, "makes the layers of a stage, so many of them: ")):
+        printed("plan", "--layers", written(tmp_path, layers), *shape)
+        assert line in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_memory_without_a_unit_is_reported_as_microbatches_where_bytes_are_known(tmp_path: Path) -> None:
+    shape = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--budget", "0", "--memory")
+    file = written(tmp_path, OF_BLOCKS)
+    assert re.search(r"--memory 40 is room for 40 microbatches, .* GB on each rank", printed("plan", "--layers", file, *shape, "40"))
+    assert "is room for" not in printed("plan", "--layers", file, *shape, "40GB")
+
+
+def test_memory_too_small_for_all_placements_is_one_short_sentence(tmp_path: Path) -> None:
+    shape = ("--ranks", "3", "--microbatches", "6", "--budget", "0", "--memory", "14GB")
+    said = refused("plan", "--layers", written(tmp_path, OF_BLOCKS), *shape)
+    assert said.count("cannot be cut either") == 1
+    assert len(said) < 400
+
+
 def test_memory_that_is_too_small_or_unknown_is_told(tmp_path: Path) -> None:
     shape = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--budget", "0")
     assert "no cuts fit the memory limits" in refused("plan", "--layers", written(tmp_path, OF_BLOCKS), *shape, "--memory", "14GB")

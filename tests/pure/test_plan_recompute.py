@@ -144,9 +144,9 @@ def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere
     costs = replace(Costs.uniform(4), placement=Placement.vee(2))
     found = plan(costs, 3, Limits((1_200_000,) * 2), recompute="auto", evaluations=100)
     require_sound(found.best)
-    assert "without R nothing fits (rank 0 needs 2000000 bytes for one microbatch" in str(found.bought)
+    assert "without R nothing fits (every rank needs 2000000 bytes for one microbatch" in str(found.bought)
     nowhere = plan(costs, 3, Limits((1_050_000,) * 2), recompute="auto", evaluations=100)
-    assert nowhere.best.reason.startswith("rank 0 needs 1060000 bytes for one microbatch, 10000 more than its limit of 1050000")
+    assert nowhere.best.reason.startswith("every rank needs 1060000 bytes for one microbatch, 10000 more than its limit of 1050000")
     with pytest.raises(InputError, match="no schedule fits"):
         _ = nowhere.schedule
 

@@ -165,18 +165,25 @@ def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: S
 def told_lacks(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int], one: str = "one") -> str:
     """Which ranks need more bytes for one microbatch alone than their memory has, in microbatches of `sizes` where these are given."""
     lacks = [(rank, need, limit) for rank, (need, limit) in enumerate(zip(needed, memory, strict=True)) if need > limit]
-    if not sizes:
-        return "; ".join(
-            f"rank {rank} needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
-            for rank, need, limit in lacks
-        )
-    told = {
-        rank: f"has room for {counted(limit / sizes[rank], 'microbatch')} and needs room for {need / sizes[rank]:.4g} to run {one} alone"
-        for rank, need, limit in lacks
-    }
-    if len(told) == len(needed) > 1 and len(set(told.values())) == 1:
-        return f"every rank {told[0]}"
-    return "; ".join(f"rank {rank} {lack}" for rank, lack in told.items())
+    ranks_by_lack: dict[str, list[int]] = {}
+    for rank, need, limit in lacks:
+        if sizes:
+            room = counted(limit / sizes[rank], "microbatch")
+            lack = f"has room for {room} and needs room for {need / sizes[rank]:.4g} to run {one} alone"
+        else:
+            lack = f"needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
+        ranks_by_lack.setdefault(lack, []).append(rank)
+    return "; ".join(f"{_named(ranks, len(needed))} {lack}" for lack, ranks in ranks_by_lack.items())
+
+
+def _named(ranks: Sequence[int], num_ranks: int) -> str:
+    """Some of the ranks, as the subject of a sentence in the singular."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) == num_ranks:
+        return "every rank"
+    is_run = ranks[-1] - ranks[0] == len(ranks) - 1 and len(ranks) > 2
+    return f"each of ranks {f'{ranks[0]} to {ranks[-1]}' if is_run else ', '.join(map(str, ranks))}"
 
 
 def check_parts(placement: Placement, costs: Costs, limits: Limits | None) -> None:

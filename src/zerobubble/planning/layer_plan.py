@@ -23,6 +23,7 @@ from zerobubble.planning.problem.problem import Objective, Problem, Solved
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.simulation import peak_memory
+from zerobubble.units import counted
 
 BEAM_WIDTH = 4
 """How many cuts get a short search in a round, and how many of them the next round starts from."""
@@ -192,7 +193,9 @@ def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tup
             names.setdefault(str(error), []).append(name)
     left_out = tuple(f"{', '.join(alike)}: {error}" for error, alike in names.items())
     if not starts:
-        raise InputError("; ".join(left_out) or "a plan needs at least one placement to try")
+        others = len(layer_problems) - len(next(iter(names.values()), ()))
+        more = f"; the other {counted(others, 'placement')} cannot be cut either" if others else ""
+        raise InputError(f"{left_out[0]}{more}" if left_out else "a plan needs at least one placement to try")
     return starts, left_out
 
 

@@ -31,9 +31,7 @@ def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> No
     if pictures.svg is not None:
         write_text(pictures.svg, timeline_svg(*(each.timeline for each in evaluations), title=title_of(evaluations)))
     if pictures.html is not None:
-        write_page(
-            pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found.best.problem.num_microbatches)]
-        )
+        write_page(pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found.best.problem)])
 
 
 def _answers(found: Plan) -> Iterator[Evaluation]:
@@ -81,13 +79,22 @@ def _beyond_memory(problem: Problem, evaluations: list[Evaluation]) -> Iterator[
         yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than it has room for."
 
 
-def _how_to_run(plan_file: str | None, num_microbatches: int) -> str:
+def _how_to_run(plan_file: str | None, problem: Problem) -> str:
     """The lines that run, draw and export the winner."""
     file = plan_file or "plan.json"
     lead = "" if plan_file else "Save the plan first: give <code>-o plan.json</code> to the same command."
+    # A plan that names layers brings the cut of the model.
+    arguments = f"{'zb.split(model)' if problem.layer_names else 'build'}, zb.io.load_plan({file!r}), {problem.num_microbatches}"
     lines = (
-        f"pipe = zb.Pipeline(build, zb.io.load_plan({file!r}), {num_microbatches}, loss_fn)  # in the program that torchrun starts",
+        f"pipe = zb.Pipeline({arguments}, loss_fn)  # in the program that torchrun starts",
+        *_layers_to_build(problem),
         f"zerobubble show {file}",
         f"zerobubble make {file} --format torch-csv -o plan.csv  # for PyTorch's own runtime",
     )
     return section("run", "Run it", "".join(f'<pre tabindex="0">{escape(line)}</pre>' for line in lines), lead)
+
+
+def _layers_to_build(problem: Problem) -> Iterator[str]:
+    """What `build` is to make where layers have no names by which a model could be cut."""
+    if problem.layers_per_stage and not problem.layer_names:
+        yield f"# build(stage, num_stages) makes the layers of a stage, so many of them: {', '.join(map(str, problem.layers_per_stage))}"
