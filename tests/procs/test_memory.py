@@ -49,6 +49,43 @@ def test_the_allocator_holds_what_is_predicted_and_one_message(world: Ranks, nam
         assert 0 <= held - told < 1.5 * MESSAGE, found
 
 
+class Weighted(nn.Module):
+    """F saves a narrow input alone, and B leaves the wide gradient of the product to W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4, 1024, bias=False)
+        self.register_buffer("weights", torch.ones(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weighted: Tensor = self.wide(x) * self.weights
+        return weighted.sum(-1, keepdim=True)
+
+
+def peaks_where_b_grows_memory(group: Any, row: str) -> tuple[Any, ...]:
+    """What F saves, what B leaves, and the peaks: predicted, and metered."""
+    rows = "\n".join(f"rank {rank}: {row.replace('s', str(rank))}" for rank in (0, 1))
+    schedule = zb.Schedule.from_text(f"zerobubble schedule 1\nplacement linear: 0 1\nmicrobatches 2\n{rows}\n")
+    x, y = torch.ones(8, 4), torch.ones(8, 1)
+
+    def build(stage: int, num_stages: int) -> nn.Module:
+        return nn.Linear(4, 4) if stage == 0 else Weighted()
+
+    with zb.Pipeline(build, schedule, 2, nn.functional.mse_loss, group=group) as pipe:
+        costs = pipe.profile(x, y, steps=1)
+        pipe.metering = True
+        pipe.step(x, y)
+        metered = [rank.peak_bytes for rank in pipe.timeline().ranks]
+        return costs.held_after_f[1], costs.held_after_b[1], zb.simulation.peak_memory(schedule, costs)[1], metered[1]
+
+
+@pytest.mark.parametrize(("row", "keeps"), [("sF0 sBW0 sF1 sBW1", False), ("sF0 sBW0 sF1 sB1 sW1", True)])
+def test_a_fused_backward_keeps_nothing_for_w_between_passes(world: Ranks, row: str, keeps: bool) -> None:
+    after_f, after_b, predicted, metered = world.run(peaks_where_b_grows_memory, row, ranks=2)[0]
+    assert after_b > 10 * after_f
+    assert predicted == metered == (after_b if keeps else after_f)
+
+
 WIDE, MICROBATCHES = 1 << 18, 8
 """Floats of a message, so many that a ring has no more slots than it needs, and how many messages a channel carries in a step."""
 
