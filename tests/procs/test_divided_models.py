@@ -35,8 +35,64 @@ class Tokens(nn.Module):
         return result
 
 
+class Causal(nn.Module):
+    """A block that makes tensors of its own in its forward, and looks at a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        mask = torch.full((length, length), float("-inf"), dtype=x.dtype).triu(1)
+        mixed = torch.softmax(x @ x.mT + mask, -1) @ x * torch.ones(8, dtype=x.dtype)
+        hidden = self.up(mixed)
+        result: Tensor = x + self.down((hidden * torch.ones(hidden.shape[-1], dtype=x.dtype)).tanh())
+        return result
+
+
+class Looking(Causal):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if torch.isfinite(x).all() else x.nan_to_num())
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList([Causal(), Looking()])
+        self.head = nn.Linear(8, 12, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
 def next_token(logits: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def blocks_divided_and_cut(group: dist.ProcessGroup) -> float:
+    """The worst relative error of a model whose divided blocks make tensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    ids = torch.arange(16).reshape(4, 4) % 12
+    model = Blocks().double()
+    plain = copy.deepcopy(model)
+    divided = parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+    with zb.Pipeline(zb.split(divided, example=ids), "zb-h1", 2, next_token, mesh=mesh) as pipe:
+        loss, expected = pipe.step(ids, ids), next_token(plain(ids), ids)
+        expected.backward()
+        named = [each for module in pipe.modules.values() for each in module.named_parameters()]
+        found = [relative(whole(parameter.grad), whole(plain.get_parameter(name).grad)) for name, parameter in named]
+        return max(*found, abs(loss / expected - 1).item())
+
+
+def test_divided_parts_may_make_tensors_and_look_at_numbers(world: Ranks) -> None:
+    assert max(world.run(blocks_divided_and_cut, ranks=4)) < 1e-12
 
 
 def divided_and_cut(group: dist.ProcessGroup) -> tuple[float, str]:

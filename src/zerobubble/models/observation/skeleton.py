@@ -26,6 +26,7 @@ from zerobubble.models.observation.left_tensors import refuse_left, refuse_left_
 from zerobubble.models.observation.recording import recording_apart, what_is_recorded
 from zerobubble.models.observation.untouched_zeros import untouched_zeros
 from zerobubble.runtime.values.added_losses import collecting_losses
+from zerobubble.runtime.values.memory import like_parameter, local_part
 
 _REMEMBERED = 64
 """For how many shapes of arguments a unit remembers what it gives."""
@@ -272,8 +273,8 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of `unit` with other parameters and buffers, none of which trains."""
-    return copy_of(unit, _other_tensors(unit, like))
+    """A copy of `unit` with other parameters and buffers, none of which trains. What ranks divide stays divided."""
+    return copy_of(unit, _other_tensors(unit, lambda tensor: like_parameter(tensor, like(local_part(tensor)))))
 
 
 def _other_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[int, Any]:
