@@ -89,8 +89,10 @@ class Saving:
 
     def _write_all(self) -> None:
         self._write_part()
-        if self._draft is not None and not self._fault_of_part:
-            self._complete(self._draft, self._await_parts)
+        if self._draft is not None:
+            if not self._fault_of_part:
+                self._complete(self._draft, self._await_parts)
+            self._draft.release()
 
     def _write_part(self) -> None:
         try:

@@ -39,18 +39,15 @@ _DRAFT_NAME = re.compile(r"(?P<name>.+)\.(?P<kind>writing|written|before)-(?=[0-
 
 
 def place(path: Any, what: str = "path") -> Path:
-    """The absolute path to which `path` leads, links followed; raises `InputError`, naming it `what`, where no checkpoint can be there."""
+    """The absolute path to which `path` leads, links followed; raises `InputError`, naming it `what`, where it can be no path."""
     require(what, path, instance(str, os.PathLike))
     text = os.fsdecode(path)
     if not text:
         raise InputError(f'{what} is empty: give the name of a folder, such as "checkpoint"')
     try:
-        found = Path(os.path.realpath(text))
+        return Path(os.path.realpath(text))
     except ValueError as error:  # a NUL byte, or what the file system cannot encode
         raise InputError(f"{what} cannot be {text!r:.200}: {error}") from error
-    if _DRAFT_NAME.fullmatch(found.name):
-        raise InputError(f"{found.name!r} is a name that zb.save gives to unfinished checkpoints: give another path")
-    return found
 
 
 class Draft:
@@ -60,6 +57,8 @@ class Draft:
     """
 
     def __init__(self, path: Path) -> None:
+        if _DRAFT_NAME.fullmatch(path.name):
+            raise InputError(f"{path.name!r} is a name that zb.save gives to unfinished checkpoints: give another path")
         try:
             refuse_what_is_no_checkpoint(path)
             _refuse_second_process(path)
@@ -80,15 +79,19 @@ class Draft:
             os.rename(path, _next_to(path, "before"))
         self._rename(self.folder, path)
         _sync(path.parent)
-        self._lock.release()
+        self.release()
         for left in _drafts(path):
             if _is_locked(left) is False:
                 _remove(left)
 
     def remove(self) -> None:
         """Remove what has been written, once no rank writes any more."""
-        self._lock.release()
+        self.release()
         _remove(self.folder)
+
+    def release(self) -> None:
+        """Leave the folder to the next checkpoint, which removes it."""
+        self._lock.release()
 
     def _rename(self, folder: Path, name: Path) -> None:
         os.rename(folder, name)
@@ -99,10 +102,13 @@ def find(path: Path) -> Path:
     """Where the newest whole checkpoint of `path` is; raises `InputError` where there is none."""
     if path.is_dir():
         return path
-    for kind in ("written", "before"):
-        whole = [left for left in _drafts(path, kind) if (left / LIST).exists()]
-        if whole:
-            return max(whole, key=lambda left: (left / LIST).stat().st_mtime)
+    try:
+        for kind in ("written", "before"):
+            whole = [left for left in _drafts(path, kind) if (left / LIST).exists()]
+            if whole:
+                return max(whole, key=lambda left: (left / LIST).stat().st_mtime)
+    except OSError as error:
+        raise InputError(f"there is no checkpoint at {path}, and {path.parent} cannot be read: {error.strerror}") from error
     what = "is a file, and a checkpoint is a folder" if path.exists() else "does not exist"
     raise InputError(f"there is no checkpoint at {path}, which {what}")
 

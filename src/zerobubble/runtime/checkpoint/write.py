@@ -48,14 +48,30 @@ class Writing:
             saves.finish()
             found = self._place(path)
             tensors = self._tensors()
-            draft, folder = self._draft(found)
-            part = Part(tensors, folder, trained, None if wait else saves.copies)
-            saving = Saving(part, draft, trained.schedule(), trained)
-            if wait:
-                saving.write_now()
-                saving.wait()
-            else:
-                saves.start(saving)
+            draft = agreed(trained, lambda: Draft(found) if trained.rank == 0 else None)
+            try:
+                return self._begin(draft, tensors, wait=wait)
+            except InputError:  # on every rank, so none writes any more
+                if draft is not None:
+                    draft.remove()
+                raise
+            except BaseException:  # this process lives on, and would keep it locked
+                if draft is not None:
+                    draft.release()
+                raise
+
+    def _begin(self, draft: Draft | None, tensors: dict[str, Tensor], *, wait: bool) -> Saving:
+        """Write into the `draft`, which rank 0 has, at once or in the background."""
+        trained = self._trained
+        folder = Path(trained.gather(draft and str(draft.folder), "choosing where to write")[0])
+        agreed(trained, lambda: _refuse_unseen(folder, trained.rank))
+        part = Part(tensors, folder, trained, None if wait else trained.saves.copies)
+        saving = Saving(part, draft, trained.schedule(), trained)
+        if wait:
+            saving.write_now()
+            saving.wait()
+        else:
+            trained.saves.start(saving)
         return saving
 
     def _place(self, path: Any) -> Path:
@@ -65,19 +81,6 @@ class Writing:
         given = trained.gather(os.fsdecode(path), "comparing where to write")
         agreed(trained, lambda: _refuse_other([{"path": each} for each in given]))
         return found
-
-    def _draft(self, path: Path) -> tuple[Draft | None, Path]:
-        """The draft, on rank 0, and its folder, in which all ranks write; raises `InputError` on every rank where there can be none."""
-        trained = self._trained
-        draft = agreed(trained, lambda: Draft(path) if trained.rank == 0 else None)
-        folder = Path(trained.gather(draft and str(draft.folder), "choosing where to write")[0])
-        try:
-            agreed(trained, lambda: _refuse_unseen(folder, trained.rank))
-        except InputError:
-            if draft is not None:
-                draft.remove()
-            raise
-        return draft, folder
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that this rank has, as tensors by key; raises `InputError` on every rank for what cannot be saved on one."""
