@@ -163,9 +163,9 @@ class Reading:
         if not self._goes_on_exactly(saved):
             return None
         key = f"rank.{self._trained.rank}"
-        room = contents.room_like(key, {key: saved.tensors[key]})
-        saved.read(room)
         with _readable(saved.folder):
+            room = contents.room_like(key, {key: saved.tensors[key]})
+            saved.read(room)
             own: dict[str, Any] = contents.as_value(room[key])
         return own
 
@@ -179,7 +179,7 @@ class Reading:
         set_plain_states(own["random"])
 
     def _take_over(self, saved: Saved, names: Names, optimizers: Sequence[Optimizer], room: Mapping[str, Tensor]) -> None:
-        """Give everything but the model, which has been read in place, what was read."""
+        """Give everything but the model, whose tensors have been copied, what was read."""
         trained = self._trained
         if optimizers:
             named = dict(contents.parameters_by_name(trained.modules, names))
@@ -225,6 +225,8 @@ def _readable(folder: Path) -> Iterator[None]:
     """Whatever torch and pickle raise for damaged files comes out as an `InputError` that names the checkpoint."""
     try:
         yield
+    except InputError:
+        raise
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
         raise InputError(f"{folder} is no checkpoint of zb.save that can be read: {type(error).__name__}: {why}") from error
