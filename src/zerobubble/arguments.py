@@ -93,9 +93,9 @@ def require(what: str, value: Any, wanted: Wanted | type) -> None:
         raise InputError(f"{what} must be {words}, got {shown(value)}{_remedy(words, value)}")
 
 
-def require_amount(what: str, value: Any) -> None:
-    """Raise `InputError` unless `value` is a number of ns or bytes that a pass can take or hold."""
-    _require_within(what, value, Wanted("a whole number >= 0 of ns or bytes", _is_whole), 0, MOST)
+def require_amount(what: str, value: Any, most: int = MOST) -> None:
+    """Raise `InputError` unless `value` is a whole number up to `most`, by default of ns or bytes that a pass can take or hold."""
+    _require_within(what, value, Wanted("a whole number >= 0" + " of ns or bytes" * (most == MOST), _is_whole), 0, most)
 
 
 def require_ms(what: str, value: Any, words: str = "a finite number >= 0", least: int = 0) -> None:
@@ -107,7 +107,7 @@ def _require_within(what: str, value: Any, number: Wanted, least: int, most: int
     if number.accepts(value) and least <= value <= most:
         return
     is_merely_too_large = _is_number(value) and most < value < inf
-    raise InputError(f"{what} must be {f'at most {most:.0e}' if is_merely_too_large else number.words}, got {shown(value)}")
+    raise InputError(f"{what} must be {f'at most {most:g}' if is_merely_too_large else number.words}, got {shown(value)}")
 
 
 def as_tuple(what: str, values: Any, words: str = "a list or tuple") -> tuple[Any, ...]:

@@ -36,6 +36,8 @@ OFFLOADABLE = "offloadable"
 _LEVEL_TIME, _LEVEL_BYTES = "recompute ", "held_input "
 """How the further columns of a level of recomputation begin, before its name: see `Costs.levels`."""
 KEPT_WORDS = "parameters, gradients and optimizer state"
+MOST_BUCKETS = 1000
+"""The most buckets in which a stage's gradients leave: simulating a step takes time and memory for each."""
 HEAD_TIMES = Wanted(
     "three numbers, the times in ms of a head or a part of it: forward, gradient for the input, gradient for the weights",
     lambda value: each(NUMBER).accepts(value) and len(value) == 3,
@@ -100,8 +102,9 @@ class Costs(Displayed):
                     raise InputError(
                         f"{name} of stage {index} must be a whole number of ns or bytes, got {shown(value)}: see Costs.from_ms"
                     )
-                if not 0 <= value <= MOST:
-                    limit = "not be negative" if value < 0 else f"be at most {MOST:.0e}"
+                most = MOST_BUCKETS if name == "buckets" else MOST
+                if not 0 <= value <= most:
+                    limit = "not be negative" if value < 0 else f"be at most {most:g}"
                     raise InputError(f"{name} of stage {index} must {limit}, got {shown(value)}")
         if self.placement is not None and self.placement.num_stages != stages:
             raise InputError(f"the costs describe {stages} stages, their placement has {self.placement.num_stages}")

@@ -9,7 +9,7 @@ from statistics import median_low
 from typing import NamedTuple, TypeVar
 
 from zerobubble.arguments import NUMBER, each, takes
-from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.costs import MOST_BUCKETS, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.kinds import HELD, MOVES, Kind, Stuff, head_kinds, kinds_making, made_where, traits_of
 from zerobubble.rules import makers, recomputed, uses
@@ -220,7 +220,7 @@ def _buckets(timeline: Timeline, stage: int) -> int:
         starts = [one.start for one in sums if one.stage == stage]
         if starts and min(starts) < max(span.end for span in row if span.op.stage == stage):
             of_ranks.append(len(starts))
-    return median_low(of_ranks or [0])
+    return min(MOST_BUCKETS, median_low(of_ranks or [0]))
 
 
 def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChanges:

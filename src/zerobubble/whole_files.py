@@ -1,12 +1,22 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and read within a limit."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+from typing import Protocol
 
 from zerobubble.errors import InputError
+
+PIECE_BYTES = 1 << 20
+
+
+class Readable(Protocol):
+    """An open file of bytes."""
+
+    def read(self, size: int, /) -> bytes:
+        """Up to `size` bytes, none at the end."""
 
 
 def write_text(file: str | Path, text: str) -> None:
@@ -41,3 +51,17 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+def read_whole(opened: Readable, most: int) -> bytearray | None:
+    """All bytes of an open file, or None if there are more than `most`.
+
+    It reads in pieces, so that memory follows what the file has. To ask for `most` at once would take that much, and a small packed file
+    may unpack to any length.
+    """
+    data = bytearray()
+    while piece := opened.read(PIECE_BYTES):
+        data += piece
+        if len(data) > most:
+            return None
+    return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -484,6 +485,14 @@ def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path, monke
     wrong = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "7,9,9"])
     assert wrong.exit_code == 2
     assert "cuts have 25 layers together, and the model has 32" in wrong.output
+
+
+def test_without_transformers_the_command_line_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    told = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "2"])
+    assert (told.exit_code, told.stdout, len(told.stderr.splitlines())) == (2, "", 1)
+    assert "pip install transformers" in told.stderr
 
 
 class LargeShares(SharesState):

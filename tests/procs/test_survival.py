@@ -351,32 +351,38 @@ def test_those_that_are_left_close_together() -> None:
     assert outcomes == [("ok", "rerouted")] * 3 + [("gone", "SIGKILL")], outcomes
 
 
-def lose_two(group: dist.ProcessGroup) -> str:
-    """Both holders of stage 1 are killed, one after another: what the others are told."""
+def lose_two(group: dist.ProcessGroup, second: int) -> tuple[int | None, str]:
+    """Ranks 1 and `second` are killed, one after another: what the others hear."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=60.0)
 
     def train_on() -> None:
         for step in range(4):
-            if dist.get_rank() == 2 * step - 1:
+            if dist.get_rank() == {1: 1, 2: second}.get(step):
                 kill()
             pipe.step(*share(mesh.get_local_rank("dp"), 2, step))
 
     with pytest.raises(zb.PipelineError) as caught:
         train_on()
-    return "; ".join([str(caught.value), *caught.value.__notes__])
+    return caught.value.rank, str(caught.value)
 
 
-def test_without_any_holder_of_a_stage_all_are_told_to_start_again() -> None:
+@pytest.mark.parametrize(
+    ("second", "lost"),
+    [(3, "ranks 1, 3 are gone, as the mesh counts: no rank that is left holds stage 1:"), (0, "the replica of ranks 0, 1,")],
+    ids=["both holders of a stage", "a whole replica"],
+)
+def test_where_too_many_are_gone_the_error_names_what_is_lost(second: int, lost: str) -> None:
     world = Ranks(4)
     try:
-        outcomes = world.outcomes(lose_two, ranks=4)
+        outcomes = world.outcomes(lose_two, second, ranks=4)
     finally:
         world.kill()
-    assert [state for state, _ in outcomes] == ["ok", "gone", "ok", "gone"]
-    for _, told in outcomes[::2]:
-        assert "is gone: its process ended" in told
-        assert "no rank that is left holds stage 1: start again from a checkpoint, or train with more replicas" in told
+    assert {rank for rank, (state, _) in enumerate(outcomes) if state == "gone"} == {1, second}
+    for rank, message in (outcome for state, outcome in outcomes if state == "ok"):
+        assert rank is not None
+        assert "is gone: its process ended" in message
+        assert lost in message
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

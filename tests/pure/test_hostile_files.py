@@ -16,6 +16,8 @@ import zerobubble as zb
 from tests.pure.test_cli import run
 from tests.pure.test_forms import places
 from zerobubble.blocks import Block, known_block
+from zerobubble.cli.inputs import files
+from zerobubble.costs import MOST_BUCKETS
 from zerobubble.io import dumps, from_torch_csv, load_plan, loads, save_plan, to_torch_comms_csv, to_torch_csv
 from zerobubble.partition import Layer, layers_to_dict
 
@@ -194,3 +196,28 @@ def test_a_file_may_be_named_anything(name: str) -> None:
         result = run(*command)
         assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
         assert result.exit_code in (0, 2)
+
+
+def test_more_buckets_than_a_step_can_have_are_refused_wherever_they_come_from(tmp_path: Path) -> None:
+    per_rank = tmp_path / "rows.json"
+    times = {name: [1, 1] for name in ("forward", "backward", "weight", "reduce")}
+    per_rank.write_text(json.dumps(times | {"buckets": [MOST_BUCKETS + 1, 1]}))
+    for words in (
+        ["plan", "--per-rank", str(per_rank), "-m", "4", "--evaluations", "0"],
+        ["show", "1f1b", "-p", "2", "-m", "4", "--reduce", "1", "--buckets", str(MOST_BUCKETS + 1)],
+    ):
+        assert run(*words).exit_code == 2
+    for make in (
+        lambda: zb.Costs.uniform(2, buckets=MOST_BUCKETS + 1),
+        lambda: zb.Workload.uniform(2, (1, 1, 1), buckets=MOST_BUCKETS + 1),
+    ):
+        with pytest.raises(zb.InputError, match=f"at most {MOST_BUCKETS}, got {MOST_BUCKETS + 1}"):
+            make()
+
+
+def test_a_file_longer_than_the_limit_is_refused_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    (tmp_path / "long.json").write_bytes(b" " * 1001)
+    refused = run("show", str(tmp_path / "long.json"))
+    assert (refused.exit_code, "more than 1,000 bytes" in refused.stderr) == (2, True)
+    assert run("show", "/dev/zero").exit_code == 2

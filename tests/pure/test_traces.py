@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from zerobubble.cli import main
 from zerobubble.errors import InputError
 from zerobubble.explain import WaitsFor
 from zerobubble.timeline import Doing, Timeline
+from zerobubble.traces import file
+from zerobubble.whole_files import PIECE_BYTES
 
 FOLDER = Path(__file__).parent / "traces"
 KNOWN = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved-1f1b", "zbv": "zb-v", "dualpipev": "dualpipe-v"}
@@ -331,6 +334,21 @@ def test_a_broken_file_says_why(tmp_path: Path) -> None:
         zb.io.read_trace([])
     with pytest.raises(InputError, match="files must be a list or tuple of"):
         zb.io.read_trace("rank0.json")
+
+
+def test_a_trace_is_read_in_pieces_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "MOST_BYTES", 10 * PIECE_BYTES)
+    (tmp_path / "short.json").write_text("[]")
+    (tmp_path / "long.json").write_bytes(b" " * (10 * PIECE_BYTES + 1))
+    (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (1000 * PIECE_BYTES), 1))
+    for name, told in (("short", "no range of a pipeline pass"), ("long", "more than 10,485,760 bytes:"), ("bomb", "bytes once unpacked:")):
+        found = next(tmp_path.glob(f"{name}.*"))
+        tracemalloc.start()
+        with pytest.raises(InputError, match=told):
+            zb.io.read_trace([found])
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < (2 if name == "short" else 15) * PIECE_BYTES
 
 
 def test_a_trace_without_named_passes_says_how_to_get_them() -> None:

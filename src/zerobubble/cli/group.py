@@ -37,6 +37,8 @@ class OneSentenceGroup(click.Group):
             return _refuse(str(error))
         except UnicodeEncodeError as error:
             return _refuse(f"the output has {error.object[error.start]!r}, such as from a file's name, which {error.encoding} cannot write")
+        except MemoryError:
+            return _refuse("the command needs more memory than this process may take: give it less to do, or allow it more (ulimit -v)")
         except OSError as error:
             if error.filename is not None:  # not stdout, and every file that is read or written has its own sentence
                 raise

@@ -44,7 +44,7 @@ def split_config(
 def read_config(path: str) -> Any:
     """The configuration in a file, or in the config.json of a folder; raises `InputError` where it cannot be read."""
     check_torchvision()
-    transformers: Any = import_module("transformers")
+    transformers = _transformers()
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a file that is none can fail anywhere in there
@@ -55,6 +55,15 @@ def read_config(path: str) -> Any:
                 "Python, by zb.split(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=True)).describe(num_stages)"
             ) from error
         raise InputError(f"{path} is no configuration of Transformers that can be read: {_first_line(error)}") from error
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise InputError("a model from its configuration needs transformers: pip install transformers") from error
 
 
 def _own_code(transformers: Any, path: str) -> str:

@@ -13,9 +13,10 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from zerobubble.errors import MOST_WHOLE, InputError, ParseError
+from zerobubble.whole_files import read_whole
 
-MOST_BYTES = 4_000_000_000
-"""A longer trace, unpacked, is refused: it does not fit into the memory of most machines."""
+MOST_BYTES = 1_000_000_000
+"""A longer trace, unpacked, is refused: to read one takes about ten times its bytes of memory."""
 HOW_TO_NAME = (
     "PyTorch names the passes of schedules with several stages per rank; for the others call zb.io.name_passes(stage) before training, "
     "and record the trace again"
@@ -92,15 +93,16 @@ def _text(file: str) -> str:
         with open(file, "rb") as raw:
             is_packed = raw.read(2) == b"\x1f\x8b"
         with gzip.open(file, "rb") if is_packed else open(file, "rb") as opened:
-            data = opened.read(MOST_BYTES + 1)
+            data = read_whole(opened, MOST_BYTES)
     except EOFError as error:
         raise InputError(f"{file} ends in the middle of its gzip data: the program that wrote it was stopped; record it again") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"cannot unpack {file}: {error}") from error
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
-    if len(data) > MOST_BYTES:
-        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes: profile fewer steps, without with_stack and record_shapes")
+    if data is None:
+        unpacked = " once unpacked" if is_packed else ""
+        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes{unpacked}: profile fewer steps, without with_stack and record_shapes")
     try:
         return data.decode("utf-8-sig")
     except ValueError as error:

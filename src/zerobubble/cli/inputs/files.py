@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +17,13 @@ from zerobubble.ir import Schedule
 from zerobubble.planning.problem.problem import Solved
 from zerobubble.schedules import known_schedules
 from zerobubble.timeline import Timeline
+from zerobubble.whole_files import read_whole
 
 Parsed = TypeVar("Parsed")
 
 MOST_PASSES = 2_000_000
+MOST_BYTES = 500_000_000
+"""The most bytes of a file: several times what a timeline of `MOST_PASSES` takes."""
 
 
 def is_file(name: str) -> bool:
@@ -79,9 +83,13 @@ def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
 def read_text(file: str) -> str:
     """All of `file`, `-` being stdin. Raises `InputError` when it cannot be read or is not text."""
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return data.decode()
+        with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as opened:
+            data = read_whole(opened, MOST_BYTES)
+        text = None if data is None else data.decode()
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"cannot read {file}: it is not UTF-8 text") from error
+    if text is None:
+        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes, which is the most that the command line reads")
+    return text

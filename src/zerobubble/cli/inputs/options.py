@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from zerobubble.costs import LARGEST_SHARE
+from zerobubble.costs import LARGEST_SHARE, MOST_BUCKETS
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -188,7 +188,7 @@ reduce_option = click.option(
 )
 buckets_option = click.option(
     "--buckets",
-    type=click.IntRange(0),
+    type=click.IntRange(0, MOST_BUCKETS),
     default=0,
     metavar="N",
     help="Parts in which these leave while the last W's of their stages run; 0: each stage when its last W is over.",

@@ -9,11 +9,11 @@ from math import isfinite
 from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, as_tuple, require_amount, require_ms, takes
-from zerobubble.costs import NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
+from zerobubble.costs import MOST_BUCKETS, NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
-from zerobubble.units import counted, show_ms, show_range
+from zerobubble.units import MOST, counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
 """Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
@@ -56,7 +56,7 @@ class Workload(Displayed):
             if len(values) != ranks:
                 raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
             for rank, value in enumerate(values):
-                require_amount(f"{column.name} of rank {rank}", value)
+                require_amount(f"{column.name} of rank {rank}", value, MOST_BUCKETS if column.name == "buckets" else MOST)
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))

@@ -125,28 +125,35 @@ class Survival:
                 self._lose([another.rank], another)
 
     def _lose(self, absent: Iterable[int], error: PipelineError) -> None:
-        """Count the ranks that are `absent`, which are told by their place among those left, as gone; raises `error` if too many are."""
+        """Count the ranks that are `absent`, by their place among those left, as gone.
+
+        If the others cannot go on without them, raises a `PipelineError` that adds the reasons to `error`.
+        """
         left = self.left
         gone = self.gone | {left[rank] for rank in absent}
+        why_not = self._why_not_without(gone)
+        if why_not:
+            ranks = ", ".join(map(str, sorted(gone)))
+            lost = f"rank {ranks} is" if len(gone) == 1 else f"ranks {ranks} are"
+            told = f"{error}; the others cannot go on now that {lost} gone, as the mesh counts: {'; '.join(why_not)}"
+            raise PipelineError(told, rank=error.rank, op=error.op) from error
+        self.gone = gone
+
+    def _why_not_without(self, gone: frozenset[int]) -> list[str]:
+        """Why nobody can go on without these ranks, each reason with what to do instead; empty if the others can."""
+        reasons = []
         if self._store_host in gone:
-            error.add_note(
+            reasons.append(
                 f"the process of rank {self._store_host} held the store of torch.distributed, in which the others would have to meet: "
                 "start again from a checkpoint, and give the store a process of its own"
             )
-            raise error
         try:
             rerouted(self._placement, self._layout.pipelines, gone, 1)
         except InputError as too_many:
-            error.add_note(str(too_many))
-            raise error from None
-        lost = [ranks for ranks in self._layout.pipelines if gone.issuperset(ranks)]
-        if lost:
-            ranks = ", ".join(map(str, lost[0]))
-            error.add_note(
-                f"nobody is left of the replica of ranks {ranks}, which had its share of the batch: start again from a checkpoint"
-            )
-            raise error
-        self.gone = gone
+            reasons.append(str(too_many))
+        lost = (", ".join(map(str, ranks)) for ranks in self._layout.pipelines if gone.issuperset(ranks))
+        remedy = "start again from a checkpoint"
+        return reasons + [f"nobody is left of the replica of ranks {ranks}, which had its share of the batch: {remedy}" for ranks in lost]
 
     def _reconnect(self, options: PipelineOptions, before: Session, error: PipelineError) -> Session:
         """The session of those that are left after `error`, whose session `before` had these `options`."""
