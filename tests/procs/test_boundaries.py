@@ -390,7 +390,7 @@ def test_kwargs_that_fit_no_stage_are_told(world: Ranks, kwargs: Any, words: str
 
 
 def wrong_inputs(group: Any, inputs: Any) -> str:
-    with zb.Pipeline(Options, "1f1b", 4, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+    with zb.Pipeline(Options, "1f1b", 4, loss_fn, group=group) as pipe, pytest.raises(zb.InputError) as caught:
         pipe.step(inputs, batch(4)[1])
     return str(caught.value)
 

@@ -214,17 +214,46 @@ def test_ranks_that_make_different_calls_are_told_what_each_waits_for(world: Ran
     assert "make the same calls in the same order on every rank" in text
 
 
-def wrong_batch(group: Any) -> str:
+def short_batches(group: Any, schedule: str, transport: str) -> tuple[list[str], float]:
+    """What calls with batches that cannot be cut raise, and the error of a step by the remedy that they name."""
+    with zb.Pipeline(build, schedule, 4, loss_fn, group=group, transport=transport) as pipe:
+        inputs, targets = batch(4)
+        told = []
+        wrong: list[tuple[Any, Any]] = [(inputs[:3], targets[:3]), (inputs[:0], targets[:0]), (list(inputs[:3]), targets)]
+        wrong += [(None, targets), ((inputs[:3],), targets[:3]), ((inputs, targets[:2]), targets)]
+        for x, y in wrong:
+            for call in (pipe.step, pipe.eval_step, pipe.describe):
+                with pytest.raises(zb.InputError) as caught:
+                    call(x if pipe.rank == 0 or schedule == "chimera" else None, y)
+                told.append(str(caught.value))
+        count = 4 if schedule == "chimera" else 3  # it needs an even number
+        loss = pipe.step(inputs[:count], targets[:count], num_microbatches=count)
+        stages = [build(stage, 2) for stage in range(2)]
+        return told, abs(loss - loss_fn(nn.Sequential(*stages)(inputs[:count]), targets[:count])).item()
+
+
+@pytest.mark.parametrize(("schedule", "transport"), [("1f1b", "auto"), ("zb-h1", "gloo"), ("chimera", "auto")])
+def test_a_batch_that_cannot_be_cut_is_refused_and_the_pipeline_goes_on(world: Ranks, schedule: str, transport: str) -> None:
+    first, second = world.run(short_batches, schedule, transport, ranks=2)
+    assert first == second
+    told, error = first
+    assert error < 1e-12
+    parts = ("num_microbatches=3", "leave out an empty batch", "a list of 3", "inputs are missing", "batch size 3", "batch size")
+    for text, part in zip(told, (part for part in parts for _ in range(3)), strict=True):
+        assert part in text
+
+
+def short_where_others_begin(group: Any) -> str:
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         inputs, targets = batch(4)
         with pytest.raises(zb.PipelineError) as caught:
-            pipe.step(inputs[:3], targets[:3])
+            pipe.step(inputs, targets[:3])
     return str(caught.value)
 
 
-def test_a_batch_that_cannot_be_cut_is_told_to_every_rank(world: Ranks) -> None:
-    for text in world.run(wrong_batch, ranks=2):
-        assert "batch size 3 cannot be cut into 4 microbatches" in text
+def test_targets_that_cannot_be_cut_end_a_step_that_others_have_begun(world: Ranks) -> None:
+    for text in world.run(short_where_others_begin, ranks=2):
+        assert "targets of batch size 3 cannot be cut into 4 microbatches" in text
 
 
 def wrong_arguments(group: Any) -> str:

@@ -135,7 +135,7 @@ def test_gradients_of_inputs_add_up_over_steps_and_only_over_steps(world: Ranks)
 
 def refused(group: Any, case: str) -> str:
     given = Given(case)
-    with zb.Pipeline(Shifted, "dualpipe", M, mse, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+    with zb.Pipeline(Shifted, "dualpipe", M, mse, group=group) as pipe, pytest.raises(zb.ZeroBubbleError) as caught:
         pipe.step(given.inputs, given.targets, kwargs=given.kwargs)
     return str(caught.value)
 
@@ -212,7 +212,7 @@ def odd(group: Any, kind: str, requires: bool) -> float | str:
                 assert expected is not None
                 worst = max(worst, (first.to_dense() - expected.to_dense()).abs().max().item())
             return worst
-    except zb.PipelineError as error:
+    except zb.InputError as error:
         return str(error)
 
 
@@ -235,7 +235,7 @@ def test_a_special_input_gets_its_gradient_or_is_refused(world: Ranks, kind: str
 
 
 def uncut(group: Any, kind: str) -> str:
-    with zb.Pipeline(Reading, "1f1b", M, mse, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+    with zb.Pipeline(Reading, "1f1b", M, mse, group=group) as pipe, pytest.raises(zb.InputError) as caught:
         pipe.step(ODD[kind](drawn(1, SAMPLES, 5, 6)), drawn(2, SAMPLES, 5, 6))
     return str(caught.value)
 

@@ -161,6 +161,31 @@ def test_a_replica_may_have_no_token_that_counts(world: Ranks, dimension: str, s
     assert max(world.run(with_a_masked_replica, dimension, schedule, transport, ranks=4)) < 1e-12
 
 
+def with_short_shares(group: dist.ProcessGroup, short: tuple[int, ...], scale: str) -> tuple[str, str, bool]:
+    """What a step raises for which these replicas are given too few samples, its type, and whether the pipeline goes on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh.get_local_rank("dp")
+    inputs, targets = share(replica, 0, uneven=False)
+    samples = 3 if replica in short else len(inputs)
+    pipe = zb.Pipeline(build, "zb-h1", MICROBATCHES, ignoring, mesh=mesh, scale=scale)
+    with pytest.raises(zb.ZeroBubbleError) as caught:
+        pipe.step(inputs[:samples], targets[:samples])
+    goes_on = isinstance(caught.value, zb.InputError) and pipe.step(inputs, targets).item() > 0
+    if goes_on:
+        pipe.close()
+    return str(caught.value), type(caught.value).__name__, goes_on
+
+
+@pytest.mark.parametrize(
+    ("short", "scale", "kind"), [((0, 1), "loss", "InputError"), ((0,), "loss", "PipelineError"), ((1,), "gradients", "PipelineError")]
+)
+def test_replicas_refuse_short_shares_together(world: Ranks, short: tuple[int, ...], scale: str, kind: str) -> None:
+    for text, found, goes_on in world.run(with_short_shares, short, scale, ranks=4):
+        assert "batch size 3 cannot be cut into 4 microbatches" in text
+        assert found == kind
+        assert goes_on == (kind == "InputError")
+
+
 def in_small_buckets(group: dist.ProcessGroup, schedule: str) -> tuple[float, zb.Timeline, list[list[int]]]:
     """Gradients summed a few numbers at a time: the worst relative difference, the timeline, and the stages of each rank by last W."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

@@ -224,7 +224,7 @@ def test_orders_that_are_chosen_ahead_are_those_that_a_step_chooses(world: Ranks
 def refused_costs(group: Any, costs: list[Any]) -> str:
     told = iter(costs)
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, order_by=lambda _: next(told))
-    with pytest.raises(zb.PipelineError) as caught:
+    with pytest.raises(zb.InputError) as caught:
         pipe.step(*packed([1, 2, 3, 4]))
     return str(caught.value)
 

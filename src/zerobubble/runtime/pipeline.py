@@ -261,9 +261,9 @@ class Pipeline:
         Another `num_microbatches` plays the same named schedule for it. With a `scaler` gradients are scaled: call `unscale_` after it.
 
         Raises `InputError`, and the pipeline stays open, where no rank can make the call: for a schedule without backward passes, a number
-        of microbatches that has none, inside `torch.no_grad()`, and in a thread that comes while another uses the pipeline; and after a
-        step that trains nothing, because the loss of no microbatch requires a gradient. Raises `PipelineError` on every rank when any rank
-        fails, or is called otherwise than the others.
+        of microbatches that has none, inputs that cannot be cut into so many, inside `torch.no_grad()`, and in a thread that comes while
+        another uses the pipeline; and after a step that trains nothing, because the loss of no microbatch requires a gradient. Raises
+        `PipelineError` on every rank when any rank fails, or is called otherwise than the others.
         """
         return self._steps.train(*self._lent(self._given(inputs, targets, kwargs, scaler), num_microbatches))
 

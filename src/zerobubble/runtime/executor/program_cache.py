@@ -162,6 +162,8 @@ class ProgramCache:
         schedule = one_by_one(self.now.schedule, computes_all_again=level is not None, algorithm=algorithm)
         stages = self._stages.of(schedule, level)
         handshake = StepHandshake(schedule, self._peers)
+        if self._trial is not None:  # of a profile that was refused
+            self._trial.close()
         self._trial = Executor(proved(schedule), stages, self._peers, handshake, self._pace, gathered_bytes=self._gathered_bytes)
         yield CompiledProgram(schedule, stages, self._trial, self._trial)
         self._trial.close()

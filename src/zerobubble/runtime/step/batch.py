@@ -95,8 +95,12 @@ def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int
         )
     size = sizes.pop()
     if size < num_microbatches:
-        raise InputError(f"{what} of batch size {size} cannot be cut into {num_microbatches} microbatches; give at least one sample each")
+        raise InputError(f"{what} of batch size {size} cannot be cut into {num_microbatches} microbatches; {_remedy_for(size)}")
     return size
+
+
+def _remedy_for(size: int) -> str:
+    return f"give at least one sample each, or call it with num_microbatches={size} on every rank" if size else "leave out an empty batch"
 
 
 @lru_cache(64)

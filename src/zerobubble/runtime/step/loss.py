@@ -22,6 +22,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 LossWeight = Callable[[Any], "float | Tensor"]
 OnLoss = Callable[[int, Tensor], object]
 
+_COMPARING = "comparing the weights of the replicas' shares of the batch"
 _WEIGHINGS = 2**52
 """How many ways to weigh microbatches can be told apart by a float64, in which Python gives equal weights equal hashes on every machine."""
 
@@ -106,7 +107,7 @@ class StepLosses:
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
         divides = self._scales_gradients and outputs is None
-        self._whole_weight, num_in_batch = self._compare_replicas() if divides or rank in loss_ranks else (0.0, 0)
+        self._whole_weight, num_in_batch = self._compare_replicas() if self._compares(loss_ranks, outputs) else (0.0, 0)
         self.divisor = num_in_batch if divides else 1
         if weights and not self._whole_weight:
             raise _unusable(weights)
@@ -225,14 +226,27 @@ class StepLosses:
     def _weight_of(self, microbatch: int) -> float:
         return self._total_weight / len(self._loss_ranks) if self._weights is None else self._weights[microbatch]
 
+    def _compares(self, loss_ranks: list[int], outputs: list[Any] | None) -> bool:
+        """Whether this rank compares its share of the batch with the other replicas' when a step begins."""
+        return self._peers.rank in loss_ranks or (self._scales_gradients and outputs is None)
+
+    def all_refuse(self, fault: str, loss_ranks: list[int], outputs: list[Any] | None) -> bool:
+        """In the place of `open`, for a step that this replica refuses: whether all others do, as far as this rank hears of it."""
+        if self._replicas is None or not self._compares(loss_ranks, outputs):
+            return True
+        with self._replicas.collective(_COMPARING):
+            return all(isinstance(theirs, str) for theirs in self._replicas.gather_objects(fault))
+
     def _compare_replicas(self) -> tuple[float, int]:
         """The weight of the whole batch, of which this replica may have a share that weighs nothing, and its number of microbatches."""
         count = len(self._loss_ranks)
         if self._replicas is None:
             return self._total_weight, count
-        doing = "comparing the weights of the replicas' shares of the batch"
-        with self._replicas.collective(doing):
+        with self._replicas.collective(_COMPARING):
             told = self._replicas.gather_objects((None if self._targets is None else self._total_weight, count))
+        refused = [f"another replica refuses its share of the batch: {theirs}" for theirs in told if isinstance(theirs, str)]
+        if refused:
+            raise InputError(refused[0])
         without = [rank for rank, (weight, _) in zip(self._replicas.members, told, strict=True) if weight is None]
         if without and len(without) < len(told):
             raise InputError(f"targets are missing on rank {without[0]}: each replica needs those of its share of the batch")

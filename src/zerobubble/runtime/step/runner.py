@@ -25,7 +25,7 @@ from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, CompiledProgram, ProgramCache
 from zerobubble.runtime.failure.frame import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
-from zerobubble.runtime.mailbox.handshake import RefusedError
+from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
@@ -56,6 +56,13 @@ class StepInputs(NamedTuple):
     kwargs: Any
     batch_dims: BatchDims
     scaler: torch.amp.GradScaler | None = None
+
+
+class _Fault(NamedTuple):
+    """What is wrong with a call on one rank, as `text` that is empty for nothing; whether it is `of_batch`, what the rank was given."""
+
+    text: str = ""
+    of_batch: bool = False
 
 
 class StepRunner:
@@ -193,34 +200,63 @@ class StepRunner:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the user's function that makes a schedule may raise anything
-            self._refuse(str(error) if isinstance(error, ZeroBubbleError) else f"{type(error).__name__}: {error}")
+            fault = str(error) if isinstance(error, ZeroBubbleError) else f"{type(error).__name__}: {error}"
+            self._refuse(fault)
+
+    @contextmanager
+    def _refusing_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
+        """An `InputError` inside tells what is wrong with the batch that this rank was given, before anything of the call is sent.
+
+        Other ranks may be given nothing, so one that refuses is enough for all to raise the same `InputError`, and the pipeline stays open.
+        Where other ranks or replicas have begun the call by then, it fails.
+        """
+        try:
+            yield
+        except InputError as error:
+            self._tell_refused(str(error), executor.handshake)
+            self._raise_refused(_Fault(str(error), of_batch=True), executor, outputs)
 
     def _refuse(self, fault: str) -> NoReturn:
+        """Refuse the call with the ranks behind this one."""
+        self._tell_refused(fault, self.programs.now.infer.handshake)
+        self._raise_refused(_Fault(fault))
+
+    def _tell_refused(self, fault: str, handshake: StepHandshake) -> None:
         """Tell the ranks behind this one that it refuses the call, after hearing from those before it whether they do."""
-        begun = self.programs.now.infer.handshake.refuse(self.guard.num_calls)
+        begun = handshake.refuse(self.guard.num_calls)
         if begun is not None:
             raise InputError(f"{fault} (while others begin {begun})")
-        self._raise_refused(fault)
 
-    def _raise_refused(self, fault: str) -> NoReturn:
-        """Raise what is wrong with the call on this rank, or, where nothing is, look for the report of one that knows."""
+    def _raise_refused(self, mine: _Fault, executor: Executor | None = None, outputs: list[Any] | None = None) -> NoReturn:
+        """Raise what is wrong with the call on this rank, or, where nothing is, look for the report of one that knows.
+
+        A rank that has an `executor` was about to begin, and knows no fault but in its batch.
+        """
         doing = "refusing a call"
-        told: list[str] = self.gather(fault, doing)
-        if set(told) == {fault}:
+        told = [_Fault(*theirs) for theirs in self.gather(tuple(mine), doing)]
+        if executor is not None and all(theirs.of_batch for theirs in told if theirs.text):
+            named = zip(self.peers.members, told, strict=True)
+            error = InputError("; ".join(f"rank {rank}: {theirs.text}" for rank, theirs in named if theirs.text))
+            if not all(self.gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), doing)):
+                raise error
+            raise AgreedError(error)
+        fault = mine.text
+        if all(theirs.text == fault for theirs in told):
             raise AgreedError(InputError(fault))
         if fault:
             raise InputError(fault)
-        raise self.peers.lost_contact(next(rank for rank, theirs in enumerate(told) if theirs), doing, "it refused the call")
+        raise self.peers.lost_contact(next(rank for rank, theirs in enumerate(told) if theirs.text), doing, "it refused the call")
 
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
         """One training step, which the hooks hear of; the mean loss."""
         began = perf_counter()
         compiled = self.choose(num_microbatches)
         assert compiled.train is not None
-        executor = self.last = compiled.train
+        executor = compiled.train
         with self.guard.during_step(executor):
-            self.scaling.begin(given.scaler)
             batch = self._open(executor, given, None, self._ordering)
+            self.last = executor
+            self.scaling.begin(given.scaler)
             self._played = compiled.schedule, batch.order
             step = TrainingStep(
                 self._num_steps,
@@ -320,21 +356,19 @@ class StepRunner:
         count = executor.program.num_microbatches
         entries, exits = executor.ends
         is_first, is_last = self.rank in entries, self.rank in exits
-        for what, value, needed in (("inputs", given.inputs, is_first), ("targets", given.targets, is_last and outputs is None)):
-            if needed and value is None:
-                where = "first" if what == "inputs" else "last"
-                raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
         gradients = self._input_gradients
         gradients.begin(len(executor.program.placement.routes))
         has_targets = is_last and given.targets is not None
-        batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
-        targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
+        with self._refusing_batch(executor, outputs):
+            _refuse_missing(given, is_first=is_first, needs_targets=is_last and outputs is None)
+            batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
+            targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
+            costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         try:
-            costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
             opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained, costs)
         except RefusedError:
-            self._raise_refused("")
+            self._raise_refused(_Fault(), executor, outputs)
         known, announced, size, order = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
@@ -474,3 +508,10 @@ class StepRunner:
             if self._ordering is not None:
                 rest.callback(self._ordering.wait)
             self.programs.close()
+
+
+def _refuse_missing(given: StepInputs, *, is_first: bool, needs_targets: bool) -> None:
+    """Raise `InputError` where a rank that needs inputs or targets was given none."""
+    for what, value, where, needed in (("inputs", given.inputs, "first", is_first), ("targets", given.targets, "last", needs_targets)):
+        if needed and value is None:
+            raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")
