@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from threading import RLock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_ONE_AT_A_TIME = RLock()
+"""Held by a thread that draws by a seed: ranks that are threads of one process build their stages at once, with one generator."""
 
 
 class RandomState(NamedTuple):
@@ -51,7 +55,7 @@ def drawn_seed() -> Tensor:
 def seeded(seed: int) -> Iterator[None]:
     """Inside, all devices draw by `seed`; afterwards the generators are where they were, one of a device made inside at its beginning."""
     used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng([torch.cuda.current_device()] if used_cuda else []):
+    with _ONE_AT_A_TIME, torch.random.fork_rng([torch.cuda.current_device()] if used_cuda else []):
         torch.manual_seed(seed)
         yield
     if torch.cuda.is_initialized() and not used_cuda:  # type: ignore[no-untyped-call]
