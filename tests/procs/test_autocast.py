@@ -137,18 +137,18 @@ def is_used_after(write: Callable[[], object], module: nn.Module, cache: str) ->
 
 def first_values(group: Any, cache: str) -> list[bool]:
     """Whether this rank uses the values that a pipeline starts with: for a replica, and for a tied parameter."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "pp"))
     weight = "0.parametrizations.weight.original"
     found = []
     for options in ({"mesh": mesh}, {"group": group, "tied": [[(0, weight), (1, weight)]]}):
-        module = parametrized(1 + group.rank(), 4)
+        module = parametrized(1 + group.rank(), 6)
         found.append(is_used_after(lambda: zb.Pipeline(module, "gpipe", 4, loss_fn, **options).close(), module, cache))  # noqa: B023
     return found
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_first_values_are_used_where_others_were_cached(world: Ranks, cache: str) -> None:
-    assert world.run(first_values, cache, ranks=2)[1] == [True, True]
+    assert world.run(first_values, cache, ranks=4)[1] == [True, True]
 
 
 @pytest.mark.parametrize("cache", CACHES)
