@@ -267,8 +267,16 @@ def cut_and_divided(group: dist.ProcessGroup) -> float:
     x = torch.randn(8, 6, dtype=torch.float64)
     rows = x.chunk(2)[mesh.get_local_rank("dp_shard")]
     split = zb.split(model, example=x)
+
+    def build(stage: int, num_stages: int) -> nn.Module:
+        module = split(stage, num_stages)
+        assert isinstance(module, nn.Sequential)
+        for block in module:  # those of other stages, too
+            fully_shard(block, mesh=mesh["dp_shard"])
+        return fully_shard(module, mesh=mesh["dp_shard"])
+
     stages = zb.Pipeline(
-        lambda stage, num_stages: fully_shard(split(stage, num_stages), mesh=mesh["dp_shard"]),
+        build,
         "zb-h1",
         MICROBATCHES,
         nn.functional.mse_loss,

@@ -524,3 +524,32 @@ def test_a_parameter_of_two_parts_that_code_outside_rescales_is_refused() -> Non
     model = made(TiedInsideAndRescaled).eval()
     with pytest.raises(zb.InputError, match=r"uses 'layers.\d.b.weight', a tensor inside of a part"):
         zb.split(model, example=batch()[0][0])
+
+
+def double_weights(part: nn.Module) -> None:
+    if isinstance(part, nn.Linear):
+        with torch.no_grad():
+            part.weight.mul_(2)
+
+
+def test_loops_over_the_parts_of_a_stage_meet_its_own_parts() -> None:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    plain = Blocks()
+    split = zb.split(copy.deepcopy(plain), example=x)
+    stages = [split(stage, 2) for stage in range(2)]
+    for stage in stages:
+        seen: list[str] = []
+        for name, part in stage.named_modules():
+            if isinstance(part, nn.Linear):
+                seen += [f"{name}.{own}" for own, _ in part.named_parameters()]
+                double_weights(part)
+        assert seen == [name for name, _ in stage.named_parameters()]
+        stage.apply(double_weights)
+        for block in stage.layers:
+            handle = block.register_forward_pre_hook(lambda *_: None)
+            handle.remove()
+            assert isinstance(block, Block)
+        assert len(list(stage.layers)) == 4
+    for _ in range(2):
+        plain.apply(double_weights)
+    torch.testing.assert_close(stages[1](**stages[0](x)), plain(x))

@@ -25,6 +25,7 @@ from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.recording import Recorder, make_hooks
 from zerobubble.models.observation.stand_in import Current, StandIn, blank, blank_like, device_of
 from zerobubble.models.observation.units import Units
+from zerobubble.models.stages.elsewhere import Elsewhere
 from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.random_state import drawn_seed
@@ -259,7 +260,7 @@ def _unit_maker(observed: ObservedModel, cut: ModelCut, stage: int, current: _Cu
     def make(name: str, unit: nn.Module) -> nn.Module:
         if cut.stage_of[name] == stage:
             return _own_unit(name, unit, current)
-        stand_in = StandIn(observed.skeletons[name], current)
+        stand_in = Elsewhere(observed.skeletons[name], current)
         give_tensors(stand_in, name, unit, _parameter_maker(cut, stage))
         return stand_in
 

@@ -121,7 +121,7 @@ class Stages:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Every module in evaluation mode, without gradients; afterwards each is in the mode it was in."""
-        modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
+        modes = [(part, part.training) for module in self.modules.values() for part in _parts(module)]
         try:
             for part, _ in modes:
                 part.training = False
@@ -135,6 +135,13 @@ class Stages:
         """Counts what passes hold, without parameters, buffers and the tensors of `batch`."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return Meter([*own, *tensors_in(batch)])
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """`module` and all in it, those included that a stage of `zb.split` does not list, for parts that are elsewhere."""
+    yield module
+    for child in module.children():
+        yield from _parts(child)
 
 
 def _why_it_runs_once(stage: int, way: str, *, is_divided: bool) -> str:
