@@ -367,6 +367,26 @@ def lose_two(group: dist.ProcessGroup, second: int) -> tuple[int | None, str]:
     return caught.value.rank, str(caught.value)
 
 
+def lose_two_at_once(group: dist.ProcessGroup) -> int:
+    """Ranks 1 and 2 are told to end in the same step, as where a scheduler takes two machines back."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=600.0)
+    for step in range(3):
+        if step == 1 and dist.get_rank() in (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        pipe.step(*share(mesh.get_local_rank("dp"), 2, step))
+    return pipe.schedule.num_ranks
+
+
+def test_two_that_go_at_once_are_not_waited_for() -> None:
+    world = Ranks(4)
+    try:
+        outcomes = world.outcomes(lose_two_at_once, ranks=4)
+    finally:
+        world.kill()
+    assert outcomes == [("ok", 2), ("gone", "SIGTERM"), ("gone", "SIGTERM"), ("ok", 2)], outcomes
+
+
 @pytest.mark.parametrize(
     ("second", "lost"),
     [(3, "ranks 1, 3 are gone, as the mesh counts: no rank that is left holds stage 1:"), (0, "the replica of ranks 0, 1,")],

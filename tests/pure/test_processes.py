@@ -15,10 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from zerobubble.errors import PipelineError
 from zerobubble.runtime.failure import processes
 from zerobubble.runtime.failure.processes import ProcessWatch
-from zerobubble.runtime.transport.rank_process import RankProcess, this_process
+from zerobubble.runtime.transport.endpoint import Group
+from zerobubble.runtime.transport.meeting import Arrival, meet
+from zerobubble.runtime.transport.rank_process import RankProcess, has_ended, start_of, this_process
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
+from zerobubble.runtime.transport.terms import versions
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
@@ -188,3 +192,38 @@ def test_a_descriptor_that_was_given_to_another_file_is_left_alone() -> None:
     with one, other, new, far:
         one.sendall(b"x")
         assert far.recv(1) == b"x"
+
+
+class StoreOfOne:
+    """A store that one rank alone uses."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.kept for key in keys)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        if self.kept.get(key, b"").decode() == expected:
+            self.kept[key] = value.encode()
+        return self.kept[key]
+
+
+def test_a_process_that_has_ended_is_not_waited_for_when_survivors_meet(sleeper: subprocess.Popen[bytes]) -> None:
+    process = this_process()._replace(number=sleeper.pid, started=start_of(sleeper.pid))
+    assert not has_ended(process)
+    assert has_ended(process._replace(started=process.started + 1))
+    assert not has_ended(process._replace(place="another machine"))
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    assert has_ended(process)
+    group = Group(1, 2, StoreOfOne(), processes=(process, this_process()))
+    with pytest.raises(PipelineError) as caught:
+        meet(group, Arrival("", versions(), this_process()), 600.0)
+    assert caught.value.rank == 0

@@ -43,6 +43,7 @@ class Survival:
         self.gone: frozenset[int] = frozenset()
         self.has_ended_its_part = False
         self._layout = session.layout
+        self._processes = session.transport.group.processes
         self._store_host = session.transport.group.store_host
         self._placement = session.setup.schedule.placement
         self._parameters = list(nn.ModuleList(session.setup.stages.modules.values()).parameters())
@@ -173,7 +174,8 @@ class Survival:
     def _new_layout(self) -> Layout:
         """One pipeline of all that are left."""
         name = "-".join(["survivors", self._layout.name, *map(str, sorted(self.gone))])
-        return one_pipeline(name, [self._layout.ranks[rank] for rank in self.left])
+        processes = [self._processes[rank] for rank in self.left] if self._processes else []
+        return one_pipeline(name, [self._layout.ranks[rank] for rank in self.left], processes)
 
     def _new_options(self, options: PipelineOptions, session: Session) -> PipelineOptions:
         """The options of the pipeline of those that are left, who keep their modules."""

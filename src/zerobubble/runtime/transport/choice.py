@@ -91,7 +91,8 @@ def over_torch(layout: Layout, timeout: float, arrival: Arrival | None = None) -
     store = dist.distributed_c10d._get_default_store()
     ranks = layout.ranks
     place = f"zerobubble/meeting/{layout.name}/{'-'.join(map(str, ranks))}"
-    meeting = Group(ranks.index(dist.get_rank()), len(ranks), dist.distributed_c10d.PrefixStore(place, store), _store_host(ranks))
+    own_part = dist.distributed_c10d.PrefixStore(place, store)
+    meeting = Group(ranks.index(dist.get_rank()), len(ranks), own_part, _store_host(ranks), processes=layout.processes)
     met = meet(meeting, arrival or Arrival("", versions(), this_process()), timeout)
     together = dist.distributed_c10d.PrefixStore(f"zerobubble/{met.session}", store)
     return GlooEndpoint(meeting._replace(store=together, name=met.session, processes=met.processes), timeout)

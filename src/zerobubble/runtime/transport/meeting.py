@@ -25,7 +25,7 @@ from zerobubble.runtime.transport.background import in_background
 from zerobubble.runtime.transport.contact import host_is_silent, stood_still
 from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.measured_store import MeasuredStore
-from zerobubble.runtime.transport.rank_process import RankProcess
+from zerobubble.runtime.transport.rank_process import RankProcess, has_ended
 from zerobubble.runtime.transport.terms import Terms, faults_of
 
 _SHORTEST_S, _LONGEST_S = 0.001, 0.1
@@ -155,10 +155,19 @@ class _Attendance:
         while not self._store.check([_decision_key(current)]):
             if self._group.rank == 0 and self._store.check(everybody):
                 return self._decide(current, self._judge(everybody))
+            if (ended := self._ended()) is not None:
+                return self._decide(current, ended)
             if self._over.wait(pause_s):
                 return self._decide(current, self._give_up(everybody))
             pause_s = min(1.5 * pause_s, _LONGEST_S)
         return self._read(current)
+
+    def _ended(self) -> Decision | None:
+        """That the process of a rank has ended, if one has of those that are known: nobody need wait for it."""
+        for rank, process in enumerate(self._group.processes):
+            if has_ended(process):
+                return Decision(failure=f"rank {rank} is gone: its process ended before the ranks had met; see the log there", rank=rank)
+        return None
 
     def _stay_until_read(self, current: str) -> None:
         """The error that follows may end this process: if the store ends with it, those who came must have read the decision before."""

@@ -6,7 +6,7 @@ to dimensions, and everything else counts ranks as in `Layout`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.transport.rank_process import RankProcess
 
 PIPELINE = "pp"
 EXPERTS = "ep"
@@ -32,6 +33,7 @@ class Layout(NamedTuple):
     rank's. `along` has, for each set of other dimensions of the mesh, the ranks that differ from this one in their place along these alone,
     itself included. `data` are the dimensions along which ranks are given other data, `lockstep` those along which they must run the same
     passes in the same order. `name` tells process groups and meshes apart.
+    `processes` are those of the `ranks`, if they are known from an earlier pipeline.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Layout(NamedTuple):
     along: Mapping[frozenset[str], tuple[int, ...]]
     data: frozenset[str] = frozenset()
     lockstep: frozenset[str] = frozenset()
+    processes: tuple[RankProcess, ...] = ()
 
     def dimensions_of(self, ranks: Collection[int]) -> frozenset[str]:
         """The dimensions along which these ranks of torch.distributed lie, of which this one is one; none where no other is in the mesh.
@@ -60,10 +63,10 @@ class Layout(NamedTuple):
         return max(found, key=lambda names: len(names))
 
 
-def one_pipeline(name: str, ranks: Sequence[int]) -> Layout:
-    """A single pipeline of these ranks."""
+def one_pipeline(name: str, ranks: Sequence[int], processes: Iterable[RankProcess] = ()) -> Layout:
+    """A single pipeline of these ranks, whose `processes` may be known."""
     everybody = tuple(range(len(ranks)))
-    return Layout(name, tuple(ranks), (everybody,), everybody, {})
+    return Layout(name, tuple(ranks), (everybody,), everybody, {}, processes=tuple(processes))
 
 
 def layout_of_group(group: dist.ProcessGroup | None) -> Layout:

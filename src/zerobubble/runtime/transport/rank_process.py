@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 _START_TIME = 19
 """The place of a process's start in what its stat says behind its name, which is in parentheses."""
+_ENDED = ("Z", "X")
+"""The states of a process that has ended and whose parent has not asked how."""
 
 
 class RankProcess(NamedTuple):
@@ -35,5 +37,22 @@ def this_process() -> RankProcess:
 
 def start_of(number: int) -> int:
     """When the process of this number started, in clock ticks after the boot; raises `OSError` where there is none."""
+    return int(_stat_of(number)[_START_TIME])
+
+
+def has_ended(process: RankProcess) -> bool:
+    """Whether a process is known to have ended; False for one that cannot be seen from here."""
+    here = this_process()
+    if not here.place or process.place != here.place:
+        return False
+    try:
+        stat = _stat_of(process.number)
+    except OSError:
+        return True
+    return int(stat[_START_TIME]) != process.started or stat[0] in _ENDED
+
+
+def _stat_of(number: int) -> list[str]:
+    """What the system says of a process behind its name, first its state; raises `OSError` where there is none."""
     told = Path(f"/proc/{number}/stat").read_text()
-    return int(told[told.rindex(")") + 1 :].split()[_START_TIME])
+    return told[told.rindex(")") + 1 :].split()
