@@ -36,7 +36,7 @@ OFFLOADABLE = "offloadable"
 _LEVEL_TIME, _LEVEL_BYTES = "recompute ", "held_input "
 """How the further columns of a level of recomputation begin, before its name: see `Costs.levels`."""
 KEPT_WORDS = "parameters, gradients and optimizer state"
-MOST_BUCKETS = 1000
+MOST_BUCKETS = 10_000
 """The most buckets in which a stage's gradients leave: simulating a step takes time and memory for each."""
 HEAD_TIMES = Wanted(
     "three numbers, the times in ms of a head or a part of it: forward, gradient for the input, gradient for the weights",
