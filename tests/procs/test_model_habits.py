@@ -344,6 +344,62 @@ class TiedInsideAndRescaled(RescalesItsBlocks):
         self.layers[0].b.weight = self.layers[3].b.weight
 
 
+class DifferentiatesInside(Blocks):
+    """Each block takes the gradient of what it computes, in one of the two ways of torch, and trains through it."""
+
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList([GradientBlock(), TransformedBlock(), GradientBlock(), TransformedBlock()])
+
+
+class GradientBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        of_weights = torch.autograd.grad(self.a(x).tanh().sum(), list(self.a.parameters()), create_graph=True)
+        return x + self.b(x @ of_weights[0] + of_weights[1])
+
+
+class TransformedBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return x + self.b(torch.func.grad(lambda y: self.a(y).tanh().sum())(x))
+
+
+class CompiledIntoOthers(Blocks):
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(4))
+
+
+class Scripted(Blocks):
+    def set_up(self) -> None:
+        self.head = torch.jit.trace(self.head, torch.zeros(2, WIDTH))
+
+
+class DifferentiatesThroughParts(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            result: Tensor = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)[0]
+        return result
+
+
+class TransformsParts(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: self.body(y).sum())(x)
+
+
+class Nests(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, len(x)]))).values()
+
+
+class NestingBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return self.a(torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, len(x)]))).values()
+
+
+class NestsInside(Blocks):
+    def set_up(self) -> None:
+        self.layers = nn.ModuleList(NestingBlock() for _ in range(4))
+
+
 class ReentrantCheckpoints(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -383,7 +439,7 @@ class HooksOnTheModel(Layers):
 
 RIGHT: list[type[nn.Module]] = [
     *(Layers, Blocks, InAPlainDict, InAModuleDict, ListsOfParameters, Parametrized, TellsLayersApart, BackwardHooks),
-    *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward),
+    *(NormsWithoutParameters, ChangesItsArgument, Checkpoints, UsesABufferInside, CallsForward, DifferentiatesInside),
 ]
 REFUSED: list[tuple[type[nn.Module], str]] = [
     (TrainsTheParent, r"part 'layers.0' uses a parameter of shape \[4\] that it does not hold"),
@@ -398,6 +454,12 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
     (SetsAttributes, "sets attribute 'condition' of part 'layers.0' to what comes from 'head'"),
     (ClampsWeights, "changes parameter 'layers.0.weight' in place"),
     (RescalesBehindItsBlocks, "changes parameter 'layers.0.b.weight' in place behind the last call of part 'layers.0'"),
+    (CompiledIntoOthers, "module 'layers.0' is what torch.compile has made of another module"),
+    (Scripted, "module 'head' is TorchScript"),
+    (DifferentiatesThroughParts, r"calls grad\(\) of autograd on what comes from 'head'"),
+    (TransformsParts, "calls part 'layers.0' inside of a transform of torch.func"),
+    (Nests, "uses a jagged nested tensor"),
+    (NestsInside, "part 'layers.0' works on a jagged nested tensor"),
     (ReentrantCheckpoints, "part 'layers.0' inside of torch.utils.checkpoint with use_reentrant=True"),
     (Reversible, r"calls part 'layers.0' inside of the forward of a torch.autograd.Function"),
     (HooksOnTheModel, r"HooksOnTheModel given to zb.split has hooks of its own \(forward_hooks\)"),
@@ -495,7 +557,7 @@ def test_a_habit_has_the_numbers_of_one_device(kind: type[nn.Module], num_stages
     check(made(kind), num_stages)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "words"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
 def test_a_habit_that_stages_cannot_have_is_refused_by_name(kind: type[nn.Module], words: str) -> None:
     with pytest.raises(zb.InputError, match=words):
@@ -553,3 +615,32 @@ def test_loops_over_the_parts_of_a_stage_meet_its_own_parts() -> None:
     for _ in range(2):
         plain.apply(double_weights)
     torch.testing.assert_close(stages[1](**stages[0](x)), plain(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which torch's compiler reads
+def test_blocks_that_are_compiled_in_place_are_compiled_on_their_stages() -> None:
+    """As torchtitan compiles; a copy of a compiled module is not compiled."""
+    model, x = made(Blocks), batch()[0][0]
+    whole, graphs = copy.deepcopy(model), []
+    for layer in (*model.layers, model.head):
+        layer.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    split = zb.split(model, example=x)
+    stages = [split(stage, 2) for stage in range(2)]
+    assert not graphs
+    for training in (True, False):
+        for module in (whole, *stages):
+            module.train(training)
+        for output in (whole(x), evaluated(stages, x)):
+            output.sum().backward()
+        assert torch.equal(evaluated(stages, x), whole(x))
+    assert graphs
+    held = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+    assert held.keys() == dict(whole.named_parameters()).keys()
+    assert all(_equal(held[name].grad, parameter.grad) for name, parameter in whole.named_parameters())
+
+
+def test_a_model_that_is_compiled_in_place_as_a_whole_is_refused() -> None:
+    model = made(Blocks)
+    model.compile(backend="eager")
+    with pytest.raises(zb.InputError, match=r"was compiled by its compile\(\) and holds parts of several stages"):
+        zb.split(model, example=batch()[0][0])

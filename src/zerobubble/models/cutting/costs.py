@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import FlopCounterMode
 
 from zerobubble.models.cutting.fused_attention import FusedAttention
 from zerobubble.models.observation.alike import Shared, alike_of
@@ -27,6 +26,7 @@ from zerobubble.models.observation.operations import Operations, parameters_of
 from zerobubble.models.observation.units import Units
 from zerobubble.partition import Layer
 from zerobubble.runtime.measure.trained_bytes import trained_bytes
+from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.units import MOST
 
@@ -129,7 +129,7 @@ def _run_or_guess(unit: nn.Module, called: Called, flows_back: bool) -> Estimate
 
 
 def _run(unit: nn.Module, given: OutputForm, flows_back: bool, message: int) -> Estimate:
-    with _work_for_weights(unit) as pending, _saved(unit) as saved, FlopCounterMode(display=False) as counting:
+    with _work_for_weights(unit) as pending, _saved(unit) as saved, FlopCounter() as counting:
         inputs, outputs = _inputs_and_outputs(unit, given, flows_back)
     trained = [parameter for parameter in parameters_of(unit) if parameter.requires_grad]
     everything = _backward_flops(outputs, [*inputs, *trained])
@@ -164,7 +164,7 @@ def _backward_flops(outputs: list[Tensor], wanted: list[Tensor]) -> int:
     flowing = [output for output in outputs if output.requires_grad]
     if not flowing or not wanted:
         return 0
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounter() as counter:
         torch.autograd.grad(flowing, wanted, [torch.zeros_like(output) for output in flowing], retain_graph=True, allow_unused=True)
     return int(counter.get_total_flops())
 

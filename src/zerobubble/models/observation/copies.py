@@ -26,6 +26,8 @@ def copy_of(module: Module, others: dict[int, Any] | None = None) -> Module:
         return made
 
 
+_COMPILED = frozenset({"_compiled_call_impl"})
+"""What `module.compile()` has made, which runs that module and no copy: torch's own copies leave it out, too."""
 _SAME = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, FunctionType, type})
 """Types of what `copy.deepcopy` gives back as it is."""
 _HOW_TO_COPY = ("__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getattribute__", "__new__")
@@ -43,7 +45,7 @@ def _deep(value: Any, memo: dict[int, Any]) -> Any:
         made.update((_deep(key, memo), _deep(each, memo)) for key, each in value.items())
     elif isinstance(value, nn.Module) and _is_copied_as_others(kind):
         made = memo[id(value)] = object.__new__(kind)
-        made.__dict__.update((name, _deep(each, memo)) for name, each in value.__dict__.items())
+        made.__dict__.update((name, _deep(each, memo)) for name, each in value.__dict__.items() if name not in _COMPILED)
     else:
         made = copy.deepcopy(value, memo)
     return made

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
@@ -35,6 +35,10 @@ _READS_NUMBERS = frozenset(
 """Operations that give Python a number, or a tensor whose shape depends on numbers."""
 _LEAVES_TORCH = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 """Methods that read numbers past torch's dispatcher."""
+
+
+_GOES_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+"""Functions that run a backward pass."""
 
 
 def is_mark(func: Any) -> bool:
@@ -80,16 +84,16 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks = 0
         """How often the code has called `pipe_split()`."""
         self._buffers = {self.note(buffer): name for name, buffer in buffers}
-        self._numbers = _NumbersOutsideOfTorch(self)
+        self._functions = _PastTheDispatcher(self)
 
     def __enter__(self) -> Following:
-        self._numbers.__enter__()  # type: ignore[no-untyped-call]
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._numbers.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def come_from(self, tensor: Tensor, sources: Sources) -> None:
         """`tensor` comes from these `sources` and no others."""
@@ -117,6 +121,11 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset().union(*(self._sources_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
 
     def _sources_of(self, tensor: Tensor) -> Sources:
+        if tensor.layout is torch.jagged:
+            raise InputError(
+                f"code of the model between its parts uses a jagged nested tensor of shape {list(tensor.shape)}, which stages cannot "
+                "send: give parts padded tensors with a mask, or values and offsets, and nest them inside of each part"
+            )
         if tensor in self._held or (self._meta_is_inside and tensor.is_meta):
             raise InputError(
                 f"code of the model between its parts uses {self._told(tensor)}, which only the stage of that part has: let the part do "
@@ -205,8 +214,8 @@ def _refuse_changed_parameters(written: Iterable[Tensor], sources: Mapping[Tenso
             )
 
 
-class _NumbersOutsideOfTorch(TorchFunctionMode):
-    """Refuses the methods that read numbers without an operation that `Following` sees."""
+class _PastTheDispatcher(TorchFunctionMode):
+    """Refuses what `Following` sees no operation of: methods that read numbers, and backward passes through units."""
 
     def __init__(self, following: Following) -> None:
         super().__init__()
@@ -217,6 +226,10 @@ class _NumbersOutsideOfTorch(TorchFunctionMode):
             sources = _without_draws(self._following.sources_in(args))
             if sources:
                 raise data_dependent(sources, func.__name__)
+        if func in _GOES_BACK and self._following in _get_current_dispatch_mode_stack():  # and not in a unit that runs
+            sources = self._following.sources_in((args, kwargs))
+            if sources:
+                raise _goes_back(func, sources)
         return func(*args, **(kwargs or {}))
 
 
@@ -225,6 +238,13 @@ def data_dependent(sources: Sources, operation: str) -> InputError:
     return InputError(
         f"code of the model between its parts looks at numbers that come from {named(sources)} (by {operation}) and decides by them; "
         "stages that do not have them could not: move that code into a part, or give it tensor operations such as torch.where"
+    )
+
+
+def _goes_back(func: Any, sources: Sources) -> InputError:
+    return InputError(
+        f"code of the model between its parts calls {func.__name__}() of autograd on what comes from {named(sources)}, and no stage has "
+        "all parts that this goes back through: call it inside of a part, or in loss_fn"
     )
 
 

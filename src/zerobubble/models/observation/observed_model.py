@@ -153,6 +153,7 @@ class _Observed:
         call = UnitCall(name, self._counts[name])
         self._counts[name] += 1
         self._following.changed_inside.pop(name, None)
+        _refuse_transformed(name, pytree.tree_leaves((args, kwargs)))
         sources = self._following.sources_in((args, kwargs))
         if active_lists():
             self._record()
@@ -241,6 +242,16 @@ def _refuse_stale(buffers: set[tuple[str, str]]) -> None:
             f"code of the model between its parts uses buffer {name!r} of part {unit!r}, which that part changes; other stages would not "
             "see the change: let the part return what others need"
         )
+
+
+def _refuse_transformed(unit: str, leaves: list[Any]) -> None:
+    """Refuse a call inside of `torch.func.grad` and the like, whose tensors are no other stage's."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+            raise InputError(
+                f"the model's code calls part {unit!r} inside of a transform of torch.func, such as grad or vmap, which cannot go through "
+                "several stages: transform a function inside of a part, or write it for whole batches and differentiate in loss_fn"
+            )
 
 
 def _refuse_changed_behind(changed: Mapping[str | None, str]) -> None:

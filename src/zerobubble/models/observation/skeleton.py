@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import FlopCounterMode
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.alike import Shared, alike_of
@@ -25,9 +24,12 @@ from zerobubble.models.observation.handed_mappings import Opened, mappings_in, t
 from zerobubble.models.observation.left_tensors import refuse_left, refuse_left_in_arguments
 from zerobubble.models.observation.recording import recording_apart, what_is_recorded
 from zerobubble.models.observation.untouched_zeros import untouched_zeros
+from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
 
+_WANTS_GRADIENTS = "does not require grad"
+"""What torch says where a forward calls `torch.autograd.grad` and gradients are not recorded."""
 _REMEMBERED = 64
 """For how many shapes of arguments a unit remembers what it gives."""
 
@@ -106,7 +108,9 @@ class Skeleton:
         """
         try:
             return self._run(self.unit, [_meta(leaf) for leaf in given.leaves], given, tried)
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError, AssertionError) as error:  # jagged tensors assert that all of theirs is on one device
+            if _WANTS_GRADIENTS in str(error):
+                return self._run_with_gradients(given, tried)
             unit = _with_tensors(self.unit, untouched_zeros)
         with torch.random.fork_rng():
             try:
@@ -115,6 +119,19 @@ class Skeleton:
                 found = self._with_known(unit, [_known(leaf) for leaf in given.leaves], given, tried)
         self._by_numbers.add(key)
         return found
+
+    def _run_with_gradients(self, given: Opened, tried: list[_Made]) -> Seen:
+        """Run where gradients are recorded, for a unit that calls `torch.autograd.grad` itself."""
+        leaves = [_meta(leaf) for leaf in given.leaves]
+        tensors = [*self.unit.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        with torch.enable_grad():
+            try:
+                for tensor in tensors:
+                    tensor.requires_grad_(tensor.is_floating_point())
+                return self._run(self.unit, leaves, given, tried)
+            finally:
+                for parameter in self.unit.parameters():
+                    parameter.requires_grad_(False)
 
     def _with_known(self, unit: nn.Module, leaves: list[Any], given: Opened, tried: list[_Made]) -> Seen:
         try:
@@ -130,7 +147,7 @@ class Skeleton:
         mappings = mappings_in(args, kwargs)
         held = [dict(mapping) for mapping in mappings]
         with (
-            FlopCounterMode(display=False) as counter,
+            FlopCounter() as counter,
             _Made(self.name, unit, leaves) as made,
             collecting_losses(),
             recording_apart() as recorded,
@@ -237,6 +254,11 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refuse_foreign(self, leaves: list[Any]) -> None:
         for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.layout is torch.jagged:
+                raise InputError(
+                    f"part {self._name!r} works on a jagged nested tensor, whose form zb.split cannot find out: let it work on padded "
+                    "tensors with a mask, or cut the model by hand, as build(stage, num_stages)"
+                )
             if isinstance(leaf, nn.Parameter) and id(leaf) not in self._own and id(leaf) not in self._given:
                 raise InputError(
                     f"part {self._name!r} uses a parameter of shape {list(leaf.shape)} that it does not hold, by a reference to another "

@@ -9,6 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
+from zerobubble.runtime.split.weight_flops import is_wrapped
 
 _INSIDE = "give zb.split the model inside of it"
 _REPLICAS = f"{_INSIDE}, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
@@ -35,12 +36,22 @@ def refuse_unfit(model: nn.Module) -> None:
                 f"{_told(name)} is a SyncBatchNorm over all ranks, and those with other stages do not run it: give it the group of the "
                 "ranks that hold this stage, such as process_group=mesh.get_group('dp'), or use BatchNorm, which sees a microbatch"
             )
+        if name and is_wrapped(module):
+            raise InputError(
+                f"{_told(name)} is what torch.compile has made of another module, which stages cannot be given: compile it in place, by "
+                "block.compile() in the place of torch.compile(block)"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{_told(name)} is TorchScript, which stages cannot copy: give zb.split the module before torch.jit, or cut the model by "
+                "hand, as build(stage, num_stages), where split='whole' runs TorchScript"
+            )
         if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
             raise InputError(f"{_told(name)} is a quantized {type(module).__name__}, which does not train: {_PLAIN}")
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if is_wrapped(model):
         raise InputError(
             f"the model given to zb.split was compiled as a whole by torch.compile, and no stage runs the whole: {_INSIDE}, its _orig_mod, "
-            "and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks"
+            "and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks by block.compile()"
         )
     for name, parameter in model.named_parameters():
         if parameter.is_quantized or parameter.layout is not torch.strided:

@@ -47,6 +47,7 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
             block_of |= dict.fromkeys(parts, name)
     around = _without_later_names(model, around)
     _refuse_replaced(model, around)
+    _refuse_compiled(model, around)
     _refuse_hooks(model)
     units: dict[str, nn.Module] = {}
     known = {module for name, module in model.named_modules(remove_duplicate=False) if name in around}
@@ -93,6 +94,16 @@ def _refuse_replaced(model: nn.Module, around: frozenset[str]) -> None:
             raise InputError(
                 f"the forward of {name or type(model).__name__!r} was replaced on the object (as hooks of accelerate do), and would run "
                 "the whole model: give zb.split the model without that"
+            )
+
+
+def _refuse_compiled(model: nn.Module, around: frozenset[str]) -> None:
+    for name, module in model.named_modules():
+        if name in around and module._compiled_call_impl is not None:
+            raise InputError(
+                f"{f'module {name!r}' if name else 'the model given to zb.split'} was compiled by its compile() and holds parts of several "
+                "stages, none of which runs all of it: compile each of its blocks by block.compile(), or let "
+                "zb.Pipeline(split='compiled') compile the stages"
             )
 
 

@@ -271,12 +271,14 @@ def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
     """A unit of this stage, which tells of each of its calls.
 
     A class that has its own `__call__`, such as the checkpointed layers of Transformers, is noted outside of it: what runs inside runs
-    again in the backward pass. So is a unit with backward hooks, which torch sets behind all others. Any other unit has a hook and stays of
-    its class, by which layers are known whose gradients wait for W. Where no forward of the stage runs, the backward pass runs it again.
+    again in the backward pass. So is a unit with backward hooks, which torch sets behind all others, and one that is compiled, to which a
+    hook would be code to compile. Any other unit has a hook and stays of its class, by which layers are known whose gradients wait for W.
+    Where no forward of the stage runs, the backward pass runs it again.
     """
-    made = shallow(unit)
+    is_compiled = unit._compiled_call_impl is not None
+    made = _one_with(unit) if is_compiled else shallow(unit)
     kind = type(unit)
-    if kind.__call__ is nn.Module.__call__ and not (unit._backward_hooks or unit._backward_pre_hooks):
+    if kind.__call__ is nn.Module.__call__ and not (is_compiled or unit._backward_hooks or unit._backward_pre_hooks):
         made.register_forward_pre_hook(lambda *_: current.enter_unit())
         handle = made.register_forward_hook(
             lambda _, args, kwargs, output: current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else None,
@@ -287,10 +289,19 @@ def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current.enter_unit()
+        if is_compiled:
+            unit.training = self.training
         output = kind.__call__(self, *args, **kwargs)
         return current.forward.note(name, args, kwargs, output) if hasattr(current, "forward") else output
 
     made.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return made
+
+
+def _one_with(unit: nn.Module) -> nn.Module:
+    """Another module over the same dicts: `compile()` has compiled calls of `unit`, which then runs with what this one is given."""
+    made: nn.Module = object.__new__(type(unit))
+    made.__dict__.update(unit.__dict__)
     return made
 
 

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
-
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 
@@ -46,7 +45,7 @@ class Telemetry(StepHook):
     def __init__(self, on_step: OnStep, peak_flops: float | None = None) -> None:
         self.report = on_step
         self._peak = peak_flops
-        self._counter = FlopCounterMode(display=False)
+        self._counter = FlopCounter()
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Raises `InputError` for a peak that is not above 0."""
