@@ -51,10 +51,9 @@ class Costs(Displayed):
 
     `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
     A fused BW takes backward + weight, and nothing that B would leave for W stays after it. `hidden[s]` is the time in ns that an
-    overlapped step saves against its two passes one after the other, where s is the stage of its first pass; empty stands for nothing.
-    `reduce[s]` is the time in ns to sum the gradients of stage s over replicas, which a rank does beside its passes; empty stands for
-    nothing. `buckets[s]` is the number of parts in which they leave while the stage's last W's run; empty stands for none, so that they
-    leave after these. Every tuple has one entry per stage, `comm` one less.
+    overlapped step whose first pass is of stage s saves against its two passes one after the other. `reduce[s]` is the time in ns to sum
+    the gradients of stage s over replicas, alongside passes. `buckets[s]` is the number of parts in which they leave during the stage's
+    last W's; without buckets they leave after these. Every tuple has one entry per stage, `comm` one less; an empty one stands for zeros.
 
     `placement` says on which ranks the stages were measured. With it the costs are for schedules on that placement only; None, where
     it does not matter or is not known, fits every placement of so many stages. `further` are columns, by name, that kinds of passes

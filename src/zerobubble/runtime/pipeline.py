@@ -37,11 +37,11 @@ from zerobubble.runtime.step import trials
 from zerobubble.runtime.step.batch import BatchDims, join_outputs
 from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import StepHook
+from zerobubble.runtime.step.inputs import StepInputs
 from zerobubble.runtime.step.layer_trials import profile_layers
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
 from zerobubble.runtime.step.ordering import CostOf
-from zerobubble.runtime.step.runner import StepInputs
 from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
@@ -71,19 +71,16 @@ class Pipeline:
             `(num_ranks, num_microbatches) -> Schedule`, or `zb.Auto(...)` ("auto" for short), which measures the first steps and plans.
             A schedule without backward passes, such as "forward-only", serves `eval_step`.
         num_microbatches: into how many parts a batch is cut; `step` may be called with another number where the schedule allows it.
-        loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element. Where it is an `nn.Module`, its
-            parameters and buffers belong to the last stage. Or `zb.nn.DividedHead(...)`, for a schedule in which ranks divide the head by
-            its vocabulary.
+        loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element. What an `nn.Module` holds
+            belongs to the last stage. Or `zb.nn.DividedHead(...)`, if the schedule divides the head over ranks.
         loss_weight: `loss_weight(target)` gives the weight of a microbatch in the mean, such as the number of tokens that count;
             without it microbatches count by their samples.
         batch_dims: the dimension of the batch in inputs, targets and kwargs where it is not the first, by name; None for what all
             microbatches share: `{"position_ids": 1, "mask": None}`.
-        scale: what is scaled for the mean over microbatches: the "loss" of each before its backward pass, or the "gradients" once all are
-            summed. The gradients are the same, except from an autograd function whose backward adds a gradient of its own, such as that of
-            an auxiliary loss: under "gradients" it counts by the mean over microbatches, under "loss" by the sum.
-        order_by: what microbatches cost beside each other, where they are of unequal cost: "tokens", or `order_by(microbatch)`, which is
-            asked on the first stage's rank. Each training step then takes them in the order that makes it shortest, by the times of the
-            plan it plays; what is given and handed back keeps the order of the data.
+        scale: what is divided for the mean over microbatches: each "loss" before its backward pass, or the summed "gradients", which is
+            right for autograd functions that inject the gradient of an auxiliary loss (docs/losses.md).
+        order_by: the cost of microbatches, where it differs: "tokens", or `order_by(microbatch)`, called on the first stage's rank. Each
+            training step takes them in the order that makes it shortest; what is given and handed back keeps the order of the data.
         tied: parameters of several stages that are one, as groups of (stage, name): `[(0, "tok.weight"), (3, "head.weight")]`. A name may
             be that of a whole module in the stage, "" for the stage itself. They start with the values of the first of their group, `step`
             leaves the sum of all their gradients in each, and a norm counts them once.

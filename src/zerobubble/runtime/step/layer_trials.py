@@ -14,7 +14,8 @@ from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.measure.trained_bytes import trained_bytes
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.stage.parts import Calls, KnowsItsParts, Part, PartCost, measure, noting_calls
-from zerobubble.runtime.step.runner import StepInputs, StepRunner
+from zerobubble.runtime.step.inputs import StepInputs
+from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.step.trials import profile
 
 

@@ -31,12 +31,13 @@ from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import untouched
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.rank_stages import Stages
-from zerobubble.runtime.step.batch import NO_BATCH, BatchDims, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.draws import TRAINS, StageDraws
 from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
+from zerobubble.runtime.step.inputs import StepInputs
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.named_arguments import spread_kwargs
 from zerobubble.runtime.step.nothing_trains import why_nothing_trains
@@ -46,16 +47,6 @@ from zerobubble.runtime.step.scaling import GradientScaling
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
-
-
-class StepInputs(NamedTuple):
-    """What the user gave for one step, as `Pipeline.step` describes it."""
-
-    inputs: Any
-    targets: Any
-    kwargs: Any
-    batch_dims: BatchDims
-    scaler: torch.amp.GradScaler | None = None
 
 
 class _Fault(NamedTuple):
@@ -205,10 +196,9 @@ class StepRunner:
 
     @contextmanager
     def _refusing_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
-        """An `InputError` inside tells what is wrong with the batch that this rank was given, before anything of the call is sent.
+        """Around what reads the batch, before anything of the call is sent: an `InputError` of one rank becomes that of all.
 
-        Other ranks may be given nothing, so one that refuses is enough for all to raise the same `InputError`, and the pipeline stays open.
-        Where other ranks or replicas have begun the call by then, it fails.
+        The pipeline then stays open, as other ranks may have been given nothing. If others have begun the call by then, it fails.
         """
         try:
             yield
@@ -360,7 +350,7 @@ class StepRunner:
         gradients.begin(len(executor.program.placement.routes))
         has_targets = is_last and given.targets is not None
         with self._refusing_batch(executor, outputs):
-            _refuse_missing(given, is_first=is_first, needs_targets=is_last and outputs is None)
+            given.refuse_missing(is_first=is_first, needs_targets=is_last and outputs is None)
             batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
             targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
             costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
@@ -508,10 +498,3 @@ class StepRunner:
             if self._ordering is not None:
                 rest.callback(self._ordering.wait)
             self.programs.close()
-
-
-def _refuse_missing(given: StepInputs, *, is_first: bool, needs_targets: bool) -> None:
-    """Raise `InputError` where a rank that needs inputs or targets was given none."""
-    for what, value, where, needed in (("inputs", given.inputs, "first", is_first), ("targets", given.targets, "last", needs_targets)):
-        if needed and value is None:
-            raise InputError(f"{what} are missing: this rank holds the {where} stage and needs them")

@@ -17,7 +17,8 @@ from zerobubble.runtime.measure.profile import Progress, costs_of, telling, with
 from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
-from zerobubble.runtime.step.runner import StepInputs, StepRunner
+from zerobubble.runtime.step.inputs import StepInputs
+from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Timeline
 
