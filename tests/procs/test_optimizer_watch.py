@@ -21,13 +21,10 @@ class Runner:
     def __init__(self, *parameters: torch.nn.Parameter) -> None:
         self._parameters = parameters
         self.told = 0
-        self.itself: Any = self  # a cycle, as real runners are in: the garbage collector ends it, at any moment
+        self.optimizers: Any = self  # a cycle, as real runners are in: the garbage collector ends it, at any moment
 
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         return self._parameters
-
-    def looks_at(self, optimizer: torch.optim.Optimizer) -> bool:
-        return True
 
     def before_step_of(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         self.told += 1
@@ -78,7 +75,7 @@ def test_an_optimizer_may_step_while_another_thread_makes_pipelines() -> None:
         others: deque[Runner] = deque(maxlen=50)
         while not is_over.is_set():
             others.append(watched()[0])
-            del others[-1].itself  # so that it goes when the deque lets it go
+            del others[-1].optimizers  # so that it goes when the deque lets it go
 
     thread, interval = threading.Thread(target=make), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

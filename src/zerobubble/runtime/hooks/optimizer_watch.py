@@ -20,7 +20,7 @@ _numbers = count()
 
 
 def watch_optimizers(runner: StepRunner) -> Callable[[], object]:
-    """Call `runner.before_step_of` when an optimizer over any of its parameters steps, for as long as the runner lives.
+    """Call `runner.optimizers.before_step_of` when an optimizer over any of its parameters steps, for as long as the runner lives.
 
     What is given back ends it sooner.
     """
@@ -41,10 +41,10 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Tell each runner that owns a parameter of `optimizer`; what costs least is asked first."""
+    """Tell each runner that owns a parameter of `optimizer`."""
     for runner in [reference() for reference in _watched.valuerefs()]:
-        if runner is None or not runner.looks_at(optimizer):
+        if runner is None:
             continue
         own = set(runner.parameters())
         if stepped := [parameter for parameter in parameters_of([optimizer]) if parameter in own]:
-            runner.before_step_of(optimizer, stepped)
+            runner.optimizers.before_step_of(optimizer, stepped)

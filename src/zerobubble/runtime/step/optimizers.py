@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.step.scaling import GradientScaling
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """One, or several that share the parameters of a rank, such as Muon for matrices and AdamW for the rest."""
@@ -40,9 +42,15 @@ def kinds_of(optimizers: Iterable[Optimizer]) -> str:
 
 
 class SteppingOptimizers:
-    """Which optimizers have stepped parameters of this rank, and which may: where some are `validated`, those alone, in `stepping()`."""
+    """Which optimizers have stepped parameters of this rank, and which may: where some are `validated`, those alone, in `stepping()`.
 
-    def __init__(self) -> None:
+    Calls `announce` before gradients are used.
+    """
+
+    def __init__(self, guard: FailureGuard, scaling: GradientScaling, announce: Callable[[], None]) -> None:
+        self._guard = guard
+        self._scaling = scaling
+        self._announce = announce
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.validated: tuple[Optimizer, ...] = ()
         self._is_stepping = False
@@ -56,7 +64,17 @@ class SteppingOptimizers:
         finally:
             self._is_stepping = False
 
-    def is_announced(self, optimizer: Optimizer) -> bool:
+    def before_step_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """`optimizer` is about to step these parameters of this rank; raises `InputError` where their gradients are not ready for it."""
+        is_open = self._guard.closed is None
+        is_announced = is_open and self._is_announced(optimizer)
+        if is_open and not is_announced and (fault := self._scaling.fault(parameters)):
+            raise InputError(f"{type(optimizer).__name__}.step(): {fault}")
+        self.seen.add(optimizer)
+        if not is_announced:
+            self._announce()
+
+    def _is_announced(self, optimizer: Optimizer) -> bool:
         """Whether this step of `optimizer` was announced; raises `InputError` for one that a PostValidation knows nothing of."""
         if not self.validated or self._is_stepping:
             return self._is_stepping

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zerobubble.arguments import optional, require
 from zerobubble.costs import Costs
@@ -104,7 +103,7 @@ class StepRunner:
         self._num_evaluations = 0
         self._nothing = nn.Parameter(torch.empty(0, device=stages.device))
         self.scaling = GradientScaling(gradients, stages.device)
-        self.optimizers = SteppingOptimizers()
+        self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
     @property
     def losses(self) -> Tensor | None:
@@ -405,11 +404,9 @@ class StepRunner:
         with self.peers.collective("gathering a timeline"):
             return trace.gather(executor.program.name, executor.records, self.peers)
 
-    @contextmanager
-    def record_optimizer(self) -> Iterator[None]:
+    def record_optimizer(self) -> AbstractContextManager[None]:
         """See `AttachedPipeline`."""
-        with self.last.recording_optimizer():
-            yield
+        return self.last.recording_optimizer()
 
     def record_reduction(self, stage: int, began: int, ended: int) -> None:
         """See `AttachedPipeline`."""
@@ -436,20 +433,6 @@ class StepRunner:
     def before_optimizer(self) -> None:
         """Tell every hook that gradients are about to be used."""
         self.step_hooks.before_optimizer()
-
-    def looks_at(self, optimizer: Optimizer) -> bool:
-        """Whether a step of `optimizer`, should it hold parameters of this rank, has to be looked at."""
-        return bool(self.hooks) or self.scaling.scaler is not None or optimizer not in self.optimizers.seen
-
-    def before_step_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        """`optimizer` is about to step these parameters of this rank; raises `InputError` where their gradients are not ready for it."""
-        is_open = self.guard.closed is None
-        is_announced = is_open and self.optimizers.is_announced(optimizer)
-        if is_open and not is_announced and (fault := self.scaling.fault(parameters)):
-            raise InputError(f"{type(optimizer).__name__}.step(): {fault}")
-        self.optimizers.seen.add(optimizer)
-        if not is_announced:
-            self.before_optimizer()
 
     def settle(self) -> None:
         """Have every hook make final what it left pending, before anything but a training step looks at weights or gradients.
