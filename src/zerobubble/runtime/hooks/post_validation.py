@@ -120,6 +120,8 @@ class PostValidation(StepHook):
             self._pipeline.before_optimizer()
             with self._pipeline.record_optimizer():
                 self._step()
+            for optimizer in self.optimizers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns where the step is made by the next pipe.step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. They are kept until the step is final, so they cannot be set to 0: raises `InputError` for that."""
