@@ -370,7 +370,7 @@ def test_arguments_that_need_more_than_the_example_did_are_refused() -> None:
     split = zb.split(Optional(), example={"x": torch.ones(2, 4)})
     first, second = split(0, 2), split(1, 2)
     message = first(x=torch.ones(2, 4))
-    with pytest.raises(zb.InputError, match=r"gives 'mask' to stage 1 alone"):
+    with pytest.raises(zb.InputError, match=r"gives 'mask' to stage 1 and not to the first stage"):
         second(**message, mask=torch.ones(4))
     with pytest.raises(zb.InputError, match=r"code of stage 1 uses parameter 'own', which it was not given"):
         first(x=torch.ones(2, 4), mask=torch.ones(4))
