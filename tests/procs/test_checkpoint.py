@@ -64,7 +64,7 @@ def saved(group: Any, path: str, schedule: str) -> list[float]:
     with zb.Pipeline(cut(), schedule, MICROBATCHES, loss_fn, group=group) as pipe:
         optimizer = optimizer_for(pipe)
         train(pipe, optimizer, range(3))
-        zb.save(path, pipe, optimizer, extra={"seen": 3})
+        zb.save(path, pipe, optimizer, extra={"seen": 3, "best": float("nan")})
         return train(pipe, optimizer, range(3, 6))
 
 

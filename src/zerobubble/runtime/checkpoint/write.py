@@ -135,7 +135,7 @@ def _refuse_other(told: list[dict[str, Any]]) -> None:
     """Raise `InputError` where ranks have `told` other things that there are once in a checkpoint."""
     for what in {"extra", "scaler", "path"} & told[0].keys():
         for rank, theirs in enumerate(told):
-            if theirs[what] != told[0][what]:
+            if theirs[what] != told[0][what] and repr(theirs[what]) != repr(told[0][what]):  # NaN does not equal itself
                 raise InputError(
                     f"{what} is {told[0][what]!r:.200} on rank 0 and {theirs[what]!r:.200} on rank {rank}: "
                     "a checkpoint has one for all ranks, so give the same on each"
