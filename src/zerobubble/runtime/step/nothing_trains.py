@@ -22,6 +22,8 @@ def _reason(flows: Mapping[int, tuple[bool, bool]], output_goes_back: bool) -> s
         return f"loss_fn cuts it off from the output of the model, which requires one ({_CUTS}, .item()); return the loss itself"
     if not any(trains for trains, _ in flows.values()):
         return "no parameter of any stage requires one; unfreeze parameters, or call eval_step"
-    cut = max(stage for stage, (trains, _) in flows.items() if trains or flows.get(stage - 1, (False, False))[1])
+    in_order = sorted(flows.items())
+    are_reached = [False, *(goes_back for _, (_, goes_back) in in_order)]
+    cut = max(stage for (stage, (trains, _)), is_reached in zip(in_order, are_reached, strict=False) if trains or is_reached)
     whose = "parameters" if flows[cut][0] else "inputs"
     return f"the output of stage {cut} does not require one although its {whose} do ({_CUTS}); return the output itself"
