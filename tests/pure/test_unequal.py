@@ -90,7 +90,7 @@ def test_a_measured_run_is_fitted_and_differs_in_nothing_from_its_plan() -> None
 def test_the_largest_microbatch_must_fit() -> None:
     limits = Limits((4_000_000,) * 3)
     assert not shortage(Placement.linear(3), UNEQUAL, limits)
-    assert "rank 0 needs 4000000 bytes" in shortage(Placement.linear(3), UNEQUAL, Limits((3_999_999,) * 3))
+    assert "every rank needs 4000000 bytes" in shortage(Placement.linear(3), UNEQUAL, Limits((3_999_999,) * 3))
     bound = lower_bounds(Placement.linear(3), 4, UNEQUAL, limits).makespan
     assert "1 microbatch of share 4 or more" in bound.reason or "of work" in bound.reason
     assert bound.time >= 8.5 * 60_000_000
