@@ -10,6 +10,7 @@ import sys
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from tests.libraries import IMAGE_MODELS
 from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,7 @@ def _run(folder: Path, rank: int, size: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    sys.path[:] = [folder for folder in sys.path if folder != str(IMAGE_MODELS)]
     random.seed(), torch.seed()  # a process that torchrun starts has random states of its own, and a forked one those of its parent
     os.chdir(folder)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import zerobubble as zb
-from tests.procs.models import loss_fn
+from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, optimizer_for, resumed, train
 from zerobubble.runtime.checkpoint import background
@@ -136,8 +136,9 @@ def failing_in_between(group: Any, path: str) -> float:
         patch.setattr(background, "PATIENCE_AFTER_END_S", 60.0)  # the other rank writes on, however busy the machine is
         saving = zb.save(path, pipe, extra={"number": 7}, wait=False)
         began = time.monotonic()
+        inputs, targets = batch(MICROBATCHES, 0)
         with pytest.raises(zb.PipelineError), pipe:
-            pipe.step(*((None, None) if pipe.rank == 0 else (1, 2)))
+            pipe.step(inputs, targets[1:])
         while not saving.done():
             time.sleep(0.01)
     return time.monotonic() - began

@@ -149,7 +149,7 @@ def saved_and_loaded(group: Any, path: Path) -> tuple[float, float]:
         optimizer = zb.PostValidation(torch.optim.Adam(pipe.parameters(), lr=0.1), pipe, max_norm=0.1)
         pipe.step(*batch(COUNT))
         optimizer.step()
-        zb.save(path, pipe, optimizer.optimizer)
+        zb.save(path, pipe, optimizer)
         expected = {stage: {name: value.clone() for name, value in module.state_dict().items()} for stage, module in pipe.modules.items()}
     other = Criterion()
     nn.init.zeros_(other.scale)

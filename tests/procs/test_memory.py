@@ -26,6 +26,8 @@ from zerobubble.units import show_bytes
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory" / "run.py"
 MESSAGE = 2 * 16 * 32 * 4
 """Bytes of what crosses a stage boundary: two sequences of 16 vectors of 32 floats."""
+RANDOM_STATE = torch.get_rng_state().nbytes
+"""Bytes of the user's random state on the CPU, which is kept during a step."""
 
 
 def compare(group: Any, name: str, split: str = "deferred", layers: int = 8) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def test_predicted_peaks_are_held(world: Ranks, name: str) -> None:
 def test_the_allocator_holds_what_is_predicted_and_one_message(world: Ranks, name: str, split: str) -> None:
     found = world.run(compare, name, split, 2, ranks=2)[0]
     for told, held in zip(found["predicted"], found["allocated"], strict=True):
-        assert 0 <= held - told < 1.5 * MESSAGE, found
+        assert 0 <= held - told < 1.5 * MESSAGE + RANDOM_STATE, found
 
 
 class Weighted(nn.Module):
