@@ -301,15 +301,20 @@ def test_a_scale_that_changes_leaves_one_device_s_steps(world: Ranks, name: str)
         assert scale == expected != 64.0
 
 
+def step_and_settle(optimizer: zb.PostValidation) -> None:
+    """A step of this rank's, and the wait for its verdict: what fails on another rank may reach this one in either."""
+    optimizer.step()
+    optimizer.settle()
+
+
 def scaler_elsewhere(group: Any, given: bool, had: bool, other: bool) -> str:
-    """The error on this rank where pipeline and optimizer have different scalers; a rank without a last stage may hear of it in `settle`."""
+    """The error on this rank where pipeline and optimizer have different scalers."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
     with zb.Pipeline(plain, "zb-h1", 4, loss_fn, group=group) as pipe:
         optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, scaler=scalers[0] if had else None)
         pipe.step(*batch(4), scaler=scalers[other] if given else None)
         with pytest.raises(zb.PipelineError) as caught:
-            optimizer.step()
-            optimizer.settle()
+            step_and_settle(optimizer)
     return str(caught.value)
 
 
