@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.patience import SHORT_S
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
+from tests.procs.signs import await_signs
 from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, struck
 
 M = 8
@@ -369,6 +371,43 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
             os.kill(world.processes[0].pid or 0, signal.SIGCONT)
             state, ended = world.outcome(0)
             assert (state, ended[1]) == ("ok", 0), ended
+            assert ended[0].startswith("rank 0 stood still for "), ended
+    finally:
+        world.kill()
+
+
+def wait_frozen(group: Any, folder: Path) -> tuple[str, int | None]:
+    """Rank 0, which hosts the store, waits in a B for the test, which freezes it meanwhile."""
+
+    def wait_for_the_test() -> None:
+        (folder / "waits").touch()
+        await_signs(folder / "woken")
+
+    pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=SHORT_S)
+    with struck(MOMENTS["backward"], wait_for_the_test) if pipe.rank == 0 else nullcontext(), pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(M))
+    return str(caught.value), caught.value.rank
+
+
+@pytest.mark.parametrize("others_end", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_frozen_process_with_the_store_blames_itself_when_it_wakes(tmp_path: Path, others_end: bool) -> None:
+    """As under torchrun, the other processes end with their errors before it wakes."""
+    world = Ranks(4, hosted=True)
+    try:
+        host = world.processes[0].pid or 0
+        world.start(wait_frozen, tmp_path, ranks=4)
+        await_signs(tmp_path / "waits")
+        os.kill(host, signal.SIGSTOP)
+        others = [world.outcome(rank) for rank in (1, 2, 3)]
+        assert [(state, ended[1]) for state, ended in others] == [("ok", 0)] * 3, others
+        for process in world.processes[1:] if others_end else ():
+            process.kill()
+            process.join()
+        (tmp_path / "woken").touch()
+        os.kill(host, signal.SIGCONT)
+        state, ended = world.outcome(0)
+        assert (state, ended[1]) == ("ok", 0), ended
+        assert ended[0].startswith("rank 0 stood still for "), ended
     finally:
         world.kill()
 
