@@ -41,8 +41,8 @@ def save(
     and `wait()`; the next `save`, `load` and `pipe.close` wait, too. The copies take the memory of what this rank writes, on the CPU.
 
     A checkpoint at `path` is replaced when the new one is complete, so a crash leaves the one or the other whole; anything else there is
-    refused. Raises `InputError` on every rank for what cannot be saved or written, the pipeline staying open, and `PipelineError` on every
-    rank when one of them fails.
+    refused. Raises `InputError` on every rank for what cannot be saved or written, and if an optimizer that is not given has stepped
+    parameters that still train; the pipeline stays open. Raises `PipelineError` on every rank when one of them fails.
     """
     return surviving(pipe, lambda: Writing(trained_by(pipe), optimizer, scaler, extra).write(path, wait=wait))
 
@@ -60,8 +60,8 @@ def load(
 
     The pipeline may have another number of ranks, of replicas and another schedule; or there is none, and `pipe` is the unsplit model on
     one device. With the ranks and stages that there were then, random states and those of hooks are set, too, and training goes on to the
-    bit. Parameters, buffers and optimizer are as before where it raises `InputError`, on every rank: for a damaged checkpoint, for one of
-    another model or optimizer, and for stages that cannot be told apart by their names with another number of stages. Tensors are read into
-    host memory first, which takes the memory of what this rank reads.
+    bit. Everything is as before if it raises `InputError`, on every rank: for a damaged checkpoint, for one of another model or optimizer,
+    for stages that cannot be told apart by their names with another number of stages, and for a hook, optimizer or scaler that raises on
+    any rank while it takes over its state. Tensors are read into host memory first, which takes the memory of what this rank reads.
     """
     return surviving(pipe, lambda: Reading(trained_by(pipe), optimizer, scaler).read(path))
