@@ -23,6 +23,8 @@ BASE = "1f1b"
 """The schedule above which the trained one is drawn."""
 FEW = 0.01
 """The share of passes that may overrun their nominal time before speeds and bubbles are no longer those of the schedules."""
+CLOSE = 0.05
+"""By what share of itself a measured step may be longer than the predicted one until then."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,20 @@ def _peaks(run: Run) -> list[tuple[int, int, int]]:
 
 
 def overruns(outcome: Outcome) -> str:
-    """What share of passes took longer than their nominal time, and what that means for the speeds and bubbles."""
+    """How many passes and which steps took longer than they should, and whether speeds and bubbles are therefore those of the schedules.
+
+    A rank that does not get the processor between two passes overruns none, and its step is longer all the same.
+    """
     shares = {run.schedule.name: run.overruns / outcome.passes(run) for run in outcome.runs}
-    told = ", ".join(f"{name} {show_percent(share)}" for name, share in shares.items())
-    means = "speeds and bubbles are those of the schedules" if max(shares.values()) <= FEW else "speeds and bubbles show a busy machine"
-    return f"Passes that took longer than their nominal time by themselves: {told}; so {means}."
+    stretches = {run.schedule.name: run.measured.makespan / max(1, run.predicted.makespan) for run in outcome.runs}
+    passes = ", ".join(f"{name} {show_percent(share)}" for name, share in shares.items())
+    steps = ", ".join(f"{name} {stretch:.2f}" for name, stretch in stretches.items())
+    is_exact = max(shares.values()) <= FEW and max(stretches.values()) <= 1 + CLOSE
+    means = "those of the schedules" if is_exact else "those of a machine that is busy or slow, not of the schedules"
+    return (
+        f"Passes that took longer than their nominal time by themselves: {passes}. Measured steps as multiples of the predicted ones: "
+        f"{steps}. So speeds and bubbles are {means}."
+    )
 
 
 def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
@@ -144,8 +155,8 @@ def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
     times = ", ".join(f"{kind} {show_ms(time)}" for kind, time in zip("FBW", (pace.forward, pace.backward, pace.weight), strict=True))
     return [
         f"Paced: {ranks} ranks on {cores} cores. Every pass does its real arithmetic, then sleeps to a nominal time: {times} a layer.",
-        "Losses are those of real training. Times, bubbles and tokens/s are those of a machine whose every rank needs these nominal times; "
-        "so are the tokens/s of one device, which runs one pass after the other and trained at full speed here.",
+        "Losses are those of real training. As far as passes keep to these nominal times, speeds and bubbles are those of a machine whose "
+        "every rank needs them; so are the tokens/s of one device, which runs one pass after the other and trained at full speed here.",
     ]
 
 

@@ -132,6 +132,19 @@ def test_the_speed_up_is_that_of_the_timelines_schedule() -> None:
     assert Report("no reference", throughput=rows[1:]).speed_up() is None
 
 
+def test_the_speed_is_told_with_that_of_the_steps_drawn() -> None:
+    """On a busy machine the median steps may say that a schedule is slower, and the steps drawn that it is quicker."""
+    plan, measured = full_report().timelines
+    base = simulate(make("1f1b", 2, 3), Costs.uniform(2))
+    base = Timeline(base.name, base.rows, source="measured")
+    rows = [ThroughputRow("1f1b", 1000), ThroughputRow("zb-h1", 570)]
+    report = full_report(timelines=[base, measured, plan], throughput=rows)
+    ratio = base.makespan / measured.makespan
+    assert report.drawn_speed_up("zb-h1") == ratio > 1
+    assert f"0.57× zb-h1 against 1f1b, tokens per second; {ratio:.2f}× in the single steps drawn" in Text(report_html(report)).text
+    assert full_report(throughput=rows).drawn_speed_up("zb-h1") is None
+
+
 def test_a_loss_that_is_not_a_number_leaves_a_gap_and_is_no_equality() -> None:
     nan = float("nan")
     assert full_report(losses={"a": [1.0, nan], "b": [1.0, nan]}).loss_difference() == ("a", "b", 0.0, 0)

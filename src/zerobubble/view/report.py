@@ -104,6 +104,11 @@ class Report(Displayed):
         name = names[0] if names else max(speeds, key=speeds.__getitem__)
         return name, speeds[name] / base
 
+    def drawn_speed_up(self, name: str) -> float | None:
+        """How many times as long the measured step of 1F1B in the timelines is as that of the schedule `name`; None if one is not drawn."""
+        drawn = {timeline.name: timeline.makespan for timeline in self.timelines if timeline.source != "simulated"}
+        return drawn[REFERENCE] / drawn[name] if drawn.get(name) and REFERENCE in drawn else None
+
 
 def _difference(a: float, b: float) -> float:
     """How far two losses are apart: 0 when neither is a number, infinite when one is not."""

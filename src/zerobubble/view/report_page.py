@@ -56,7 +56,10 @@ def _cards(report: Report) -> Iterator[str]:
     yield from _bubble_card(report)
     gain = report.speed_up()
     if gain is not None:
-        yield _card("Speed", f"{gain[1]:.2f}×", f"{escape(gain[0])} against {REFERENCE}, tokens per second")
+        name, times = gain
+        drawn = report.drawn_speed_up(name)
+        of_drawn = "" if drawn is None else f"; {drawn:.2f}× in the single steps drawn below"
+        yield _card("Speed", f"{times:.2f}×", f"{escape(name)} against {REFERENCE}, tokens per second{of_drawn}")
 
 
 def _bubble_card(report: Report) -> Iterator[str]:
