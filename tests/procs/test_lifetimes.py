@@ -396,7 +396,10 @@ def test_a_frozen_process_with_the_store_blames_itself_when_it_wakes(tmp_path: P
     try:
         host = world.processes[0].pid or 0
         world.start(wait_frozen, tmp_path, ranks=4)
-        await_signs(tmp_path / "waits")
+        try:
+            await_signs(tmp_path / "waits")
+        except TimeoutError as late:
+            pytest.fail(f"{late}; ranks that ended before: {[pipe.recv() for pipe in world.pipes if pipe.poll()]}")
         os.kill(host, signal.SIGSTOP)
         others = [world.outcome(rank) for rank in (1, 2, 3)]
         assert [(state, ended[1]) for state, ended in others] == [("ok", 0)] * 3, others
