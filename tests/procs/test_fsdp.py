@@ -24,6 +24,7 @@ from tests.procs.test_mesh import divided as divided_by_tensor_parallelism
 from tests.procs.versions import needs_fsdp2_on_cpu, needs_own_reductions
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula
 from zerobubble.runtime.stage import reduction, shards
+from zerobubble.schedules import with_recompute
 
 
 @contextmanager
@@ -95,12 +96,15 @@ def divided(mesh: Any, dtype: torch.dtype, comm: OneAfterAnother | None) -> Any:
     return make
 
 
+RECOMPUTED = ", recomputed"
 WAYS = {"on the GPU": lambda group, _: reduction._Enqueued(group), "at once": lambda group, _: reduction._WaitedFor(group)}
 """How reductions run elsewhere than in threads: enqueued on a device, which the CPU does at once, or in a torch that waits for them."""
 
 
 def schedule_of(name: str, largest: int, limit: int | None) -> dict[str, Any]:
     """What to play: a published schedule by its name, or a plan from its file, which keeps the room for weights."""
+    if name.endswith(RECOMPUTED):
+        return {"schedule": with_recompute(zb.make(name.removesuffix(RECOMPUTED), 2, MICROBATCHES)), "gathered_bytes": limit}
     if name != "planned":
         return {"schedule": name, "gathered_bytes": limit}
     work, sharded = zb.Workload.uniform(2, times=(10, 12, 8), comm=1), zb.planning.Sharded((largest,) * 4, limit, 1e9)
@@ -178,6 +182,8 @@ def trained(group: dist.ProcessGroup, played: dict[str, Any], dtype: torch.dtype
         ("zb-v", 1.0, torch.float64, "in threads"),
         ("interleaved-1f1b", 1.0, torch.float64, "at once"),
         ("planned", 1.0, torch.float64, "in threads"),
+        ("zb-h1, recomputed", None, torch.float64, "in threads"),
+        ("zb-v, recomputed", 1.0, torch.float64, "in threads"),
     ],
 )
 def test_weights_are_gathered_as_planned_and_gradients_reduced_once(

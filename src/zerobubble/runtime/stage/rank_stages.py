@@ -13,7 +13,6 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputeLevels
@@ -81,7 +80,7 @@ class Stages:
             stage = self._traced.get(index) or make_stage(way, module, index, splits, self._gradients, cuda_graphs=self._cuda_graphs)
             stage.head = self._heads.get(index)
             if index in again:
-                fault = _why_it_runs_once(index, way, is_divided=stage.shards is not None)
+                fault = _why_it_runs_once(index, way)
                 if fault:
                     raise InputError(fault)
                 stage.computed_again = self.levels.of(level or self.levels.name_of(index), index, module)
@@ -92,10 +91,7 @@ class Stages:
 
     def fault_in_computing_again(self) -> str:
         """Why the forward of one of these stages cannot run twice for a microbatch; empty where all can."""
-        faults = (
-            _why_it_runs_once(index, self._ways[index], is_divided=bool(fsdp2_parts(module))) for index, module in self.modules.items()
-        )
-        return next(filter(None, faults), "")
+        return next(filter(None, (_why_it_runs_once(index, self._ways[index]) for index in self.modules)), "")
 
     def levels_that_choose(self) -> list[str]:
         """The levels of recomputation by which R has anything to do in one of these stages."""
@@ -144,14 +140,14 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
         yield from _parts(child)
 
 
-def _why_it_runs_once(stage: int, way: str, *, is_divided: bool) -> str:
-    """Why the forward of a stage cannot run twice for a microbatch; empty where it can."""
-    leave = f"leave stage {stage} out of the schedule's R passes"
-    if way in TRACED:
-        return f"split={way!r} traces stage {stage}, whose forwards run once: give split='deferred', or {leave}"
-    if is_divided:
-        return f"stage {stage} is divided by FSDP2, which gathers its weights for one forward a microbatch: {leave}"
-    return ""
+def _why_it_runs_once(stage: int, way: str) -> str:
+    """Why the forward of a stage cannot run twice for a microbatch; empty if it can."""
+    if way not in TRACED:
+        return ""
+    return (
+        f"split={way!r} traces stage {stage}, whose forwards run once: give split='deferred', or leave stage {stage} out of the schedule's "
+        "R passes"
+    )
 
 
 def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedule, rank: int, seed: int) -> dict[int, nn.Module]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -14,7 +12,6 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.step.scaling import GradientScaling
-from zerobubble.units import counted
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """One, or several that share the parameters of a rank, such as Muon for matrices and AdamW for the rest."""
@@ -73,8 +70,6 @@ class SteppingOptimizers:
         is_announced = is_open and self._is_announced(optimizer)
         if is_open and not is_announced and (fault := self._scaling.fault(parameters)):
             raise InputError(f"{type(optimizer).__name__}.step(): {fault}")
-        if optimizer not in self.seen:
-            _refuse_mixed(optimizer)
         self.seen.add(optimizer)
         if not is_announced:
             self._announce()
@@ -92,46 +87,10 @@ class SteppingOptimizers:
 
     def refuse_partial(self, given: Sequence[Optimizer], own: Iterable[Tensor]) -> None:
         """Raise `InputError` where another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
-        refuse_left_out(self.seen, given, left_by(given, own), "this pipeline")
-
-
-def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Raise `InputError` if one kernel would step DTensors and plain tensors together, which torch does not support."""
-    for number, group in enumerate(optimizer.param_groups):
-        is_divided = [hasattr(parameter, "device_mesh") for parameter in group["params"] if parameter.grad is not None]
-        for way in ("fused", "foreach"):
-            if group.get(way) and any(is_divided) and not all(is_divided):
-                raise InputError(
-                    f"{type(optimizer).__name__}({way}=True) steps {counted(sum(is_divided), 'DTensor')} and "
-                    f"{counted(is_divided.count(False), 'plain tensor')} in its group {number}, and one kernel takes one kind: "
-                    f"make a group for each, or leave out {way}"
-                )
-
-
-def left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:
-    """Those of the parameters `own` that train and that none of the optimizers `given` holds."""
-    return {parameter for parameter in own if parameter.requires_grad}.difference(parameters_of(given))
-
-
-def refuse_left_out(stepped: Iterable[Optimizer], given: Sequence[Optimizer], left: AbstractSet[Tensor], owner: str) -> None:
-    """Raise `InputError` if any optimizer that has `stepped` holds parameters that those `given` have `left`."""
-    others = [optimizer for optimizer in stepped if not left.isdisjoint(parameters_of([optimizer]))]
-    if others:
-        raise InputError(
-            f"{kinds_of(others)} has stepped parameters of {owner} that {kinds_of(given)} does not hold: give all optimizers, as a list"
-        )
-
-
-def living_with_state() -> list[Optimizer]:
-    """All optimizers of this process that keep anything of a parameter, which they do once they have stepped.
-
-    Torch has no list of them, so this asks the garbage collector, after it has removed those that nobody uses any more.
-    """
-    if not _with_state():
-        return []
-    gc.collect()
-    return _with_state()
-
-
-def _with_state() -> list[Optimizer]:
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer) and getattr(each, "state", None)]
+        left = {parameter for parameter in own if parameter.requires_grad}.difference(parameters_of(given))
+        others = [optimizer for optimizer in self.seen if not left.isdisjoint(parameters_of([optimizer]))]
+        if others:
+            raise InputError(
+                f"{kinds_of(others)} has stepped parameters of this pipeline that {kinds_of(given)} does not hold: give all optimizers, "
+                "as a list"
+            )
