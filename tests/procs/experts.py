@@ -78,7 +78,8 @@ class StackedExperts(nn.Module):
         found = torch.zeros_like(rows)
         for number in range(len(up)):
             here = (expert == number).nonzero().flatten()
-            found = found.index_add(0, here, (rows[here] @ up[number]).relu() @ down[number])
+            made = (rows[here] @ up[number]).relu() @ down[number]
+            found = found.index_add(0, here, made.to(found.dtype))  # autocast lowers products
         return found
 
 
