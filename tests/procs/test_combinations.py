@@ -147,7 +147,7 @@ class OneDevice:
         build = stages_of(row, None)
         self.stages = nn.ModuleList(build(stage, num_stages) for stage in range(num_stages))
         self.head: nn.Linear | None = head_of(row) if row["head"] == "divided" else None
-        if row["tied"] != "none":
+        if row["tied"] != "none" and self.head is None:
             self.stages[-1].head.weight = self.stages[0].embed.weight
         self.all = nn.ModuleList([self.stages, *([self.head] if self.head is not None else [])])
         self.optimizer = optimizer_for(p for p in self.all.parameters() if p.requires_grad)

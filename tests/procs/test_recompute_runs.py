@@ -128,6 +128,66 @@ def test_autocast_checkpoints_inside_and_an_optimizer_without_a_barrier_change_n
     assert all(world.run(with_and_without, name, ranks=2))
 
 
+class Picking(nn.Module):
+    """Matrices and rows picked by numbers, whose products autograd saves the numbers for; `wrapped` runs the forward."""
+
+    def __init__(self, stage: int, wrapped: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.stack = nn.Parameter(torch.randn(4, 6, 6, dtype=torch.float64) / 3)
+        self.inner = _Picked(self.stack)
+        self.wrapped = wrapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.wrapped(self.inner, x)
+        return y
+
+
+class _Picked(nn.Module):
+    def __init__(self, stack: nn.Parameter) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.tensor([1, 0])
+        return x + torch.bmm(x, self.stack[rows]) + x[rows] @ (2 * self.stack[3])
+
+
+def checkpointed(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(call, x, use_reentrant=False)
+    return y
+
+
+WRAPPED: dict[str, Callable[..., Any]] = {"plain": lambda call, *args: call(*args), "checkpoint": checkpointed}
+
+
+def picked(group: Any, wrapped: str, again: bool) -> list[Tensor]:
+    """The loss and the gradients of a step."""
+    schedule = zb.make("zb-h1", 2, 4)
+    data = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 8, 5, 6, generator=data, dtype=torch.float64)
+    with zb.Pipeline(
+        lambda stage, _: Picking(stage, WRAPPED[wrapped]),
+        with_recompute(schedule) if again else schedule,
+        4,
+        nn.functional.mse_loss,
+        group=group,
+    ) as pipe:
+        loss = pipe.step(x, y)
+        return [loss, *(parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None)]
+
+
+def picked_in_all_ways(group: Any) -> list[float]:
+    plain, *others = [picked(group, *way) for way in (("plain", False), ("plain", True), ("checkpoint", False), ("checkpoint", True))]
+    return [max((one - other).abs().max().item() for one, other in zip(plain, each, strict=True)) for each in others]
+
+
+def test_numbers_that_pick_matrices_are_not_asked_back_from_autograd(world: Ranks) -> None:
+    """What packs what autograd saves, R or a checkpoint, is not called within the forward."""
+    for errors in world.run(picked_in_all_ways, ranks=2):
+        assert max(errors) <= 1e-12
+
+
 def measure(group: Any, name: str, microbatches: int) -> list[tuple[int, int, int]]:
     """By rank: the peak that a profile predicts, the one of a step, and the one without R."""
     x = torch.randn(2 * microbatches, 8, 32)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from zerobubble.runtime.split.layers import matmul
 from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.layers.linear import linear
+from zerobubble.runtime.split.layers.parameter_parts import note_indexing
 
 
 def _linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,6 +53,10 @@ class Catching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__getitem__:
+            found = func(*args, **kwargs)
+            note_indexing(found, *args)
+            return found
         ours = _CAUGHT.get(func)
         if ours is None or torch.compiler.is_compiling() or _saving_hooks() != self._hooks:
             return func(*args, **kwargs)

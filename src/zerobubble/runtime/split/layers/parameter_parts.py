@@ -116,16 +116,24 @@ def _shows(view: Tensor, base: nn.Parameter) -> bool:
     return _accumulates_in(node) is base
 
 
+def note_indexing(result: object, tensor: object, index: object) -> None:
+    """Remember by which numbers `result` was taken from a stack in a parameter, `tensor[index]`.
+
+    Autograd has saved them, but asking it for them calls what packs and unpacks saved tensors: a checkpoint around the module would run its
+    forward again.
+    """
+    if type(result) is Tensor and type(tensor) is nn.Parameter and type(index) is Tensor and index.dtype == torch.int64:
+        result._zb_numbers = index, index._version  # type: ignore[attr-defined]
+
+
 def _gathered_in(tensor: Tensor) -> Matrix | None:
     """The matrices that were taken from a stack in a parameter by one tensor of numbers."""
+    numbers, version = getattr(tensor, "_zb_numbers", (None, 0))
     node = tensor.grad_fn
-    if node is None or node.name() != _GATHERING:
+    if numbers is None or numbers._version != version or node is None or node.name() != _GATHERING:
         return None
     parameter = _accumulates_in(node.next_functions[0][0])
-    numbers = node._saved_indices  # type: ignore[attr-defined]
-    if type(parameter) is not nn.Parameter or len(numbers) != 1 or numbers[0].dtype != torch.int64:
-        return None
-    return Matrix(parameter, Gathered(numbers[0]))
+    return Matrix(parameter, Gathered(numbers)) if type(parameter) is nn.Parameter else None
 
 
 def _accumulates_in(node: object) -> object:
