@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import zerobubble as zb
-from zerobubble.planning import Objective, Problem, Solved
+from zerobubble.planning import Objective, Plan, Problem
 from zerobubble.planning.weight_order import with_weights_ordered
 
 
@@ -24,7 +24,7 @@ def scheduled(
     if not ordered:
         return schedule, costs
     problem = Problem(schedule.placement, microbatches, costs, zb.Limits((99_000_000,) * ranks), Objective.MAKESPAN)
-    found = with_weights_ordered(Solved.of(problem, problem.bound(), schedule, 0.0, name)).schedule
+    found = with_weights_ordered(Plan.of(problem, problem.bound(), schedule, 0.0, name)).schedule
     assert found is not None
     return found, costs
 

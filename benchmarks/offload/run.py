@@ -5,7 +5,7 @@ it, by the formula of PipeOffload (arXiv 2503.01328, section 2) beside its figur
 schedules within half of what they hold by themselves, for links of several k; `longer` is the makespan over that with memory for all, in %,
 `moved` and `must` the share of all that waits which goes to the host and the least that could, and `within_half` published schedules that
 fit without offload, 1F1B that computes all again among them. `exact`: small problems, against every choice on their first rank; `gap`
-is the plan's makespan over the best, in %. `plans`: what `plan_offloaded` finds within a memory (in microbatches) and a k, beside its best
+is the plan's makespan over the best, in %. `plans`: what `zb.plan` finds with a host, a memory (in microbatches) and a k, beside its best
 without offload and its bound, which no order and no choice of offloads beats; `over` is the makespan over that bound, in %. Everything is
 simulated, with budgets in evaluations: results do not depend on the machine.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import zerobubble as zb
 from zerobubble.costs import FULL
 from zerobubble.offload import HostLink, Offload, RankOffloads, offload_faults, plan_offloads, play_offloads
+from zerobubble.planning.offload_plan import OffloadSavings
 
 FLOPS, RATE = 220e12, 15e9
 """FLOP/s and bytes a second, as in the paper's figure."""
@@ -111,11 +112,12 @@ def planned(memory: float, k: float) -> dict[str, Any]:
     """What is planned within the memory of so many microbatches for a link of this k."""
     work = zb.Workload.uniform(RANKS, TIMES)
     rate = 2 * 12e6 * 1e3 / (k * sum(TIMES))  # a rank keeps 12 MB for a microbatch
-    found = zb.planning.plan_offloaded(
-        work, MICROBATCHES, memory, HostLink(rate, rate), placements=["linear", "vee", "looped-2"], evaluations=20_000
-    )
-    took, bound = found.timeline.makespan, found.bound.time
-    without = None if found.without is None else found.without / 1e6
+    found = zb.plan(work, MICROBATCHES, memory, host=HostLink(rate, rate), placements=["linear", "vee", "looped-2"], evaluations=20_000)
+    savings = found.saving(OffloadSavings)
+    assert savings is not None
+    assert found.makespan is not None
+    took, bound = found.makespan, savings.bound.time
+    without = None if savings.without is None else savings.without / 1e6
     row = {"memory": memory, "k": k, "without_ms": without, "plan_ms": took / 1e6, "bound_ms": bound / 1e6, "how": found.how}
     print(row, flush=True)
     return row | {"over": round(100 * (took / bound - 1), 2)}

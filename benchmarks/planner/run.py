@@ -22,7 +22,8 @@ from cases import FLASH, PROFILES, TIMES, Reference, headed, paper, random_probl
 import zerobubble as zb
 from zerobubble.bounds import shortage
 from zerobubble.planning import kernels, papers, solve
-from zerobubble.planning.problem.problem import Problem, Solved, Status
+from zerobubble.planning.answer import Plan, Status
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.search import compile_kernels
 from zerobubble.simulation import memory_faults
@@ -60,7 +61,7 @@ def rounded(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def measured(problem: Problem, seconds: float) -> tuple[Solved, Row]:
+def measured(problem: Problem, seconds: float) -> tuple[Plan, Row]:
     """Our plan and its figures: times in ms, wall and processor seconds."""
     wall, busy = time.perf_counter(), time.process_time()
     solved = solve(problem, seconds=seconds)
@@ -121,8 +122,8 @@ def target_jobs() -> Jobs:
     def low(share: float, bubble: float) -> Row:
         *times, comm = TIMES["1.5B"]
         found = zb.plan(zb.Workload.uniform(8, tuple(times), comm, 32 / 34), 24, share * 8, seconds=60)
-        best = {choice.name: problem_bubble(choice.solved) for choice in found.choices}
-        reached = problem_bubble(found.best)
+        best = {choice.name: problem_bubble(choice.plan) for choice in found.choices}
+        reached = problem_bubble(found)
         return {"seconds": found.seconds, "bubble": reached, "wanted": f"at most {bubble}", "holds": reached <= bubble, "placements": best}
 
     for ranks in (8, 16, 32, 64, 128):
@@ -143,15 +144,15 @@ def profile_jobs() -> Jobs:
     def job(model: str) -> Row:
         ranks, microbatches, times = PROFILES[model]
         found = zb.plan(zb.Workload.uniform(ranks, times[:3], times[3], FLASH), microbatches, ranks, seconds=10)
-        best = {choice.name: problem_bubble(choice.solved) for choice in found.choices}
-        row = {"seconds": found.seconds, "status": found.best.status.value, "placement": found.choices[0].name, "how": found.best.how}
-        return {**row, "bubble": problem_bubble(found.best), "bound_bubble": found.best.least_bubble, "placements": best}
+        best = {choice.name: problem_bubble(choice.plan) for choice in found.choices}
+        row = {"seconds": found.seconds, "status": found.status.value, "placement": found.choices[0].name, "how": found.how}
+        return {**row, "bubble": problem_bubble(found), "bound_bubble": found.least_bubble, "placements": best}
 
     for model in PROFILES:
         yield model, lambda model=model: job(model)
 
 
-def problem_bubble(solved: Solved) -> float:
+def problem_bubble(solved: Plan) -> float:
     return 1.0 if solved.time is None else solved.problem.bubble(solved.time)
 
 

@@ -22,7 +22,7 @@ from ortools.sat.python import cp_model
 import zerobubble as zb
 from zerobubble.costs import FULL
 from zerobubble.planning.placements import family
-from zerobubble.planning.recompute.bought import Bought
+from zerobubble.planning.recompute.savings import RecomputeSavings
 
 TIMES = {"6.2B": ((29.802, 29.428, 19.530), 0.577), "1.5B": ((18.522, 18.086, 9.337), 0.601)}
 TARGETS = {
@@ -43,17 +43,17 @@ def case(model: str, share: float, evaluations: int) -> dict[str, float | bool |
     times, comm = TIMES[model]
     work = zb.Workload.uniform(8, times, comm)
     found = zb.plan(work, 24, 8 * share, placements="vee", recompute="auto", evaluations=evaluations)
-    bought, target = found.bought, TARGETS[model][share]
-    assert isinstance(bought, Bought)
-    assert found.best.time is not None
-    per_rank = found.best.problem.work / 8
+    bought, target = found.saving(RecomputeSavings), TARGETS[model][share]
+    assert isinstance(bought, RecomputeSavings)
+    assert found.time is not None
+    per_rank = found.problem.work / 8
     full = None if bought.full is None or bought.full.time is None else round(bought.full.time / per_rank, 4)
-    planned = round(found.best.time / per_rank, 4)
+    planned = round(found.time / per_rank, 4)
     return {
         "without": None if bought.without.time is None else round(bought.without.time / per_rank, 4),
         "full": full,
         "plan": planned,
-        "bound": round(found.best.bound.time / per_rank, 4),
+        "bound": round(found.bound.time / per_rank, 4),
         "target": target,
         "holds": planned <= target,
     }
@@ -136,7 +136,7 @@ def exact(seed: int, evaluations: int, known: float | None) -> dict[str, float |
     """A small problem: its optimum, the plan and the bound in ms; `known` is the optimum where it has been proven before."""
     problem = small_problem(seed)
     placement, microbatches, costs, limits = problem
-    found = zb.plan(costs, microbatches, limits, recompute="auto", levels=[FULL], evaluations=evaluations).best
+    found = zb.plan(costs, microbatches, limits, recompute="auto", levels=[FULL], evaluations=evaluations)
     optimum = exact_span(*problem) if known is None else round(known * 1e6)
     if found.time is None or optimum is None:
         return {"placement": placement.name, "result": found.reason or "no optimum is proven in time"}

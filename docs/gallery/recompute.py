@@ -13,7 +13,7 @@ from pathlib import Path
 from zerobubble import Schedule, plan, simulate
 from zerobubble.costs import Level
 from zerobubble.export import timeline_svg
-from zerobubble.planning import Solved, Workload
+from zerobubble.planning import Plan, Workload
 
 RECOMPUTE = Path(__file__).parents[1] / "recompute.svg"
 WORK = Workload.uniform(4, times=(10, 10, 8), comm=0.3)
@@ -22,9 +22,9 @@ EVALUATIONS = 20_000
 WITHOUT, WITH = "without R", "with R"
 
 
-def found(recompute: str) -> Solved:
+def found(recompute: str) -> Plan:
     """The best of a search within `MEMORY`: with R where it pays (`auto`), or with none."""
-    return plan(WORK, MICROBATCHES, MEMORY, placements=PLACEMENT, evaluations=EVALUATIONS, recompute=recompute).best
+    return plan(WORK, MICROBATCHES, MEMORY, placements=PLACEMENT, evaluations=EVALUATIONS, recompute=recompute)
 
 
 def drawn(without: Schedule, lean: Schedule, levels: Sequence[Level]) -> str:

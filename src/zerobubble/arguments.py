@@ -169,13 +169,12 @@ def _remedy(words: str, value: Any) -> str:
 
 _REMEDIES = {
     ("Schedule", "str"): "make({value!r}, num_ranks, num_microbatches) gives a published one",
-    ("Schedule", "Solved"): "give its .schedule",
     ("Schedule", "Plan"): "give its .schedule",
     ("Schedule", "Program"): "program.to_schedule() gives its order",
     ("Schedule", "Recipe"): "make(recipe.name, num_ranks, num_microbatches) gives its schedule",
     ("Schedule", "Costs"): "give the schedule first, then the costs",
-    ("Solved", "str"): "give the plan first, then the file",
-    ("Solved", "Schedule"): "plan(...) gives one; a schedule alone is written by io.dumps",
+    ("Plan", "str"): "give the plan first, then the file",
+    ("Plan", "Schedule"): "plan(...) gives one; a schedule alone is written by io.dumps",
     ("Program", "Schedule"): "lower(schedule) gives its program",
     ("Timeline", "Schedule"): "simulate(schedule, costs) gives its timeline",
     ("Workload", "tuple"): "Workload.uniform(num_ranks, times=(F, B, W)) has times in ms for equal ranks",

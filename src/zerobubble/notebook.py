@@ -12,9 +12,9 @@ from zerobubble.costs import Costs
 from zerobubble.display import draws
 from zerobubble.errors import Fault
 from zerobubble.ir import Schedule
-from zerobubble.planning import Plan, Solved
+from zerobubble.planning import Plan
 from zerobubble.planning.problem.problem import microbatch_bytes
-from zerobubble.planning.reasons import table_row, titles
+from zerobubble.planning.table import titles
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
@@ -65,28 +65,26 @@ def _item(fault: Fault) -> str:
     return f"<li>{escape(fault.message)}</li>"
 
 
-@draws(Solved, "html")
-def plan_view(solved: Solved) -> str | None:
-    """What the planned schedule runs when, in the viewer, as HTML; None where nothing fits."""
-    if solved.timeline is None:
-        return None
-    problem = solved.problem
-    units = microbatch_bytes(problem.placement, problem.costs) if problem.workload is not None else ()
-    return _view(solved.timeline, problem.costs, units)
-
-
-@draws(Solved, "svg")
-def plan_picture(solved: Solved) -> str | None:
-    """What the planned schedule runs when, as an SVG; None where nothing fits."""
-    return None if solved.timeline is None else timeline_picture(solved.timeline)
-
-
 @draws(Plan, "html")
-def plan_table(plan: Plan) -> str:
-    """The placements tried as a table with the reasons, and the winner in the viewer below, as HTML."""
-    head = "".join(f"<th>{escape(title)}</th>" for title in (*titles(plan.best.problem.objective), "why"))
-    rows = "".join(_row((*table_row(choice.name, choice.solved), choice.note)) for choice in plan.choices)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{plan_view(plan.best) or ''}"
+def plan_view(plan: Plan) -> str | None:
+    """What the plan runs when, in the viewer, below a table of its choices if it has some, as HTML; None for one that has neither."""
+    if not plan.choices:
+        return _planned(plan)
+    head = "".join(f"<th>{escape(title)}</th>" for title in (*titles(plan.problem.objective), "why"))
+    rows = "".join(_row((choice.name, *choice.plan.cells, choice.note)) for choice in plan.choices)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{_planned(plan) or ''}"
+
+
+def _planned(plan: Plan) -> str | None:
+    problem = plan.problem
+    units = microbatch_bytes(problem.placement, problem.costs) if problem.workload is not None else ()
+    return None if plan.timeline is None else _view(plan.timeline, problem.costs, units)
+
+
+@draws(Plan, "svg")
+def plan_picture(plan: Plan) -> str | None:
+    """What the planned schedule runs when, as an SVG; None where nothing fits."""
+    return None if plan.timeline is None else timeline_picture(plan.timeline)
 
 
 def _row(texts: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from zerobubble.blocks import Block, collisions, four_steps, known_block
 from zerobubble.cost_model import transformer
 from zerobubble.export import from_torch_csv
 from zerobubble.export.blocks import layout_figures
-from zerobubble.planning import Solved
+from zerobubble.planning import Plan
 from zerobubble.units import show_bytes, show_ms
 
 
@@ -196,7 +196,7 @@ def test_a_front_has_a_plan_for_each_limit(server: Server) -> None:
     assert [point["memory"] for point in points] == [1, 2]
     best = [point["answers"][0] for point in points]
     assert best[0]["bubble"] >= best[1]["bubble"]
-    plans = [Solved.from_dict(json.loads(found["plans"][answer["opens"]])) for answer in best]
+    plans = [Plan.from_dict(json.loads(found["plans"][answer["opens"]])) for answer in best]
     assert [plan.bubble for plan in plans] == [answer["bubble"] for answer in best]
 
 
@@ -204,14 +204,14 @@ def test_a_search_for_a_model_has_its_costs_and_what_it_leaves_of_the_memory(ser
     shape = {"schedule": "zb-v", "ranks": 4, "microbatches": 8, "model": "llama3-70b", "tp": 8, "sequence_parallel": 0, "overlap_tp": 1}
     *_, found = searched(server, {**shape, "evaluations": 20})
     estimate = transformer("llama3-70b", gpu="H100", tp=8, pp=4, v=2, sequence_parallel=False, overlap_tp=True)
-    problem = Solved.from_dict(json.loads(found["plan"])).problem
+    problem = Plan.from_dict(json.loads(found["plan"])).problem
     assert (problem.costs, problem.placement.name, problem.num_microbatches) == (estimate.costs, "vee", 8)
     assert problem.limits == estimate.limits(problem.placement)
     *_, refused = searched(server, {**shape, "tp": 1, "evaluations": 20})
     assert refused["event"] == "refused"
     costs = server.post("saved/costs", json.dumps(shape))[1]
     *_, again = searched(server, {"schedule": "1f1b", "ranks": 8, "microbatches": 8, "costs": costs, "evaluations": 20, "limits": [8]})
-    assert Solved.from_dict(json.loads(again["plans"][0])).problem.costs == estimate.costs
+    assert Plan.from_dict(json.loads(again["plans"][0])).problem.costs == estimate.costs
 
 
 def pressed(browser: Browser, op: str, key: str, shift: bool = False) -> None:

@@ -49,7 +49,7 @@ class Chart:
     def shows(self, n: int) -> None:
         """The viewer shows the schedule of a limit, and says so."""
         point = front().points[n]
-        solved = point.plan.best
+        solved = point.plan
         assert solved.timeline is not None
         bubble = f"{counted(point.memory, 'microbatch')}: {point.plan.choices[0].name}, bubble {100 * (solved.bubble or 0):.2f} %"
         self.browser.until(f"document.getElementById('opened').textContent.startsWith({bubble!r})")
@@ -134,7 +134,7 @@ def test_buttons_keys_wheel_and_drags_zoom_and_move_it(chart: Chart) -> None:
 @wide
 def test_a_point_far_above_does_not_press_the_others_together(chart: Chart) -> None:
     """On an even axis the best half of this front would have a tenth of the height, or less."""
-    bubbles = [point.plan.best.bubble or 0.0 for point in front().points]
+    bubbles = [point.plan.bubble or 0.0 for point in front().points]
     heights = [chart.place(n)[1] for n in range(len(LIMITS))]
     assert heights == sorted(heights), "a smaller bubble is further down"
     middle, last = len(bubbles) // 2, len(bubbles) - 1

@@ -225,21 +225,20 @@ def test_evaluation_norms_and_timelines_know_it(world: Ranks) -> None:
 
 def planned(group: Any, way: str) -> tuple[float, float, set[str]]:
     """The worst error of gradients and that of the loss with a plan that divides the head, and the kinds of passes that it has."""
-    plan: zb.planning.HeadPlan | zb.planning.HeadChoice
-    if way == "planned":
-        work = zb.Workload.uniform(2, times=(10, 10, 10))
-        plan = zb.planning.plan_head(work, 4, (10, 10, 10), memory=4, placements=["linear"], evaluations=0)
+    head, given = zb.planning.Head((10, 10, 10)), {"placements": zb.Placement.linear(2), "evaluations": 0}
+    if way == "ranks":
+        plan = zb.plan(zb.Workload.uniform(2, times=(10, 10, 10)), 4, 4, head=head, **given)
     else:
-        plan = zb.planning.place_head(zb.make("1f1b", 2, 4), zb.Costs.uniform(2, times=(10, 10, 10)), (10, 10, 10))
-    whole = OneDevice(plan.best.schedule.num_stages)
+        plan = zb.plan(zb.Costs.uniform(2, times=(10, 10, 10)), 4, head=head, **given)
+    whole = OneDevice(plan.schedule.num_stages)
     with zb.Pipeline(body, plan, 4, zb.nn.DividedHead(linear()), group=group) as pipe:
         loss = pipe.step(*ignoring(4, 0))
         _, mean = whole.step(*ignoring(4, 0), 4)
         worst = whole.worst(pipe, lambda parameter: parameter.grad)
-    return worst, (loss - mean).abs().item(), {str(op.kind) for row in plan.best.schedule.rows for op in row}
+    return worst, (loss - mean).abs().item(), {str(op.kind) for row in plan.schedule.rows for op in row}
 
 
-@pytest.mark.parametrize("way", ["planned", "placed"])
+@pytest.mark.parametrize("way", ["ranks", "stages"])
 def test_a_plan_with_a_divided_head_is_played(world: Ranks, way: str) -> None:
     for gradients, loss, kinds in world.run(planned, way, ranks=2):
         assert max(gradients, loss) <= 1e-12

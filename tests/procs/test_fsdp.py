@@ -108,8 +108,8 @@ def schedule_of(name: str, largest: int, limit: int | None) -> dict[str, Any]:
     if name != "planned":
         return {"schedule": name, "gathered_bytes": limit}
     work, sharded = zb.Workload.uniform(2, times=(10, 12, 8), comm=1), zb.planning.Sharded((largest,) * 4, limit, 1e9)
-    found = zb.plan(work, MICROBATCHES, 1.5, placements="vee", evaluations=300, sharded=sharded).best
-    return {"schedule": zb.planning.Solved.from_dict(found.to_dict())}
+    found = zb.plan(work, MICROBATCHES, 1.5, placements="vee", evaluations=300, sharded=sharded)
+    return {"schedule": zb.planning.Plan.from_dict(found.to_dict())}
 
 
 class Found(NamedTuple):

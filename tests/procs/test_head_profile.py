@@ -58,9 +58,9 @@ def profiled(group: Any, name: str, algorithm: int) -> tuple[zb.Costs, list[tupl
     with zb.Pipeline(body, with_vocabulary(plain, algorithm), 4, head, group=group) as pipe:
         costs = pipe.profile(inputs, targets, steps=2, progress=lambda done, total: told.append((done, total)))
         left = [parameter.grad for parameter in pipe.parameters()]
-    found = zb.planning.plan_head(costs, 4, evaluations=0)
-    best = min((way for way in found.ways if way.algorithm), key=lambda way: way.time)
-    with zb.Pipeline(body, zb.planning.Solved.from_dict(best.solved.to_dict()), 4, head, group=group) as pipe:
+    found = zb.plan(costs, 4, evaluations=0)
+    best = next(choice.plan for choice in found.choices if choice.plan.schedule.has_divided_head)
+    with zb.Pipeline(body, zb.planning.Plan.from_dict(best.to_dict()), 4, head, group=group) as pipe:
         loss = pipe.step(inputs, targets)
         _, mean = whole.step(inputs, targets, 4)
         return costs, told, (loss - mean).abs().item(), whole.worst(pipe, lambda parameter: parameter.grad), left

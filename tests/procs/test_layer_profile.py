@@ -43,7 +43,7 @@ def profile_and_cut_anew(group: Any) -> tuple[tuple[zb.partition.Layer, ...], li
         layers = pipe.profile_layers(x, x, steps=2)
         before = pipe.profile(x, x)
         assert all(parameter.grad is None for parameter in pipe.parameters())
-    plan = zb.planning.plan_layers(layers, zb.Placement.linear(2), 2, evaluations=20)
+    plan = zb.plan(layers, 2, placements=zb.Placement.linear(2), evaluations=20)
     with zb.Pipeline(split, plan, 2, slow_loss, group=group) as pipe:
         after = pipe.profile(x, x)
         pipe.step(x, x)

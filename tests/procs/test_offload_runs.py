@@ -345,18 +345,18 @@ def test_another_number_of_microbatches_trains_without_offload_alone(world: Rank
         assert evaluated == pytest.approx(trained, rel=1e-6)
 
 
-def play_plan(group: Any, found: zb.planning.OffloadedPlan) -> tuple[bool, list[int]]:
+def play_plan(group: Any, found: zb.planning.Plan) -> tuple[bool, list[int]]:
     """Whether a plan with offload leaves what its schedule does without, from its file, too, and the peaks that are metered."""
     plain, _ = leave(group, found.schedule, 8)
     moved, timeline = leave(group, found, 8)
-    saved, _ = leave(group, zb.io.loads(zb.io.dumps(found.solved)), 8)
+    saved, _ = leave(group, zb.io.loads(zb.io.dumps(found)), 8)
     return equal(plain, moved) and equal(plain, saved), [rank.peak_bytes or 0 for rank in timeline.ranks]
 
 
 def test_a_plan_with_offload_is_given_as_the_schedule(world: Ranks) -> None:
     costs = world.run(measured, zb.make("zb-v", 2, 8), ranks=2)[0]
     room = zb.Limits(tuple(round(1.9 * sum(costs.held_after_f[s] for s in (rank, 3 - rank))) for rank in range(2)))
-    found = zb.planning.plan_offloaded(costs, 8, room, HostLink(to_host=1e9, from_host=1e9), placements=zb.Placement.vee(2), seconds=0)
+    found = zb.plan(costs, 8, room, host=HostLink(to_host=1e9, from_host=1e9), placements=zb.Placement.vee(2), seconds=0)
     assert any(rank.offloads for rank in found.offloads)
     for same, metered in world.run(play_plan, found, ranks=2):
         assert same

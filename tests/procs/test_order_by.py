@@ -343,8 +343,7 @@ def test_a_plan_prices_the_stages_and_bounds_their_memory(world: Ranks) -> None:
     for microbatches in (2, 8):
         limits = zb.Limits((microbatches * costs.held_after_f[0],) * 2)
         plan = zb.plan(replace(costs, placement=zb.Placement.linear(2)), 8, limits, placements="linear", evaluations=50)
-        assert plan.schedule is not None
-        room = map(max, plan.best.problem.limits.memory, peak_memory(plan.schedule, priced))
+        room = map(max, plan.problem.limits.memory, peak_memory(plan.schedule, priced))
         orders = world.run(within_the_plan, plan, ranks=2)
         assert orders[0] == orders[1]
         played = with_numbers(plan.schedule, orders[0])

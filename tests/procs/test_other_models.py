@@ -144,7 +144,7 @@ def train(group: Any, name: str) -> dict[str, float]:
     if schedule is not None:
         return differences(group, example, schedule)
     layers = zb.split(example.model, example=example.inputs).layers()
-    return differences(group, example, zb.planning.plan_layers(layers, zb.Placement.vee(2), MICROBATCHES, evaluations=0))
+    return differences(group, example, zb.plan(layers, MICROBATCHES, placements=zb.Placement.vee(2), evaluations=0))
 
 
 @pytest.mark.parametrize("name", CASES)

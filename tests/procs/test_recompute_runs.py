@@ -237,7 +237,7 @@ def profiled(group: Any, microbatches: int) -> zb.Costs:
 
 def play_plan(group: Any, plan: dict[str, Any]) -> tuple[float, int]:
     """The largest relative error of this rank's gradients against one device, and the most bytes that it held."""
-    solved = zb.planning.Solved.from_dict(plan)
+    solved = zb.planning.Plan.from_dict(plan)
     m, stages = solved.problem.num_microbatches, solved.problem.placement.num_stages
     x = half_of_it(m)
     whole = nn.Sequential(*[alike(stage, stages) for stage in range(stages)])
@@ -265,11 +265,11 @@ def test_a_planned_schedule_runs_in_the_memory_that_it_was_planned_for(world: Ra
     found = zb.plan(costs, 6, room, recompute="auto", levels=[Level("full", 1.0, kept)], evaluations=5000)
     again = sum(op.kind is zb.Kind.R for row in found.schedule.rows for op in row)
     assert 0 < again < 24
-    for rank, (worst, held) in enumerate(world.run(play_plan, found.best.to_dict(), ranks=2)):
+    for rank, (worst, held) in enumerate(world.run(play_plan, found.to_dict(), ranks=2)):
         assert worst <= 1e-12
         predicted = zb.simulation.peak_memory(found.schedule, measured)[rank]
         assert abs(predicted / held - 1) <= 0.05, (rank, predicted, held, measured)
-        assert held <= found.best.peaks[rank] <= room.memory[rank], (rank, held, found.best.peaks, room)
+        assert held <= found.peaks[rank] <= room.memory[rank], (rank, held, found.peaks, room)
 
 
 class AsksForGradients(nn.Module):

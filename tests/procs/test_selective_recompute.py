@@ -18,7 +18,7 @@ from tests.procs.models import loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from zerobubble.costs import Level
-from zerobubble.planning import Solved
+from zerobubble.planning import Plan
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.runtime.stage.levels import GivenLevels, RecomputeLevels
 from zerobubble.schedules import with_recompute
@@ -201,14 +201,14 @@ def held_at(group: Any, names: list[str]) -> list[int]:
         return [figures.peak_bytes or 0 for figures in pipe.timeline().ranks]
 
 
-def plan_at(names: list[str], costs: zb.Costs | None = None) -> Solved:
+def plan_at(names: list[str], costs: zb.Costs | None = None) -> Plan:
     """A plan whose stages have the levels with these names, of `costs` or of no matter which."""
     costs = costs or zb.Costs.uniform(len(names)).with_level("most", (0, 0), (0, 0)).with_level("full", (0, 0), (0, 0))
     known = {level.name: level for level in costs.levels}
     again = Recomputation(costs.levels, tuple(known[name] for name in names))
     costs = replace(costs.with_recompute(again.chosen), placement=None)
     problem = zb.planning.Problem(zb.Placement.linear(len(names)), 6, costs, zb.Limits((10**9,) * len(names)), recomputation=again)
-    return Solved.of(problem, problem.bound(), with_recompute(zb.make("gpipe", len(names), 6)), 0.0, "made")
+    return Plan.of(problem, problem.bound(), with_recompute(zb.make("gpipe", len(names), 6)), 0.0, "made")
 
 
 def test_a_profile_predicts_the_bytes_of_each_stage_at_each_level_and_plans_choose_among_them(world: Ranks) -> None:
@@ -224,10 +224,10 @@ def test_a_profile_predicts_the_bytes_of_each_stage_at_each_level_and_plans_choo
     assert 0 < most.kept_in(0) < most.kept_in(1) < 1
     room = zb.Limits(tuple(3 * held for held in costs.held_after_f))
     found = zb.plan(zb.Costs.from_dict(costs.to_dict()), 6, room, recompute="auto", seconds=0)
-    chosen = found.best.problem.recomputation
+    chosen = found.problem.recomputation
     assert chosen is not None
     assert chosen.offered == (zb.costs.NONE, most, full)
-    assert Solved.from_dict(found.best.to_dict()).problem == found.best.problem
+    assert Plan.from_dict(found.to_dict()).problem == found.problem
 
 
 def test_the_page_s_program_plans_with_what_it_measured_and_holds_what_was_planned(tmp_path: Path) -> None:
@@ -244,13 +244,13 @@ def test_the_page_s_program_plans_with_what_it_measured_and_holds_what_was_plann
 # Plans.
 
 
-def partly(ranks: int) -> Solved:
+def partly(ranks: int) -> Plan:
     """A plan of which rank 0 computes its stage again in part, and the others compute theirs whole."""
     part, full = Level("selective", 0.1, 0.5), Level("full", 1.0, 0.1)
     costs = zb.Costs.uniform(ranks).with_recompute([part, *[full] * (ranks - 1)])
     again = Recomputation((part, full), (part, *[full] * (ranks - 1)))
     problem = zb.planning.Problem(zb.Placement.linear(ranks), 4, costs, zb.Limits((10**9,) * ranks), recomputation=again)
-    return Solved.of(problem, problem.bound(), with_recompute(zb.make("gpipe", ranks, 4)), 0.0, "made")
+    return Plan.of(problem, problem.bound(), with_recompute(zb.make("gpipe", ranks, 4)), 0.0, "made")
 
 
 def play_plan(group: Any, recompute: Any) -> str:

@@ -13,14 +13,13 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.partition import Layer
-from zerobubble.planning import plan_layers
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_fn": None}, "loss_fn must be a function (output, target) that gives the mean loss of a microbatch, got None"),
     ({"num_microbatches": "4"}, "num_microbatches must be a whole number of microbatches up to 10000, got '4': write 4 without quotes"),
     ({"num_microbatches": 0}, "1f1b needs at least 1 microbatch, got 0"),
     ({"num_microbatches": 4.0}, "num_microbatches must be a whole number of microbatches up to 10000, got 4.0"),
-    ({"schedule": 7}, "schedule must be a name or a Schedule or a Solved or a Plan"),
+    ({"schedule": 7}, "schedule must be a name or a Schedule or a Plan or"),
     ({"schedule": "1f1"}, "there is no schedule '1f1': did you mean '1f1b'?"),
     ({"schedule": zb.make("1f1b", 3, 4)}, "schedule '1f1b' is for 3 ranks, the pipeline has 2, those of its process group"),
     (
@@ -82,9 +81,9 @@ def test_without_a_process_group_the_remedy_is_told() -> None:
 def of_a_plan(group: Any) -> list[tuple[str, float]]:
     work = zb.Workload.uniform(2, (10, 10, 8))
     found = zb.plan(work, 4, memory=2, placements="vee", seconds=0)
-    layers = plan_layers([Layer(3, 3, 2, 1, 1)] * 8, zb.Placement.vee(2), 4, seconds=0)
+    layers = zb.plan([Layer(3, 3, 2, 1, 1)] * 8, 4, placements=zb.Placement.vee(2), seconds=0)
     losses = []
-    for given in (found, found.best, layers, found.schedule):
+    for given in (found, found.choices[0].plan, layers, found.schedule):
         torch.manual_seed(0)
         with zb.Pipeline(build, given, 4, loss_fn, group=group) as pipe:
             losses.append((pipe.schedule.placement.name, float(pipe.step(*batch(8)))))

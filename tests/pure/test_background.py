@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from zerobubble import Costs, Limits, Placement, make
-from zerobubble.planning import Problem, Solved, Status, background, solve
+from zerobubble.planning import Plan, Problem, Status, background, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.simulation import peak_memory
 
@@ -79,9 +79,9 @@ def start(planners: list[BackgroundPlanner], problem: Problem = PROBLEM, seconds
     return planners[-1]
 
 
-def outcome(planner: BackgroundPlanner) -> Solved | str:
+def outcome(planner: BackgroundPlanner) -> Plan | str:
     """The plan, or why there is none."""
-    found: list[Solved | str] = []
+    found: list[Plan | str] = []
 
     def asked() -> bool:
         try:
@@ -98,7 +98,7 @@ def outcome(planner: BackgroundPlanner) -> Solved | str:
 
 def test_it_answers_what_it_was_asked(started: list[BackgroundPlanner]) -> None:
     answer = outcome(start(started))
-    assert isinstance(answer, Solved)
+    assert isinstance(answer, Plan)
     assert answer.problem == PROBLEM
     assert answer.time == solve(PROBLEM, seconds=0).time
 
@@ -119,7 +119,7 @@ def test_no_file_stands_in_for_a_module(
     else:
         monkeypatch.syspath_prepend(tmp_path)
     answer = outcome(start(started, SEARCHED, LONGEST_S))
-    assert isinstance(answer, Solved), answer
+    assert isinstance(answer, Plan), answer
     assert answer.how.startswith("planned by"), "what searches was found, and numba for it"
     assert answer.status is Status.OPTIMAL, "so it ended long before its time"
 

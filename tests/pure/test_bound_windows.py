@@ -23,9 +23,10 @@ from zerobubble.explorer.question import Question
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.offload import HostLink
 from zerobubble.planning import Head, Sharded, solve
+from zerobubble.planning.answer import Status
 from zerobubble.planning.attempt import Budget, start_attempt, with_sharper_bound
 from zerobubble.planning.kernels.windows import MOST_PASSES, is_covered, sharper_bound
-from zerobubble.planning.problem.problem import Objective, Problem, Status
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.simulation import memory_faults, metrics
 from zerobubble.verify import schedule_faults

@@ -50,7 +50,7 @@ def test_a_difference_in_words_and_as_a_table(folder: Path) -> None:
 
 
 def test_a_plan_file_brings_its_costs(folder: Path) -> None:
-    solved = plan(COSTS, 4, placements=SCHEDULE.placement, evaluations=20).best
+    solved = plan(COSTS, 4, placements=SCHEDULE.placement, evaluations=20)
     assert solved.schedule is not None
     save_plan(solved, "plan.json")
     run = simulate(solved.schedule, SLOW)

@@ -180,7 +180,7 @@ def test_what_holds_no_schedule_says_what_it_holds() -> None:
 
 def test_a_plan_for_layers_is_not_written_as_even_layers() -> None:
     layers = [zb.partition.Layer(2, 2, 1, 10, 5)] * 6 + [zb.partition.Layer(9, 9, 4, 10, 5)]
-    save_plan(zb.planning.plan_layers(layers, Placement.linear(2), 4, evaluations=100), "layers.json")
+    save_plan(zb.plan(layers, 4, placements=Placement.linear(2), evaluations=100), "layers.json")
     said = refused("make", "layers.json", "--format", "megatron-layout", "--layers", "7")
     assert re.search(r"layers.json has stages of \d \d layers, and --format megatron-layout shares layers evenly", said)
 

@@ -19,7 +19,7 @@ from zerobubble.bounds import lower_bounds
 from zerobubble.explain import attribute, gaps
 from zerobubble.io import MemoryRow, Report, ThroughputRow
 from zerobubble.partition import Layer
-from zerobubble.planning import Problem, plan_layers, sensitivity, solve
+from zerobubble.planning import Problem, sensitivity, solve
 from zerobubble.recognition import recognise
 from zerobubble.schedules import SCHEDULES
 
@@ -27,7 +27,7 @@ LINES = 40
 
 NAMESPACES = [name for name in dir(zb) if isinstance(getattr(zb, name), ModuleType) and name not in ("nn", "hooks")]
 
-TOLD_IN_FULL = (zb.planning.Plan, zb.planning.LayersPlan, zb.explain.Difference, zb.blocks.FoundBlock)
+TOLD_IN_FULL = (zb.planning.Plan, zb.explain.Difference, zb.blocks.FoundBlock)
 """`print` of these is the table or the sentences that the command line shows; a `FoundBlock` is a block and its layout."""
 
 
@@ -44,7 +44,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     problem = Problem(schedule.placement, microbatches, costs, limits)
     workload = Workload.uniform(ranks, (10, 10, 8))
     found = plan(workload, microbatches, memory=ranks, seconds=0)
-    layers = plan_layers(layers_of(ranks), schedule.placement, microbatches, seconds=0)
+    layers = plan(layers_of(ranks), microbatches, placements=schedule.placement, seconds=0)
     block = known_block("v-zb", ranks)
     steps = four_steps(block, microbatches)
     idle = attribute(schedule, costs)
@@ -56,19 +56,22 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     nothing = solve(replace(problem, limits=Limits((1,) * ranks)), seconds=0)
     values = [schedule, costs, limits, timeline, problem, workload, found, layers, block, steps, idle, told, bounds, sensitive, report]
     values += [schedule.placement, Placement.custom(range(ranks)), Op.parse("0F3"), lower(schedule), illegal, nothing, run]
-    values += [found.best, found.choices[0], layers.solved, layers.cut, steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
+    values += [found.choices[0], found.choices[0].plan, layers.savings[0], layers.cut]
+    values += [steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
     values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]
     values += [*zb.explain.windows(schedule, costs)[-1][:1]]
     gathered = zb.lowering.plan_gathers(schedule, [10**6] * schedule.num_stages, memory=10**6)[0]
     link = zb.offload.HostLink(1e9, 1e9)
     away = zb.offload.plan_offloads(schedule, costs, Limits((2 * ranks * 10**6 - 10**6,) * ranks), link)[0]
     values += [link, away, zb.offload.Offload(0, 0, 0, 1, 2, 3)]
-    values.append(zb.planning.plan_offloaded(Workload.uniform(2, (10, 10, 8)), 4, 1, link, placements="linear", seconds=0))
+    away_too = plan(Workload.uniform(2, (10, 10, 8)), 4, 1, host=link, placements="linear", seconds=0)
+    values += [away_too, *away_too.savings]
     start = block.starts[0][0]
     values += [zb.blocks.Collision(0, start, start, (0,), 0), zb.blocks.EarlyStart(start, start.op, 2)]
     values += [zb.kinds.traits_of(zb.Kind.F), zb.kinds.traits_of(zb.Kind.R).forward, gathered, gathered.gathers[0]]
     values += [SCHEDULES["zb-v"], recognise(schedule), recognise(illegal), schedule_faults(illegal)[0], *report.memory, *report.throughput]
-    few = plan(Workload.uniform(2, (10, 10, 8)), 4, placements="vee", seconds=0, sharded=zb.planning.Sharded(2, 1)).few_gathers
+    (few,) = plan(Workload.uniform(2, (10, 10, 8)), 4, placements="vee", seconds=0, sharded=zb.planning.Sharded(2, 1)).savings
+    assert isinstance(few, zb.planning.FewGathers)
     values += [few, few.chosen, few.sharded]
     traced = zb.io.read_trace(TRACES)
     estimate = zb.cost_model.transformer(
@@ -79,9 +82,9 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     values += [with_experts, with_experts.experts, with_experts.latent]
     divided = zb.cost_model.divide("megatron-22b", gpu="A100", gpus=8, batch=ranks, top=2)
     values += [divided, divided.best]
-    heads = zb.planning.place_head(make("1f1b", ranks, microbatches), Costs.uniform(ranks), (1, 1, 1))
-    planned_head = zb.planning.plan_head(Workload.uniform(ranks, (10, 10, 8)), microbatches, (10, 10, 8), placements="vee", seconds=0)
-    values += [heads, heads.best, planned_head, planned_head.best, planned_head.best.solved.problem.head]
+    head = zb.planning.Head((10, 10, 8))
+    headed = plan(Workload.uniform(ranks, (10, 10, 8)), microbatches, head=head, placements="vee", seconds=0)
+    values += [head, headed, *headed.savings]
     return [*values, layers_of(ranks)[0], traced, traced.clocks[1], zb.simulation.metrics(schedule, costs)]
 
 
@@ -156,7 +159,7 @@ def test_what_cannot_be_drawn_is_told_in_text() -> None:
     assert Limits((1,))._repr_svg_() is None
     assert Limits((1,))._repr_html_() is None
     nothing = plan(Workload.uniform(2, (10, 10, 8)), 4, memory=0.1, seconds=0)
-    assert nothing.best._repr_svg_() is None
+    assert nothing._repr_svg_() is None
     assert "<img" not in nothing._repr_html_()
 
 

@@ -91,14 +91,15 @@ def test_a_plan_takes_gathers_into_account() -> None:
     plain, found = (
         zb.plan(work, 8, 4, placements=["linear", "vee"], objective="makespan", seconds=0, sharded=each) for each in (None, sharded)
     )
-    assert found.few_gathers is not None
-    assert found.best.problem.placement.name == "vee", "the stages of the other do not fit"
-    (vee,) = (choice.solved for choice in plain.choices if choice.name == "vee")
-    assert found.few_gathers.chosen.time < Priced.of(vee, sharded).time
+    gathers = found.saving(zb.planning.FewGathers)
+    assert gathers is not None
+    assert found.problem.placement.name == "vee", "the stages of the other do not fit"
+    (vee,) = (choice.plan for choice in plain.choices if choice.name == "vee")
+    assert gathers.chosen.time < Priced.of(vee, sharded).time
     assert str(found).endswith("longer than the quickest.")
     with pytest.raises(zb.InputError, match=r"6 MB for gathered weights, and those of a stage take 24 MB on linear"):
         zb.plan(work, 8, placements="linear", seconds=0, sharded=Sharded(4 * ROOM, ROOM))
-    with pytest.raises(zb.InputError, match="knows nothing of weights in shards"):
+    with pytest.raises(zb.InputError, match="know nothing of gathers"):
         zb.plan(work, 8, placements="linear", baseline="zb-heuristic", sharded=sharded)
 
 
@@ -153,7 +154,7 @@ def test_groups_of_four_gather_as_seldom_as_any_order_of_the_page_on_shards() ->
     placement, work = zb.Placement.vee(4), zb.Workload.uniform(4, (10, 10, 8))
     task = Problem(placement, 8, work.costs(placement), work.limits(4), zb.planning.Objective.MAKESPAN, work)
     sharded = Sharded(2 * ROOM, ROOM, 1e9)
-    groups = zb.planning.Solved.of(task, task.bound(), grouped(placement, 8, 4, waits=True), 0.0, "groups of four")
+    groups = zb.planning.Plan.of(task, task.bound(), grouped(placement, 8, 4, waits=True), 0.0, "groups of four")
     priced = Priced.of(groups, sharded)
     assert (priced.time, priced.num_gathers) == (362_000_000, 20)
     assert fewest_of_any_order(task, sharded) == 20

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import problems
 from zerobubble import Costs, InputError, Limits, Program, Schedule, Timeline, Workload, lower, make, simulate
-from zerobubble.planning import Problem, Solved
+from zerobubble.planning import Plan, Problem
 from zerobubble.simulation import peak_memory
 
 SAMPLE = make("zb-v", 2, 2)
@@ -27,7 +27,7 @@ FORMS: dict[type[Any], dict[str, Any]] = {
     Costs: replace(Costs.uniform(4), placement=SAMPLE.placement).to_dict(),
     Timeline: simulate(SAMPLE, Costs.uniform(4)).to_dict(),
     Program: lower(SAMPLE).to_dict(),
-    Solved: Solved.of(PROBLEM, PROBLEM.bound(), SAMPLE, 0.1, "zb-v").to_dict(),
+    Plan: Plan.of(PROBLEM, PROBLEM.bound(), SAMPLE, 0.1, "zb-v").to_dict(),
     Workload: WORK.to_dict(),
 }
 JUNK = st.one_of(
@@ -80,8 +80,8 @@ def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
         "figures",
         "marks",
     }
-    of_plans = {"placement", "workload", "layers_per_stage", "layer_names", "sharded", "recomputation", "head", "host", "offloads"}
-    optional |= of_plans if kind in (Costs, Solved) else set()
+    of_plans = {"placement", "workload", "layers_per_stage", "layer_names", "sharded", "recomputation", "head", "host", "offloads", "cut"}
+    optional |= of_plans if kind in (Costs, Plan) else set()
     for key in FORMS[kind].keys() - optional:
         form = {k: v for k, v in FORMS[kind].items() if k != key}
         with pytest.raises(InputError, match=f"lacks the key '{key}'"):
@@ -103,6 +103,6 @@ def test_costs_of_the_first_version_are_read() -> None:
 
 
 def test_a_plan_of_the_first_version_is_read() -> None:
-    form = {key: value for key, value in FORMS[Solved].items() if key not in ("workload", "layers_per_stage", "layer_names")}
+    form = {key: value for key, value in FORMS[Plan].items() if key not in ("workload", "layers_per_stage", "layer_names")}
     form |= {"format": "zerobubble plan 1", "costs": Costs.uniform(4).to_dict() | {"format": "zerobubble costs 1"}}
-    assert Solved.from_dict(form | {"limits": [4_000_000, 4_000_000]}).schedule == SAMPLE
+    assert Plan.from_dict(form | {"limits": [4_000_000, 4_000_000]}).schedule == SAMPLE

@@ -10,13 +10,13 @@ import pytest
 import zerobubble as zb
 from zerobubble import Costs, InputError, Limits, Placement
 from zerobubble.partition import Layer
-from zerobubble.planning import Problem, Solved
+from zerobubble.planning import Plan, Problem
 
 VEE = Placement.vee(2)
 MEASURED = Costs((3, 5, 4, 6), (6, 9, 8, 12), (3, 4, 4, 7), (1, 0, 1), (100, 200, 150, 120), (60, 100, 80, 50), placement=VEE)
 
 
-def saved(plan: zb.planning.Plan | zb.planning.LayersPlan, tmp_path: Path) -> Solved:
+def saved(plan: Plan, tmp_path: Path) -> Plan:
     zb.io.save_plan(plan, tmp_path / "plan.json")
     return zb.io.load_plan(tmp_path / "plan.json")
 
@@ -59,8 +59,8 @@ def test_a_plan_for_ranks_keeps_their_work_and_objective(tmp_path: Path) -> None
     work = zb.Workload.from_ms([3, 2], [3, 3], [1, 2], [0.5, 0.25])
     plan = zb.plan(work, 4, 1.5, placements=["vee", "linear"], objective="makespan", evaluations=0)
     loaded = saved(plan, tmp_path)
-    assert loaded == plan.best
-    assert (loaded.problem.workload, loaded.problem.objective, loaded.bound) == (work, "makespan", plan.best.bound)
+    assert loaded.to_dict() == plan.to_dict()
+    assert (loaded.problem.workload, loaded.problem.objective, loaded.bound) == (work, "makespan", plan.bound)
     assert loaded.problem.limits == work.limits(1.5)
 
 
@@ -72,10 +72,10 @@ def test_a_plan_for_stages_keeps_their_placement(tmp_path: Path) -> None:
 
 def test_a_plan_for_layers_keeps_the_layers_of_each_stage(tmp_path: Path) -> None:
     layers = [Layer(2, 2, 1, 10, 5)] * 6 + [Layer(9, 9, 4, 10, 5)]
-    found = zb.planning.plan_layers(layers, Placement.linear(2), 4, evaluations=200)
+    found = zb.plan(layers, 4, placements=Placement.linear(2), evaluations=200)
     loaded = saved(found, tmp_path)
-    assert loaded.problem.layers_per_stage == (found.cuts[0], 7 - found.cuts[0])
-    assert loaded == found.solved
+    assert loaded.cut == found.cut
+    assert loaded.to_dict() == found.to_dict()
 
 
 def test_a_workload_that_gives_other_costs_is_refused() -> None:
@@ -91,6 +91,6 @@ def test_a_stage_that_saves_nothing_in_f_counts_with_what_its_b_leaves(held_afte
     costs = replace(MEASURED, held_after_f=held_after_f, held_after_b=(1024, 50, 50, 50))
     for name in ("v-half", "zb-v"):
         problem = Problem(VEE, 8, costs, Limits((10**6,) * 2))
-        peak = Solved.of(problem, problem.bound(), zb.make(name, 2, 8), 0.0, name).peak_microbatches
+        peak = Plan.of(problem, problem.bound(), zb.make(name, 2, 8), 0.0, name).peak_microbatches
         assert peak is not None
         assert 0 < peak <= 8, "8 microbatches cannot hold more than 8"

@@ -26,9 +26,9 @@ FOUND = zb.plan(WORK, 4, 2.5, placements="vee", seconds=0)
 SCHEDULE = FOUND.schedule
 COSTS = zb.Costs.from_dict(WORK.costs(SCHEDULE.placement).to_dict() | {"placement": SCHEDULE.placement.to_dict()})
 VALUES = {
-    "plan": FOUND.best,
-    "plan with a head": zb.planning.plan_head(WORK, 4, (9, 9, 9), 6, placements="vee", seconds=0).best.solved,
-    "plan with offload": zb.planning.plan_offloaded(WORK, 4, 1.5, zb.offload.HostLink(4e9, 4e9), placements="linear", seconds=0).solved,
+    "plan": FOUND,
+    "plan with a head": zb.plan(WORK, 4, 6, head=zb.planning.Head((9, 9, 9)), placements="vee", seconds=0),
+    "plan with offload": zb.plan(WORK, 4, 1.5, host=zb.offload.HostLink(4e9, 4e9), placements="linear", seconds=0),
     "schedule": SCHEDULE,
     "costs": COSTS,
     "timeline": zb.simulate(SCHEDULE, COSTS),

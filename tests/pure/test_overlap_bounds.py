@@ -13,7 +13,7 @@ from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
 from zerobubble.bounds import Bounds, bounds_again, bounds_divided, lower_bounds
 from zerobubble.costs import FULL, NONE, Level
-from zerobubble.planning import Problem, Status, plan_head, plan_offloaded, solve
+from zerobubble.planning import Problem, Status, solve
 from zerobubble.planning.papers.exact import exact
 from zerobubble.schedules.vocabulary import with_vocabulary
 from zerobubble.simulation import peak_memory, simulate
@@ -26,7 +26,7 @@ COSTS = Costs.uniform(8, times=(10, 10, 8), stages_per_rank=2, overlap=20)
 def test_no_plan_is_optimal_that_a_published_schedule_with_pairs_beats() -> None:
     pairs = simulate(zb.make("dualpipe-v", 4, 16), COSTS)
     for objective, time in (("span", pairs.span), ("makespan", pairs.makespan)):
-        best = zb.plan(COSTS, 16, placements=VEE, objective=objective, seconds=0).best
+        best = zb.plan(COSTS, 16, placements=VEE, objective=objective, seconds=0)
         assert (best.how, best.time) == ("dualpipe-v", time)
         assert best.status is Status.FEASIBLE
         assert best.bound.time < time
@@ -46,11 +46,11 @@ def test_pairs_are_planned_only_within_the_memory_and_where_they_hide_something(
 
 
 def test_plans_of_other_kinds_take_costs_in_which_pairs_hide_time() -> None:
-    unequal = zb.plan(COSTS, 16, placements=VEE, seconds=0, shares=[1, 2] * 8).best
-    again = zb.plan(COSTS, 16, placements=VEE, evaluations=0, recompute="auto").best
-    headed = plan_head(replace(COSTS, placement=VEE).with_divided_head((1, 1, 1)), 16, seconds=0)
-    moved = plan_offloaded(COSTS, 16, Limits((9_000_000,) * 4), zb.offload.HostLink(1e9, 1e9), placements=VEE, seconds=0)
-    for found in (unequal, again, headed.best.solved, moved.solved):
+    unequal = zb.plan(COSTS, 16, placements=VEE, seconds=0, shares=[1, 2] * 8)
+    again = zb.plan(COSTS, 16, placements=VEE, evaluations=0, recompute="auto")
+    headed = zb.plan(replace(COSTS, placement=VEE).with_divided_head((1, 1, 1)), 16, seconds=0)
+    moved = zb.plan(COSTS, 16, Limits((9_000_000,) * 4), host=zb.offload.HostLink(1e9, 1e9), placements=VEE, seconds=0)
+    for found in (unequal, again, headed, moved):
         assert found.time is not None
         assert found.bound.time < found.time
 

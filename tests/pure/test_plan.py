@@ -17,7 +17,7 @@ import zerobubble as zb
 from tests.pure.golden import TABLE_5
 from zerobubble import Costs, InputError, Kind, Limits, Placement, ScheduleError, Workload
 from zerobubble.errors import ParseError
-from zerobubble.planning import Problem, Solved, Status, attempt, competition, rounds, solve
+from zerobubble.planning import Plan, Problem, Status, attempt, competition, rounds, solve
 from zerobubble.planning import search as engine
 from zerobubble.planning.attempt import FAR_FROM_BOUND, Budget, start_attempt, with_list_schedule
 from zerobubble.planning.pareto import pareto
@@ -34,7 +34,7 @@ def problem_on(name: str, memory: float = 8, work: Workload = WORK, microbatches
     return Problem(placement, microbatches, work.costs(placement), work.limits(memory))
 
 
-def check(solved: Solved) -> None:
+def check(solved: Plan) -> None:
     """Everything that a result says of itself, found again without it."""
     problem, schedule = solved.problem, solved.schedule
     assert schedule is not None
@@ -210,9 +210,9 @@ def test_seeds_take_half_of_the_budget_but_one_is_always_made(seconds: float, ma
 def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     given: list[float] = []
-    of = Solved.of
+    of = Plan.of
 
-    def checked(problem: Problem, *parts: Any) -> Solved:
+    def checked(problem: Problem, *parts: Any) -> Plan:
         clock.now += attempt.CHECK_SECONDS * problem.num_passes
         return of(problem, *parts)
 
@@ -221,7 +221,7 @@ def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyP
         clock.now += 1.1 * seconds
         return engine.SearchResult(serial_schedule(problem.placement, problem.num_microbatches), "nothing", 0, seconds)
 
-    monkeypatch.setattr(Solved, "of", checked)
+    monkeypatch.setattr(Plan, "of", checked)
     monkeypatch.setattr(engine, "search", search)
     monkeypatch.setattr(engine, "compile_kernels", lambda: 0.0)
     made = zb.plan(WORK, 24, 6, seconds=3)
@@ -252,7 +252,7 @@ def test_too_little_memory_is_infeasible_with_the_rank() -> None:
     problem = problem_on("vee")
     limits = Limits((*problem.limits.memory[:5], 100, *problem.limits.memory[6:]))
     solved = solve(Problem(problem.placement, 24, problem.costs, limits))
-    assert (solved.status, solved.schedule, solved.time, solved.gap, solved.bubble) == (Status.INFEASIBLE, None, None, None, None)
+    assert (solved.status, solved.order, solved.time, solved.gap, solved.bubble) == (Status.INFEASIBLE, None, None, None, None)
     assert "rank 5" in solved.reason
     assert "11999900" in solved.reason
     with pytest.raises(InputError, match="no plan to write: rank 5"):
@@ -262,7 +262,7 @@ def test_too_little_memory_is_infeasible_with_the_rank() -> None:
 def test_an_answer_that_breaks_the_limits_is_refused() -> None:
     problem = problem_on("vee", 4)
     with pytest.raises(ScheduleError, match="more than its limit"):
-        Solved.of(problem, problem.bound(), zb.make("zb-v", 8, 24), 0.0, "zb-v")
+        Plan.of(problem, problem.bound(), zb.make("zb-v", 8, 24), 0.0, "zb-v")
 
 
 times = st.lists(st.tuples(*[st.integers(0, 20)] * 6), min_size=1, max_size=4)
@@ -277,15 +277,15 @@ def test_random_unequal_work_gives_legal_plans_or_a_true_reason(
     work = Workload(*columns[:4], tuple(60 + held for held in columns[4]), tuple(60 + held for held in columns[5]))
     made = zb.plan(work, microbatches, memory, objective=objective, placements=["linear", "vee", "wave-3"], evaluations=60)
     for choice in made.choices:
-        if choice.solved.schedule is None:
+        if choice.plan.order is None:
             needed = [
                 sum(h for r, h in zip(*homes, strict=True) if r == rank)
                 for rank in range(work.num_ranks)
-                for homes in [(choice.solved.problem.placement.routes[0], choice.solved.problem.costs.held_after_f)]
+                for homes in [(choice.plan.problem.placement.routes[0], choice.plan.problem.costs.held_after_f)]
             ]
-            assert any(need > limit for need, limit in zip(needed, choice.solved.problem.limits.memory, strict=True))
+            assert any(need > limit for need, limit in zip(needed, choice.plan.problem.limits.memory, strict=True))
         else:
-            check(choice.solved)
+            check(choice.plan)
 
 
 # The competition of placements.
@@ -293,29 +293,29 @@ def test_random_unequal_work_gives_legal_plans_or_a_true_reason(
 
 def test_the_best_placement_wins_and_each_other_has_its_reason() -> None:
     made = zb.plan(WORK, 24, 8, evaluations=3000)
-    bubbles = [choice.solved.bubble or 0 for choice in made.choices]
+    bubbles = [choice.plan.bubble or 0 for choice in made.choices]
     assert bubbles == sorted(bubbles)
     assert {choice.name for choice in made.choices} == set(FAMILIES)
-    assert made.schedule == made.best.schedule
+    assert made.schedule == made.schedule
     for choice in made.choices:
-        check(choice.solved)
-        assert choice.note.endswith(choice.solved.bound.reason)
+        check(choice.plan)
+        assert choice.note.endswith(choice.plan.bound.reason)
         assert f"\n{choice.name} " in str(made)
     linear = next(choice for choice in made.choices if choice.name == "linear")
-    assert linear.solved.status is Status.OPTIMAL
+    assert linear.plan.status is Status.OPTIMAL
     assert linear.note.startswith("nothing on this placement is shorter: ")
-    assert made.lower_bound == min(choice.solved.least_bubble for choice in made.choices) <= bubbles[0]
+    assert made.lower_bound == min(choice.plan.least_bubble for choice in made.choices) <= bubbles[0]
 
 
 def test_a_search_never_loses_what_the_seeds_have() -> None:
-    seeds = {choice.name: choice.solved.time or 0 for choice in zb.plan(WORK, 24, 6, seconds=0).choices}
+    seeds = {choice.name: choice.plan.time or 0 for choice in zb.plan(WORK, 24, 6, seconds=0).choices}
     for choice in zb.plan(WORK, 24, 6, evaluations=500).choices:
-        assert (choice.solved.time or 0) <= seeds[choice.name]
+        assert (choice.plan.time or 0) <= seeds[choice.name]
 
 
 def test_the_same_evaluations_give_the_same_plan() -> None:
     one, other = (zb.plan(WORK, 16, 7, evaluations=2000, seed=1) for _ in range(2))
-    assert [(c.name, c.note, c.solved.schedule) for c in one.choices] == [(c.name, c.note, c.solved.schedule) for c in other.choices]
+    assert [(c.name, c.note, c.plan.schedule) for c in one.choices] == [(c.name, c.note, c.plan.schedule) for c in other.choices]
 
 
 def test_a_placement_that_cannot_win_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,14 +325,14 @@ def test_a_placement_that_cannot_win_is_not_searched(monkeypatch: pytest.MonkeyP
     best, second, third = made.choices
     assert [best.name, second.name, third.name] == ["looped-4", "looped-2", "linear"]
     assert second.note.startswith("cannot have a span bubble below 7.12 %, the winner has ")
-    assert 0.0712 < second.solved.least_bubble < (second.solved.bubble or 0)
-    assert (best.solved.bubble or 1) < 0.0712
-    assert third.solved.status is Status.OPTIMAL
+    assert 0.0712 < second.plan.least_bubble < (second.plan.bubble or 0)
+    assert (best.plan.bubble or 1) < 0.0712
+    assert third.plan.status is Status.OPTIMAL
 
 
 def test_ctrl_c_ends_the_competition_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = recorded(monkeypatch, lambda found: engine.SearchResult(found.schedule, found.how, 0, 0.0, interrupted=True))
-    check(zb.plan(WORK, 24, 8, evaluations=700).best)
+    check(zb.plan(WORK, 24, 8, evaluations=700))
     assert len(searched) == 1
 
     searched = recorded(monkeypatch, interrupted)
@@ -366,16 +366,16 @@ def test_news_of_a_search_names_placement_bubble_and_gap() -> None:
     made = zb.plan(WORK, 24, 5, placements="vee", evaluations=2000, progress=news.append)
     assert news
     assert {told.placement for told in news} == {"vee"}
-    assert news[-1].bubble == pytest.approx(made.best.bubble)
-    assert news[-1].gap == pytest.approx(made.best.gap)
+    assert news[-1].bubble == pytest.approx(made.bubble)
+    assert news[-1].gap == pytest.approx(made.gap)
 
 
 def test_costs_of_stages_go_with_their_placement() -> None:
     placement = Placement.vee(4)
     costs = Costs.from_ms([1, 2, 1, 1, 1, 1, 1, 3], [1] * 8, [1] * 8, 0.1)
     made = zb.plan(costs, 6, Limits((8_000_000,) * 4), placements=placement, seconds=0)
-    check(made.best)
-    check(zb.plan(costs, 6, placements=placement, seconds=0).best)
+    check(made)
+    check(zb.plan(costs, 6, placements=placement, seconds=0))
     for options, reason in (
         ({}, "belong to one placement"),
         ({"placements": "vee"}, "belong to one placement"),
@@ -389,15 +389,15 @@ def test_no_rank_holds_more_microbatches_than_there_are() -> None:
     """B of the last stage leaves far more for W than its F saved, as that of a head leaves the gradient of its logits."""
     costs = Costs.from_ms([1, 1], [1, 1], [1, 1], held_after_f=[8, 8], held_after_b=[8, 800])
     for how in (None, "zb-heuristic"):
-        best = zb.plan(costs, 6, placements=Placement.linear(2), seconds=0, baseline=how).best
+        best = zb.plan(costs, 6, placements=Placement.linear(2), seconds=0, baseline=how)
         assert best.peak_microbatches is not None
         assert 0 < best.peak_microbatches <= 6
 
 
 def test_without_a_limit_there_is_room_for_everything() -> None:
     work = Workload.uniform(3, (1, 1, 1), held=2.0)
-    assert zb.plan(work, 5, placements="linear", seconds=0).best.bubble == 0
-    assert (zb.plan(work, 5, 5, placements="linear", seconds=0).best.bubble or 0) > 0
+    assert zb.plan(work, 5, placements="linear", seconds=0).bubble == 0
+    assert (zb.plan(work, 5, 5, placements="linear", seconds=0).bubble or 0) > 0
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_wrong_requests_are_refused(options: dict[str, Any], reason: str) -> Non
 def test_a_baseline_answers_where_it_can() -> None:
     made = zb.plan(WORK, 24, 8, baseline="zb-heuristic")
     assert [choice.name for choice in made.choices] == ["linear"]
-    assert made.best.bubble == pytest.approx(0.1585, abs=5e-5)
+    assert made.bubble == pytest.approx(0.1585, abs=5e-5)
     with pytest.raises(InputError):
         zb.plan(WORK, 24, 8, placements="vee", baseline="zb-heuristic")
 
@@ -489,7 +489,7 @@ def test_more_memory_never_means_more_bubble() -> None:
     front = pareto(WORK, 16, [9, 4, 5, 6.5, 9], placements=["linear", "vee"], evaluations=600)
     assert [point.memory for point in front.points] == [4, 5, 6.5, 9]
     for name in ("linear", "vee"):
-        answers = [next(c.solved for c in point.plan.choices if c.name == name) for point in front.points]
+        answers = [next(c.plan for c in point.plan.choices if c.name == name) for point in front.points]
         found = [answer.time or 0 for answer in answers]
         assert found == sorted(found, reverse=True)
         for point, answer in zip(front.points, answers, strict=True):

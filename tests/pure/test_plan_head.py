@@ -18,7 +18,8 @@ from zerobubble.bounds import bounds_divided, lower_bounds
 from zerobubble.cli import main
 from zerobubble.io import dumps, load_plan, loads, save_plan
 from zerobubble.ir import Op
-from zerobubble.planning import Head, HeadPlan, Solved, Workload, plan_head, solve
+from zerobubble.planning import Head, Plan, Workload, solve
+from zerobubble.planning.head_plan import HeadSavings, HeadWay
 from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.schedules import with_vocabulary
 from zerobubble.simulation import peak_memory
@@ -28,8 +29,21 @@ HEAD = (12.0, 12.0, 12.0)
 SHAPE = ["plan", "-p", "4", "-m", "8", "--times", "10,10,8", "--comm", "0.3", "--head", "12,12,12", "--evaluations", "0"]
 
 
-def planned(memory: float | Limits | None = 6, head: tuple[float, float, float] = HEAD, **others: Any) -> HeadPlan:
-    return plan_head(WORK, 8, head, memory, placements=["linear", "vee"], evaluations=0, **others)
+def planned(memory: float | None = 6, head: tuple[float, ...] = HEAD, objective: str | None = None, **of_head: float) -> Plan:
+    """The plan with a head that keeps `held` of what a rank saves of a microbatch."""
+    held = of_head.pop("held", 0.0) * RANK_BYTES
+    placed = Head(head, held, **of_head)  # type: ignore[arg-type]
+    return zb.plan(WORK, 8, memory, head=placed, placements=["linear", "vee"], objective=objective, evaluations=0)
+
+
+def savings_of(found: Plan) -> HeadSavings:
+    savings = found.saving(HeadSavings)
+    assert savings is not None
+    return savings
+
+
+def ways_of(found: Plan) -> tuple[HeadWay, ...]:
+    return savings_of(found).ways
 
 
 def run(*arguments: str) -> str:
@@ -42,42 +56,45 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize("memory", [None, 6, 4, 2])
 def test_every_way_is_legal_fits_and_takes_what_it_says(memory: float | None, objective: str) -> None:
     found = planned(memory, objective=objective, held=0.4, collective=0.2, slowdown=1.2)
-    assert found.ways[0].algorithm == 0
-    for way in found.ways:
-        assert schedule_faults(way.schedule) == ()
-        assert way.schedule.has_divided_head == (way.algorithm > 0)
-        timeline = simulate(way.schedule, way.costs)
-        assert (way.time, way.makespan) == (getattr(timeline, objective), timeline.makespan)
-        assert way.peaks == peak_memory(way.schedule, way.costs)
-        assert max(way.peaks) <= (memory or 12) * RANK_BYTES
-        assert found.bound.time <= way.bound.time <= way.time
-    assert found.best.time == min(way.time for way in found.ways)
+    ways = ways_of(found)
+    assert ways[0].algorithm == 0
+    for way in ways:
+        plan = way.plan
+        assert schedule_faults(plan.schedule) == ()
+        assert plan.schedule.has_divided_head == (way.algorithm > 0)
+        timeline = simulate(plan.schedule, plan.costs)
+        assert (way.time, plan.makespan) == (getattr(timeline, objective), timeline.makespan)
+        assert plan.peaks == peak_memory(plan.schedule, plan.costs)
+        assert max(plan.peaks) <= (memory or 12) * RANK_BYTES
+        assert savings_of(found).bound.time <= way.bound.time <= plan.bound.time <= way.time
+    assert found.time == min(way.time for way in ways) == found.choices[0].plan.time
+    assert {choice.plan.schedule for choice in found.choices} == {way.plan.schedule for way in ways}
 
 
 def test_a_heavy_head_is_divided_and_a_light_one_on_slow_links_is_not() -> None:
     heavy = planned()
-    assert heavy.best.algorithm > 0
-    assert heavy.best.time < 0.75 * heavy.ways[0].time
-    assert re.search(r"The head divided by algorithm . takes .* % less than .* with it whole on the last stage; ranks hold", heavy.bought)
+    assert heavy.schedule.has_divided_head
+    assert (heavy.time or 0) < 0.75 * ways_of(heavy)[0].time
+    assert re.search(r"The head divided by algorithm . takes .* % less than .* with it whole on the last stage; ranks hold", str(heavy))
     light = planned(head=(0.1, 0.1, 0.1), slowdown=3, collective=20)
-    assert light.best is light.ways[0]
-    assert "The head stays whole on the last stage: " in light.bought
-    assert light.bound == light.best.bound  # divided, the last B would wait for two collectives
+    assert light.schedule == ways_of(light)[0].plan.schedule
+    assert "The head stays whole on the last stage: " in str(light)
+    assert savings_of(light).bound == savings_of(light).best.bound  # divided, the last B would wait for two collectives
 
 
 def test_a_whole_head_is_planned_as_part_of_the_last_stage() -> None:
-    way = planned().ways[0]
-    costs = WORK.costs(way.schedule.placement)
-    assert way.costs.forward == (*costs.forward[:-1], costs.forward[-1] + 12_000_000)
+    way = ways_of(planned())[0]
+    costs = WORK.costs(way.plan.placement)
+    assert way.plan.costs.forward == (*costs.forward[:-1], costs.forward[-1] + 12_000_000)
     assert way.time >= 8 * (28 + 36) * 1_000_000
 
 
 def test_room_that_is_left_for_what_division_holds_is_used() -> None:
     """Five microbatches are too few to divide a schedule that fills them; one that is planned for four or three fits."""
     found = planned(5)
-    assert {way.algorithm for way in found.ways} == {0, 1, 2}
+    assert {way.algorithm for way in ways_of(found)} == {0, 1, 2}
     filled = zb.plan(WORK, 8, 5, placements=["linear", "vee"], evaluations=0)
-    over = [with_vocabulary(choice.solved.schedule, 1) for choice in filled.choices if choice.solved.schedule is not None]
+    over = [with_vocabulary(choice.plan.schedule, 1) for choice in filled.choices if choice.plan.order is not None]
     for schedule in over:
         assert max(peak_memory(schedule, WORK.costs(schedule.placement).with_divided_head((3, 3, 3)))) > 5 * RANK_BYTES
 
@@ -141,10 +158,11 @@ def test_what_cannot_be_planned_says_why(options: dict[str, Any], message: str) 
 def test_the_verb_prints_table_json_and_schedule() -> None:
     shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6"]
     found = planned()
-    assert run(*shape) == f"{found}\n"
+    assert run(*shape).startswith(f"{found}\n")
     data = json.loads(run(*shape, "--json"))
-    assert data == json.loads(json.dumps(found.to_dict()))
-    assert [way["algorithm"] for way in data["ways"]] == [0, 1, 2]
+    assert data["head"] == json.loads(json.dumps(savings_of(found).to_dict()))
+    assert [way["algorithm"] for way in data["head"]["ways"]] == [0, 1, 2]
+    assert (data["placement"], data["span_ms"], data["csv"]) == (found.placement.name, (found.time or 0) / 1e6, None)
     text = run(*shape, "--format", "text")
     assert Schedule.from_text(text) == found.schedule
     assert found.schedule.has_divided_head
@@ -157,19 +175,18 @@ def test_a_plan_with_a_head_survives_its_file(head: tuple[float, float, float], 
     found = planned(head=head, held=0.4, collective=0.2, slowdown=1.2)
     save_plan(found, file)
     loaded = load_plan(file)
-    best = found.best.solved
-    assert (loaded.problem, loaded.schedule, loaded.time, loaded.bound) == (best.problem, best.schedule, best.time, best.bound)
-    assert loaded.problem.has_divided_head == (found.best.algorithm > 0) == (head == HEAD)
+    assert (loaded.problem, loaded.schedule, loaded.time, loaded.bound) == (found.problem, found.schedule, found.time, found.bound)
+    assert loaded.problem.has_divided_head == found.schedule.has_divided_head == (head == HEAD)
     assert loads(dumps(loaded)) == loaded
-    assert loaded.problem.head is not None
-    assert loaded.bound.time == loaded.problem.bound().time <= best.bound.time
+    assert loaded.head == found.head
+    assert loaded.bound.time == loaded.problem.bound().time
     assert loaded.bubble is not None
     assert 0 < loaded.bubble < 1
 
 
 def test_every_way_has_a_plan_of_its_own() -> None:
-    for way in planned().ways:
-        assert Solved.from_dict(json.loads(json.dumps(way.solved.to_dict()))).schedule == way.schedule
+    for choice in planned().choices:
+        assert Plan.from_dict(json.loads(json.dumps(choice.plan.to_dict()))).schedule == choice.plan.schedule
 
 
 def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: Path) -> None:
@@ -177,8 +194,8 @@ def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: 
     shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6", "--head-slowdown", "1.2"]
     told = run(*shape, "-o", str(file))
     found = planned(slowdown=1.2)
-    assert told == f"{found}\n"
-    assert json.loads(run("show", str(file), "--json"))["makespan"] == found.best.makespan / 1e6
+    assert told.startswith(f"{found}\n")
+    assert json.loads(run("show", str(file), "--json"))["makespan"] == (found.makespan or 0) / 1e6
     compared = {row["name"]: row["makespan"] for row in json.loads(run("compare", str(file), "1f1b", "--json"))}
     stages = WORK.costs(Placement.linear(4))
     assert compared["1f1b"] == simulate(make("1f1b", 4, 8), Head(HEAD).whole(stages)).makespan / 1e6
@@ -188,11 +205,11 @@ def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: 
     refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
     assert "is a plan with a head, and pareto plans without" in " ".join(refused.output.split())
     refused = CliRunner().invoke(main, ["plan", "--costs", str(file), "--noise", "5"])
-    assert "the plan has a head, which is not planned together with --noise" in " ".join(refused.output.split())
+    assert "together with --noise" in " ".join(refused.output.split())
 
 
 def test_a_plan_file_in_which_head_and_schedule_differ_is_refused() -> None:
-    data = json.loads(dumps(planned().best.solved))
+    data = json.loads(dumps(planned()))
     plain = with_name(make("zb-v", 4, 8), data["schedule"])
     for changed, message in (
         ({"head": None}, "the workload gives other costs on this placement"),
@@ -212,8 +229,8 @@ def with_name(schedule: Schedule, other: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_search_refuses_a_divided_head() -> None:
-    problem = planned().best.solved.problem
-    with pytest.raises(InputError, match="a head divided over the ranks: take plan_head"):
+    problem = planned().problem
+    with pytest.raises(InputError, match=r"a divided head: take zb\.plan"):
         solve(problem, seconds=0)
 
 
@@ -228,8 +245,8 @@ def test_the_verb_draws_the_best_of_each_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--recompute", "auto"], "--head is not planned together with --recompute: leave one of them out"),
-        (["--noise", "5", "--offload", "1"], "--head is not planned together with --noise and --offload: leave one of them out"),
+        (["--recompute", "auto"], "--recompute is not planned together with --head"),
+        (["--noise", "5", "--offload", "1"], "--head is not planned together with --offload"),
         (["--format", "torch-csv"], "PyTorch's CSV has no cell for"),
         (["--head", "1,2"], "'1,2' has 2 times; give three in ms"),
     ],
@@ -282,19 +299,30 @@ def measured(placement: Placement) -> Costs:
 def test_measured_parts_are_planned_for_as_they_are(placement: Placement, room: int | None) -> None:
     costs = measured(placement)
     memory = None if room is None else Limits((room * 1_000_000 * placement.num_stages // 4,) * 4)
-    found = plan_head(costs, 8, memory=memory, slowdown=1.25, evaluations=0)
-    assert {way.algorithm for way in found.ways} == {0, 1, 2}
-    for way in found.ways:
-        timeline, limits = simulate(way.schedule, way.costs), way.solved.problem.limits.memory
-        assert (way.time, way.makespan) == (timeline.span, timeline.makespan)
-        assert found.bound.time <= way.bound.time <= way.time
-        assert all(peak <= most for peak, most in zip(peak_memory(way.schedule, way.costs), limits, strict=True))
+    found = zb.plan(costs, 8, memory, head=Head.of_parts(costs, slowdown=1.25), evaluations=0)
+    assert {way.algorithm for way in ways_of(found)} == {0, 1, 2}
+    for way in ways_of(found):
+        plan = way.plan
+        timeline, limits = simulate(plan.schedule, plan.costs), plan.problem.limits.memory
+        assert (way.time, plan.makespan) == (timeline.span, timeline.makespan)
+        assert savings_of(found).bound.time <= way.bound.time <= way.time
+        assert all(peak <= most for peak, most in zip(peak_memory(plan.schedule, plan.costs), limits, strict=True))
         if way.algorithm:
-            assert way.costs == costs
-            assert way.solved.problem.work == 8 * (4 * 28 + 12 + 12 + 13) * 1_000_000
+            assert plan.costs == costs
+            assert plan.problem.work == 8 * (4 * 28 + 12 + 12 + 13) * 1_000_000
         else:
-            assert way.costs.forward[-1] - costs.forward[-1] == round(12 / 1.25 * 1e6)
-            assert way.costs.further == ()
+            assert plan.costs.forward[-1] - costs.forward[-1] == round(12 / 1.25 * 1e6)
+            assert plan.costs.further == ()
+
+
+def test_a_head_is_planned_with_the_costs_of_stages() -> None:
+    """Its parts are then even, as beside a workload."""
+    costs = WORK.costs(Placement.vee(4))
+    head = Head(HEAD, 0.4 * RANK_BYTES, 0.2, 1.2)
+    found = zb.plan(costs, 8, head=head, placements=Placement.vee(4), evaluations=0)
+    known = zb.plan(WORK, 8, head=head, placements="vee", evaluations=0)
+    assert [way.time for way in ways_of(found)] == [way.time for way in ways_of(known)]
+    assert found.schedule == known.schedule
 
 
 @pytest.mark.parametrize("memory", [None, "6000000"])
@@ -305,11 +333,11 @@ def test_a_costs_file_with_a_head_is_planned_by_the_verb_and_its_plan_anew(memor
     shape = ["plan", "--evaluations", "0", *room]
     told = run(*shape, "-m", "8", "--costs", str(file), "--head-slowdown", "1.1", "-o", str(plan))
     limits = None if memory is None else Limits((int(memory),) * 4)
-    found = plan_head(measured(Placement.linear(4)), 8, memory=limits, slowdown=1.1, evaluations=0)
-    assert told == f"{found}\n"
+    costs = measured(Placement.linear(4))
+    found = zb.plan(costs, 8, limits, head=Head.of_parts(costs, slowdown=1.1), evaluations=0)
+    assert told.startswith(f"{found}\n")
     saved = load_plan(plan)
-    assert (saved.schedule, saved.problem) == (found.schedule, found.best.solved.problem)
-    assert saved.schedule is not None
+    assert (saved.schedule, saved.problem) == (found.schedule, found.problem)
     assert saved.schedule.has_divided_head
     assert run("plan", "--evaluations", "0", "--costs", str(plan), "-o", str(again)) == told
     assert load_plan(again).problem == saved.problem
@@ -317,7 +345,7 @@ def test_a_costs_file_with_a_head_is_planned_by_the_verb_and_its_plan_anew(memor
 
 def test_a_plan_of_measured_parts_that_holds_the_head_whole_survives_its_file_and_is_not_made_anew(tmp_path: Path) -> None:
     file = tmp_path / "whole.json"
-    whole = plan_head(measured(Placement.linear(4)), 8, evaluations=0).ways[0].solved
+    whole = ways_of(zb.plan(measured(Placement.linear(4)), 8, evaluations=0))[0].plan
     save_plan(whole, file)
     assert load_plan(file).problem == whole.problem
     refused = CliRunner().invoke(main, ["plan", "--costs", str(file)])
@@ -327,11 +355,10 @@ def test_a_plan_of_measured_parts_that_holds_the_head_whole_survives_its_file_an
 @pytest.mark.parametrize(
     ("costs", "arguments", "message"),
     [
-        (Costs.uniform(4), ["--head", "1,1,1"], "or costs that Pipeline.profile measured with a zb.nn.DividedHead"),
         (Costs.uniform(4), ["--head-slowdown", "1.2"], "give its times with --head, too, or costs of its parts with --costs"),
         (measured(Placement.linear(4)), ["--head", "1,1,1"], "the costs tell what the parts of their head take and hold: leave --head out"),
         (measured(Placement.linear(4)), ["--collective", "1", "--head-held", "1"], "leave --head-held and --collective out"),
-        (measured(Placement.linear(4)), ["--noise", "5"], "the costs have a head, which is not planned together with --noise"),
+        (measured(Placement.linear(4)), ["--noise", "5"], "is not planned together with --noise"),
     ],
 )
 def test_costs_files_and_options_of_a_head_that_contradict_each_other_are_refused(
@@ -347,21 +374,15 @@ def test_costs_files_and_options_of_a_head_that_contradict_each_other_are_refuse
 @pytest.mark.parametrize(
     ("work", "options", "message"),
     [
-        (Costs.uniform(4), {"placements": "linear"}, "costs of stages belong to one placement"),
-        (
-            Costs.uniform(4),
-            {"placements": Placement.linear(4)},
-            "these costs have no divided head, as they lack head_forward and",
-        ),
-        (measured(Placement.linear(4)), {"head": HEAD, "held": 0.5}, "what the parts of the head take and hold: leave head and held out"),
+        (Costs.uniform(4), {"placements": "linear", "head": Head(HEAD)}, "costs of stages belong to one placement"),
+        (measured(Placement.linear(4)), {"head": Head(HEAD)}, "the costs have the parts of another head, of 12 ms, 12 ms and 13 ms"),
         (measured(Placement.linear(4)), {"memory": 6}, "with costs of stages, memory is in bytes"),
-        (measured(Placement.linear(4)), {"slowdown": 0.5}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
-        (WORK, {}, "a head beside the work of ranks needs its times"),
+        (measured(Placement.linear(4)), {"recompute": "auto"}, "recompute is not planned together with the head in the costs"),
     ],
 )
 def test_costs_that_cannot_be_planned_with_a_head_say_why(work: Workload | Costs, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as raised:
-        plan_head(work, 8, evaluations=0, **options)
+        zb.plan(work, 8, evaluations=0, **options)
     assert message in str(raised.value)
 
 
@@ -370,8 +391,8 @@ def test_a_whole_head_is_no_part_of_the_microbatches_that_memory_is_counted_in(t
     file = str(tmp_path / "plan.json")
     asked = (*SHAPE[:-4], "--head", "0.1,0.1,0.1", "--head-held", "0.5", "--placement", "vee", "--memory", "6", "--evaluations", "0")
     told = json.loads(run(*asked, "--json", "-o", file))
-    assert told["best"] == 0
-    peak = told["ways"][0]["peak_microbatches"]
+    assert told["head"]["best"] == 0
+    peak = told["head"]["ways"][0]["peak_microbatches"]
     solved = load_plan(file)
     assert peak == solved.peak_microbatches == max(solved.peaks) / RANK_BYTES
     assert solved.peaks[solved.problem.placement.routes[0][-1]] == max(solved.peaks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import combinations
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 
 from zerobubble import InputError, Limits, Placement, schedule_faults, simulate
+from zerobubble.io import loads
 from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
 from zerobubble.planning import search as engine
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.competition import solve
-from zerobubble.planning.layer_plan import LayersPlan, plan_layers
-from zerobubble.planning.problem.problem import Objective, Problem, Solved
+from zerobubble.planning.front import plan
+from zerobubble.planning.layer_plan import CutSavings
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.simulation import memory_faults
 
 MS = 1_000_000
@@ -28,7 +32,7 @@ HEADED = [layer(3, 3, 1.6)] * 22 + [layer(8, 9, 4)]
 """A model with a heavy head; on 4 ranks of 6 layers the head's rank is not the slowest, and yet in everybody's way."""
 
 
-def one_after_the_other(layers: list[Layer], placement: Placement, microbatches: int, limits: Limits, objective: Objective) -> Solved:
+def one_after_the_other(layers: list[Layer], placement: Placement, microbatches: int, limits: Limits, objective: Objective) -> Plan:
     """The plan for the balanced cuts, with the budget of the tests."""
     cuts = balance_placement(layers, placement, limits)
     room = activation_limits(layers, cuts, placement, limits)
@@ -36,8 +40,14 @@ def one_after_the_other(layers: list[Layer], placement: Placement, microbatches:
     return solve(problem, seconds=1, evaluations=100)
 
 
-def together(layers: list[Layer], placement: Placement, microbatches: int, limits: Limits, objective: Objective) -> LayersPlan:
-    return plan_layers(layers, placement, microbatches, limits, objective=objective, seconds=1, evaluations=100)
+def together(layers: list[Layer], placement: Placement, microbatches: int, limits: Limits, objective: Objective) -> Plan:
+    return plan(layers, microbatches, limits, placements=placement, objective=objective, seconds=1, evaluations=100)
+
+
+def savings_of(found: Plan) -> CutSavings:
+    savings = found.saving(CutSavings)
+    assert savings is not None
+    return savings
 
 
 @pytest.mark.parametrize("objective", Objective)
@@ -50,16 +60,17 @@ def test_never_worse_than_balanced_cuts_and_then_a_plan(placement: Placement, ob
         limits = Limits((60_000,) * placement.num_ranks)
         found = together(layers, placement, 5, limits, objective)
         apart = one_after_the_other(layers, placement, 5, limits, objective)
-        assert (found.balanced.time, found.balanced.schedule) == (apart.time, apart.schedule)
-        assert found.solved.time is not None
+        savings = savings_of(found)
+        assert (savings.balanced.time, savings.balanced.schedule) == (apart.time, apart.schedule)
+        assert found.time is not None
         assert apart.time is not None
-        assert found.solved.time <= apart.time
-        assert found.gain == 1 - found.solved.time / apart.time
+        assert found.time <= apart.time
+        assert savings.gain == 1 - found.time / apart.time
 
 
 def test_a_heavy_head_is_planned_shorter_with_other_cuts() -> None:
-    found = plan_layers(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), seconds=1, evaluations=400)
-    assert found.cuts != found.balanced_cuts
+    found = savings_of(plan(HEADED, 12, Limits((22_000,) * 4), placements=Placement.linear(4), seconds=1, evaluations=400))
+    assert found.cut.cuts != found.balanced_cut.cuts
     assert found.gain > 0.03
     assert found.cuts_planned > 1
 
@@ -68,14 +79,13 @@ def test_the_plan_runs_on_its_cuts_within_all_memory() -> None:
     placement, limits = Placement.vee(2), Limits((30_000, 26_000))
     layers = [layer(3, 3, 1.6, parameters=1500)] * 9 + [layer(8, 9, 4, parameters=6000)]
     found = together(layers, placement, 6, limits, Objective.SPAN)
-    schedule = found.solved.schedule
-    assert schedule is not None
-    costs = stage_costs(layers, found.cuts)
-    kept = parameter_bytes(layers, found.cuts, placement)
+    schedule, cuts = found.schedule, savings_of(found).cut.cuts
+    costs = stage_costs(layers, cuts)
+    kept = parameter_bytes(layers, cuts, placement)
     left = Limits(tuple(limit - held for limit, held in zip(limits.memory, kept, strict=True)))
     assert schedule_faults(schedule) == ()
     assert memory_faults(schedule, costs, left) == ()
-    assert simulate(schedule, costs).span == found.solved.time
+    assert simulate(schedule, costs).span == found.time
 
 
 def test_small_models_come_near_the_best_of_all_cuts() -> None:
@@ -86,45 +96,71 @@ def test_small_models_come_near_the_best_of_all_cuts() -> None:
     for cuts in combinations(range(1, len(layers)), 2):
         problem = Problem(placement, 6, stage_costs(layers, cuts), limits)
         times.append(solve(problem, seconds=1, evaluations=100).time or 0)
-    assert found.solved.time is not None
-    assert found.solved.time <= 1.03 * min(times)
+    assert found.time is not None
+    assert found.time <= 1.03 * min(times)
 
 
 def test_the_same_budget_and_seed_give_the_same_plan() -> None:
     one, other = (together(HEADED, Placement.vee(2), 4, Limits((60_000,) * 2), Objective.SPAN) for _ in range(2))
-    assert (one.cuts, one.solved.schedule, one.cuts_planned) == (other.cuts, other.solved.schedule, other.cuts_planned)
+    assert (one.cut, one.schedule, savings_of(one).cuts_planned) == (other.cut, other.schedule, savings_of(other).cuts_planned)
 
 
 def test_without_limits_there_is_room_for_every_microbatch() -> None:
-    found = plan_layers(HEADED, Placement.linear(2), 3, seconds=1, evaluations=50)
-    assert found.solved.problem.limits.memory == (3 * 23 * 1000 + 1,) * 2
+    found = plan(HEADED, 3, placements=Placement.linear(2), seconds=1, evaluations=50)
+    assert found.problem.limits.memory == (3 * 23 * 1000 + 1,) * 2
 
 
 def test_parameters_that_fill_every_rank_are_an_input_error() -> None:
     with pytest.raises(InputError, match="no cuts fit the memory limits"):
-        plan_layers([layer(1, 1, 1, parameters=500)] * 4, Placement.linear(2), 3, Limits((900, 900)), seconds=1, evaluations=10)
+        plan([layer(1, 1, 1, parameters=500)] * 4, 3, Limits((900, 900)), placements="linear", seconds=1, evaluations=10)
 
 
 def test_the_json_form_names_both_cuts_and_the_gain() -> None:
     found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.SPAN)
-    data = found.to_dict()
-    assert (data["cuts"], data["balanced_cuts"], data["gain"]) == (list(found.cuts), list(found.balanced_cuts), found.gain)
-    assert Solved.from_dict(data["plan"]).time == data["time"] == found.solved.time
+    savings = savings_of(found)
+    data = savings.to_dict()
+    assert (data["cuts"], data["balanced_cuts"]) == (list(savings.cut.cuts), list(savings.balanced_cut.cuts))
+    assert data["gain"] == savings.gain
+
+
+def test_the_file_of_a_plan_keeps_its_cut_and_old_files_of_layers_are_read() -> None:
+    found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.SPAN)
+    data = json.loads(json.dumps(found.to_dict()))
+    read = loads(json.dumps(data))
+    assert isinstance(read, Plan)
+    assert (read.cut, read.schedule, read.time) == (found.cut, found.schedule, found.time)
+    old = {name: value for name, value in data.items() if name != "cut"} | {"format": "zerobubble plan 2"}
+    read = loads(json.dumps({"format": "zerobubble layers plan 1", "cuts": [1], "plan": old}))
+    assert isinstance(read, Plan)
+    assert (read.cut, read.schedule, read.problem.layers_per_stage) == (None, found.schedule, found.problem.layers_per_stage)
+
+
+def test_a_cut_with_other_costs_is_refused() -> None:
+    found = together(HEADED, Placement.linear(2), 3, Limits((60_000,) * 2), Objective.SPAN)
+    with pytest.raises(InputError, match="other costs of the stages"):
+        replace(found.problem, costs=found.problem.costs.scaled(2))
+
+
+def test_layers_do_not_say_how_many_ranks_there_are() -> None:
+    with pytest.raises(InputError, match="how many ranks"):
+        plan(HEADED, 3, placements="vee", seconds=0)
+    assert plan(HEADED, 3, Limits((90_000,) * 2), placements="vee", seconds=0).placement == Placement.vee(2)
+    assert plan(HEADED, 3, 3.0, placements=Placement.linear(2), seconds=0).peaks[0] <= 3 * 23 * 1000 // 2 + 1
 
 
 def test_placements_compete_and_the_winner_moves_its_cuts() -> None:
     placements = {"line": Placement.linear(2), "vee": Placement.vee(2), "fine": Placement.looped(2, 12)}
-    found = plan_layers(HEADED, placements, 6, Limits((60_000,) * 2), seconds=1, evaluations=200)
-    names = [choice.name for choice in found.plan.choices]
+    found = plan(HEADED, 6, Limits((60_000,) * 2), placements=placements, seconds=1, evaluations=200)
+    names = [choice.name for choice in found.choices]
     assert sorted(names) == ["line", "vee"]
-    assert found.left_out == ("fine: 23 layers cannot be cut into 24 stages: a stage is at least one layer",)
+    assert savings_of(found).left_out == ("fine: 23 layers cannot be cut into 24 stages: a stage is at least one layer",)
     apart = {name: one_after_the_other(HEADED, placements[name], 6, Limits((60_000,) * 2), Objective.SPAN) for name in names}
-    assert found.solved.problem.placement == placements[names[0]]
-    assert found.solved.problem.costs == stage_costs(HEADED, found.cuts)
-    assert found.solved.time is not None
-    assert found.solved.time <= min(solved.time or 0 for solved in apart.values())
-    (other,) = found.plan.choices[1:]
-    assert other.solved.problem.costs == apart[other.name].problem.costs
+    assert found.problem.placement == placements[names[0]]
+    assert found.problem.costs == stage_costs(HEADED, savings_of(found).cut.cuts)
+    assert found.time is not None
+    assert found.time <= min(solved.time or 0 for solved in apart.values())
+    (other,) = found.choices[1:]
+    assert other.plan.problem.costs == apart[other.name].problem.costs
 
 
 def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,5 +173,5 @@ def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "search", interrupted)
     found = together(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), Objective.SPAN)
     assert times == [2]
-    assert found.cuts_planned == 2
-    assert found.gain >= 0
+    assert savings_of(found).cuts_planned == 2
+    assert savings_of(found).gain >= 0

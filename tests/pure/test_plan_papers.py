@@ -16,8 +16,9 @@ from tests.thinned import every
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
+from zerobubble.planning.answer import Status
 from zerobubble.planning.papers import BASELINES, Baseline, adaptive, exact, zb_heuristic, zb_v_greedy
-from zerobubble.planning.problem.problem import Objective, Problem, Status
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.simulation import memory_faults
 
 LINE = Placement.linear

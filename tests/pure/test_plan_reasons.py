@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import zerobubble as zb
+from zerobubble.planning.layer_plan import CutSavings
 from zerobubble.planning.pareto import pareto
 
 WORK = zb.Workload.uniform(3, (1, 1, 1), held=2.0)
@@ -30,7 +31,7 @@ EQUAL = zb.Workload.uniform(4, (1, 1, 1))
 
 def test_of_equally_short_plans_the_one_with_the_smaller_makespan_wins() -> None:
     made = zb.plan(EQUAL, 8, seconds=0)
-    spans, makespans = zip(*((c.solved.timeline.bubble_span, c.solved.timeline.bubble_makespan) for c in made.choices), strict=True)  # type: ignore[union-attr]
+    spans, makespans = zip(*((c.plan.timeline.bubble_span, c.plan.timeline.bubble_makespan) for c in made.choices), strict=True)  # type: ignore[union-attr]
     assert made.choices[0].name == "vee"
     assert makespans[0] == min(makespan for span, makespan in zip(spans, makespans, strict=True) if span == spans[0]) < max(makespans)
 
@@ -48,16 +49,18 @@ def test_the_table_names_its_metric_and_sets_apart_what_was_not_searched() -> No
 def test_reasons_have_the_figures_of_the_table_where_layers_are_cut_anew() -> None:
     layers = [zb.partition.Layer(f * 10**6, f * 10**6, 10**6, 100, 50) for f in (3, 3, 3, 3, 3, 3, 3, 9)]
     placements = {"vee": zb.Placement.vee(2), "looped-2": zb.Placement.looped(2, 2)}
-    found = zb.planning.plan_layers(layers, placements, 6, zb.Limits((600, 600)), evaluations=2000)
-    assert found.cuts != found.balanced_cuts
-    winner, other = found.plan.choices
-    assert f"the winner has {100 * (winner.solved.bubble or 0):.2f} %" in other.note
+    found = zb.plan(layers, 6, zb.Limits((600, 600)), placements=placements, evaluations=2000)
+    (savings,) = found.savings
+    assert isinstance(savings, CutSavings)
+    assert savings.cut.cuts != savings.balanced_cut.cuts
+    winner, other = found.choices
+    assert f"the winner has {100 * (winner.plan.bubble or 0):.2f} %" in other.note
     assert winner.searched
 
 
 def test_a_published_schedule_that_is_as_short_is_the_simple_choice() -> None:
     made = zb.plan(EQUAL, 8, placements="vee", seconds=0)
-    assert (made.best.how, made.simple and made.simple.how) == ("zb-v-greedy", "zb-v")
+    assert (made.how, made.simple and made.simple.how) == ("zb-v-greedy", "zb-v")
     told = " ".join(str(made).split())
     assert "Simple choice: zb-v, a published schedule, is as short as the winner" in told
     assert told.endswith("zerobubble show zb-v --ranks 4 --microbatches 8")
@@ -68,7 +71,7 @@ def test_a_published_schedule_that_is_nearly_as_short_is_named_with_its_stages()
     made = zb.plan(zb.Workload.uniform(8, (12, 11, 7)), 64, 5, placements="looped-4", evaluations=2000)
     assert made.simple is not None
     assert made.simple.how == "gis-h"
-    assert (made.best.time or 0) < (made.simple.time or 0) < 1.005 * (made.best.time or 0)
+    assert (made.time or 0) < (made.simple.time or 0) < 1.005 * (made.time or 0)
     assert "--stages-per-rank 4" in str(made)
 
 
@@ -104,5 +107,5 @@ def test_plans_for_passes_that_take_no_time_are_told(options: dict[str, Any]) ->
 
 
 def test_a_head_that_takes_no_time_is_told() -> None:
-    found = zb.planning.plan_head(zb.Workload.uniform(2, (0, 0, 0)), 3, (0, 0, 0), evaluations=0)
+    found = zb.plan(zb.Workload.uniform(2, (0, 0, 0)), 3, head=zb.planning.Head((0, 0, 0)), evaluations=0)
     assert "0 ms is 0.00 % more" in " ".join(str(found).split())

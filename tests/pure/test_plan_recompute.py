@@ -20,14 +20,15 @@ from zerobubble.bounds import bounds_again, shortage_again
 from zerobubble.costs import FULL, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Problem, Workload, most_robust_order, plan
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget
 from zerobubble.planning.kernels.coarse_to_fine import coarsened
-from zerobubble.planning.problem.problem import Solved
 from zerobubble.planning.problem.recomputation import Recomputation, choices_by_leg, levels_for, parse_levels
 from zerobubble.planning.recompute.lighter import lightened
+from zerobubble.planning.recompute.savings import RecomputeSavings
 from zerobubble.planning.search import load_kernels, search
 from zerobubble.rules import recomputed
-from zerobubble.runtime.options import PipelineOptions, planned_schedule, recompute_levels
+from zerobubble.runtime.options import PipelineOptions, recompute_levels
 from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.simulation import memory_faults, metrics, peak_memory
 from zerobubble.verify import schedule_faults
@@ -46,9 +47,8 @@ def count_again(schedule: Schedule) -> int:
     return sum(len(recomputed(row)) for row in schedule.rows)
 
 
-def require_sound(solved: Solved) -> None:
+def require_sound(solved: Plan) -> None:
     """The answer is legal, within its limits, as long as it says and not below its bound."""
-    assert solved.schedule is not None
     assert not schedule_faults(solved.schedule)
     assert not memory_faults(solved.schedule, solved.problem.costs, solved.problem.limits)
     assert solved.time == solved.problem.objective.of(metrics(solved.schedule, solved.problem.costs))
@@ -60,28 +60,30 @@ def test_plans_are_sound_and_never_slower_than_without(memory: float, objective:
     asked = {"placements": ["linear", "vee"], "objective": objective, "seed": 3}
     found = plan(WORK, 8, memory, recompute="auto", evaluations=400, **asked)  # type: ignore[arg-type]
     for choice in found.choices:
-        require_sound(choice.solved)
-        assert choice.solved.problem.workload == WORK
-    assert found.bought is not None
-    assert found.bought.chosen is found.best
+        require_sound(choice.plan)
+        assert choice.plan.problem.workload == WORK
+    savings = found.saving(RecomputeSavings)
+    assert savings is not None
+    assert savings.chosen.schedule is found.schedule
     without = plan(WORK, 8, memory, evaluations=100, **asked)  # type: ignore[arg-type]
-    assert (found.best.time or 0) <= (without.best.time or 0)
-    assert (found.bought.without.time or 0) >= (found.best.time or 0)
+    assert (found.time or 0) <= (without.time or 0)
+    assert (savings.without.time or 0) >= (found.time or 0)
     again = plan(WORK, 8, memory, recompute="auto", evaluations=400, **asked)  # type: ignore[arg-type]
     assert again.schedule == found.schedule
 
 
 def test_where_memory_is_short_it_pays_and_with_room_for_everything_nothing_is_computed_again() -> None:
     short = plan(WORK, 8, 1, placements="vee", recompute="auto", evaluations=500)
-    assert short.bought is not None
-    assert short.bought.without.time is not None
-    assert short.best.time is not None
-    assert short.best.time < 0.75 * short.bought.without.time
+    savings = short.saving(RecomputeSavings)
+    assert savings is not None
+    assert savings.without.time is not None
+    assert short.time is not None
+    assert short.time < 0.75 * savings.without.time
     assert count_again(short.schedule) > 0
     assert "less time than without R" in " ".join(str(short).split())
     ample = plan(WORK, 8, placements="vee", recompute="auto", evaluations=500)
     assert count_again(ample.schedule) == 0
-    assert set(ample.best.problem.recomputation.chosen) == {NONE}  # type: ignore[union-attr]
+    assert set(ample.problem.recomputation.chosen) == {NONE}  # type: ignore[union-attr]
     assert "nothing is computed again" in " ".join(str(ample).split())
 
 
@@ -93,11 +95,10 @@ def test_what_full_costs_where_memory_is_ample_is_more_time() -> None:
 def test_full_computes_every_forward_again() -> None:
     found = plan(WORK, 6, 2, placements=["vee", "linear"], recompute="full", evaluations=200)
     for choice in found.choices:
-        require_sound(choice.solved)
-        assert choice.solved.schedule is not None
-        assert count_again(choice.solved.schedule) == 6 * choice.solved.schedule.num_stages
-        assert choice.solved.bound.time >= choice.solved.problem.work / 4 + 6 * 10e6
-    assert "computed again in full" not in str(found.bought)
+        require_sound(choice.plan)
+        assert count_again(choice.plan.schedule) == 6 * choice.plan.schedule.num_stages
+        assert choice.plan.bound.time >= choice.plan.problem.work / 4 + 6 * 10e6
+    assert "computed again in full" not in str(found.savings[0])
 
 
 @pytest.mark.parametrize("extra", [1.0, 0.2])
@@ -108,7 +109,7 @@ def test_levels_by_stage_that_agree_are_planned_as_one_number_is(extra: float) -
         for level in (Level("some", extra, 0.25), Level("some", (extra,) * 8, (0.25,) * 8))
     )
     assert one.schedule == several.schedule
-    assert (one.best.time, one.best.bound) == (several.best.time, several.best.bound)
+    assert (one.time, one.bound) == (several.time, several.bound)
 
 
 def test_levels_that_were_measured_with_the_costs_are_those_to_choose_from() -> None:
@@ -116,13 +117,14 @@ def test_levels_that_were_measured_with_the_costs_are_those_to_choose_from() -> 
     costs = Costs.uniform(4).with_level("odd", (0, 1_000, 0, 1_000), (1_000_000, 10_000, 1_000_000, 10_000))
     costs = replace(costs, placement=Placement.linear(4))
     found = plan(costs, 6, Limits((4_000_000, 1_500_000, 2_000_000, 1_500_000)), recompute="auto", evaluations=300)
-    require_sound(found.best)
+    require_sound(found)
     assert {op.stage for row in found.schedule.rows for op in row if op.kind is Kind.R} <= {1, 3}
-    assert found.bought is not None
-    assert found.bought.without.time is not None
-    assert found.best.time is not None
-    assert found.best.time < found.bought.without.time
-    small = coarsened(found.best.problem, 2, 4)
+    savings = found.saving(RecomputeSavings)
+    assert savings is not None
+    assert savings.without.time is not None
+    assert found.time is not None
+    assert found.time < savings.without.time
+    small = coarsened(found.problem, 2, 4)
     assert small.recomputation is not None
     assert small.recomputation.offered == (NONE, Level("odd", (0.0, 0.001), (1.0, 0.01)))
     with pytest.raises(InputError, match="level 'odd' has shares of 4 stages, and here are 8: give one number for all, or as many"):
@@ -130,23 +132,23 @@ def test_levels_that_were_measured_with_the_costs_are_those_to_choose_from() -> 
 
 
 def test_without_a_search_there_is_a_plan() -> None:
-    require_sound(plan(WORK, 4, 1, placements="vee", recompute="auto", seconds=0).best)
+    require_sound(plan(WORK, 4, 1, placements="vee", recompute="auto", seconds=0))
 
 
 def test_placements_with_any_name_are_planned() -> None:
     """A name may have blanks, as those of two placements of one name get."""
     first, second = Placement.custom([0, 1]), Placement.custom([1, 0])
     found = zb.plan(Workload.uniform(2, (1, 1, 1)), 3, 1.5, placements=[first, second], recompute="auto", evaluations=0)
-    assert {choice.name: choice.solved.problem.placement for choice in found.choices} == {"custom": first, "custom (2)": second}
+    assert {choice.name: choice.plan.problem.placement for choice in found.choices} == {"custom": first, "custom (2)": second}
 
 
 def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere_a_reason() -> None:
     costs = replace(Costs.uniform(4), placement=Placement.vee(2))
     found = plan(costs, 3, Limits((1_200_000,) * 2), recompute="auto", evaluations=100)
-    require_sound(found.best)
-    assert "without R nothing fits (every rank needs 2000000 bytes for one microbatch" in str(found.bought)
+    require_sound(found)
+    assert "without R nothing fits (every rank needs 2000000 bytes for one microbatch" in str(found.savings[0])
     nowhere = plan(costs, 3, Limits((1_050_000,) * 2), recompute="auto", evaluations=100)
-    assert nowhere.best.reason.startswith("every rank needs 1060000 bytes for one microbatch, 10000 more than its limit of 1050000")
+    assert nowhere.reason.startswith("every rank needs 1060000 bytes for one microbatch, 10000 more than its limit of 1050000")
     with pytest.raises(InputError, match="no schedule fits"):
         _ = nowhere.schedule
 
@@ -179,10 +181,9 @@ def test_compiled_play_and_plain_play_agree_where_forwards_are_computed_again(le
 def test_less_is_computed_again_wherever_there_is_room_and_nothing_gets_longer() -> None:
     problem = problem_at(Placement.vee(4), (FULL,) * 8, 8, 2.5)
     result = search(problem, 0, seconds=0, evaluations=200)
-    solved = Solved.of(problem, problem.bound(), result.schedule, 0.0, result.how)
+    solved = Plan.of(problem, problem.bound(), result.schedule, 0.0, result.how)
     lighter = lightened(solved, Budget(0.0, 0))
     require_sound(lighter)
-    assert lighter.schedule is not None
     assert lighter.time is not None
     assert solved.time is not None
     assert lighter.time <= solved.time
@@ -191,10 +192,9 @@ def test_less_is_computed_again_wherever_there_is_room_and_nothing_gets_longer()
     require_sound(searched)
     assert (searched.time or 0) <= lighter.time
     full = replace(problem, recomputation=Recomputation((FULL,), (FULL,) * 8))
-    only = Solved.of(full, full.bound(), result.schedule, 0.0, result.how)
+    only = Plan.of(full, full.bound(), result.schedule, 0.0, result.how)
     placed = lightened(only, Budget(0.0, 400))
     require_sound(placed)
-    assert placed.schedule is not None
     assert (placed.time or 0) <= solved.time
     assert count_again(placed.schedule) == count_again(result.schedule)
 
@@ -237,8 +237,8 @@ def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best(microb
         assert bounds.span.time <= min(spans)
         assert bounds.makespan.time <= min(makespans)
         found = plan(alone, microbatches, limits, recompute="auto", levels=[FULL], evaluations=20_000)
-        assert found.best.time is not None
-        assert found.best.time <= min(spans)
+        assert found.time is not None
+        assert found.time <= min(spans)
 
 
 @pytest.mark.parametrize("shares", [(1.0, 3.0), (3.0, 1.0), (0.5, 0.7)])
@@ -257,7 +257,7 @@ def test_no_schedule_of_microbatches_of_unequal_cost_beats_the_bound(shares: tup
         assert sum(shares) * (3 + 4 + 2 + 3) * 1_000_000 <= in_full.span.time <= min(times.span for times in all_again)
         assert in_full.makespan.time <= min(times.makespan for times in all_again)
         found = plan(replace(costs, further=()), 2, limits, recompute="auto", levels=[FULL], evaluations=20_000)
-        assert bounds.span.time <= (found.best.time or 0) <= 1.1 * min(spans)
+        assert bounds.span.time <= (found.time or 0) <= 1.1 * min(spans)
 
 
 EXACT = {
@@ -275,8 +275,8 @@ def test_single_forwards_and_places_of_r_are_found_that_an_exact_solver_finds(nu
     costs = replace(Costs.from_ms(*times, comm=comm), placement=placement)
     limits = Limits((memory,) * placement.num_ranks)
     found = plan(costs, microbatches, limits, recompute="auto", levels=[FULL], evaluations=60_000)
-    require_sound(found.best)
-    assert found.best.time == optimum * 1_000_000
+    require_sound(found)
+    assert found.time == optimum * 1_000_000
     assert 0 < count_again(found.schedule) < placement.num_stages * microbatches
 
 
@@ -290,7 +290,7 @@ def test_the_forward_of_a_rank_s_first_backward_counts_in_full_so_that_a_bound_m
 def test_what_fits_with_backwards_in_one_piece_alone_is_planned() -> None:
     costs = replace(Costs.uniform(4, held=1.3, stages_per_rank=2), placement=Placement.vee(2))
     found = plan(costs, 6, Limits((2_400_000,) * 2), recompute="auto", levels=[Level("full", 1.0, 0.08)], evaluations=5000)
-    require_sound(found.best)
+    require_sound(found)
 
 
 @pytest.mark.parametrize("seed", range(8, 20))
@@ -304,10 +304,10 @@ def test_plans_of_random_problems_are_sound_whatever_b_leaves_to_w(seed: int) ->
     room = dice.uniform(1.0, 2.5)
     limits = [round(room * sum(each for each, home in zip(saved, placement.routes[0], strict=True) if home == r)) for r in range(ranks)]
     found = plan(costs, 6, Limits(tuple(limits)), recompute="auto", levels=[Level("a", 0.5, 0.3), FULL], evaluations=600, seed=seed)
-    if found.best.schedule is None:
-        assert "more than its limit" in found.best.reason
+    if found.order is None:
+        assert "more than its limit" in found.reason
     else:
-        require_sound(found.best)
+        require_sound(found)
 
 
 def test_forwards_before_the_first_b_count_less_the_r_that_they_leave_for_later() -> None:
@@ -385,13 +385,13 @@ def test_orders_that_stand_noise_are_searched_for_without_recomputation() -> Non
     """That search would compute every forward of a stage again, right before its B, and take no noise for R."""
     found = plan(WORK, 6, 1.5, placements="vee", recompute="auto", evaluations=200)
     assert count_again(found.schedule) > 0
-    plain = replace(found.best.problem, recomputation=None, workload=None)
-    for problem in (found.best.problem, plain):
-        with pytest.raises(InputError, match="planned without recomputation, because that search puts each R right before its B"):
+    plain = replace(found.problem, recomputation=None, workload=None)
+    for problem in (found.problem, plain):
+        with pytest.raises(InputError, match="puts each R right before its B"):
             most_robust_order(problem, [found.schedule], evaluations=100)
     nothing = plan(WORK, 4, placements="vee", recompute="auto", evaluations=100)
     assert count_again(nothing.schedule) == 0
-    assert most_robust_order(nothing.best.problem, [nothing.schedule], evaluations=100).gain >= 0
+    assert most_robust_order(nothing.problem, [nothing.schedule], evaluations=100).gain >= 0
 
 
 def test_problems_have_the_costs_of_their_levels() -> None:
@@ -407,22 +407,20 @@ def test_plan_files_keep_levels_and_a_pipeline_plays_what_it_is_told_of(tmp_path
         found = plan(WORK, 6, 1, placements="vee", recompute="auto", levels=levels, evaluations=300)
         save_plan(found, tmp_path / "plan.json")
         loaded = load_plan(tmp_path / "plan.json")
-        assert loaded.problem == found.best.problem
-        assert (loaded.schedule, loaded.time) == (found.schedule, found.best.time)
-        assert planned_schedule(loaded) == found.schedule
+        assert loaded.problem == found.problem
+        assert (loaded.schedule, loaded.time) == (found.schedule, found.time)
     problem = problem_at(Placement.linear(2), (SELECTIVE, FULL), 2, 2.0, Workload.uniform(2, (10, 10, 8)))
     schedule = zb.schedules.with_recompute(zb.make("zb-h1", 2, 2))
-    partly = Solved.of(problem, problem.bound(), schedule, 0.0, "made")
-    left = Solved.of(problem, problem.bound(), zb.schedules.with_recompute(zb.make("zb-h1", 2, 2), stages=[1]), 0.0, "made")
+    partly = Plan.of(problem, problem.bound(), schedule, 0.0, "made")
+    left = Plan.of(problem, problem.bound(), zb.schedules.with_recompute(zb.make("zb-h1", 2, 2), stages=[1]), 0.0, "made")
     with pytest.raises(InputError, match=r"does not know: 0 \(selective\)\. Tell which .*--levels full:1:0\.06"):
         recompute_levels(options_for(partly, None), schedule)
     told = recompute_levels(options_for(partly, {"selective": "*.attn"}), schedule)
     assert [told.name_of(stage) for stage in range(2)] == ["selective", "full"]
-    assert left.schedule is not None
     assert recompute_levels(options_for(left, None), left.schedule).name_of(1) == "full"
 
 
-def options_for(solved: Solved, recompute: GivenLevels | None) -> PipelineOptions:
+def options_for(solved: Plan, recompute: GivenLevels | None) -> PipelineOptions:
     """Those of a pipeline that plays a plan, as far as levels go by them."""
     names = [field.name for field in fields(PipelineOptions)]
     return PipelineOptions(**{**dict.fromkeys(names), "schedule": solved, "recompute": recompute})  # type: ignore[arg-type]
@@ -470,7 +468,7 @@ def test_layers_are_cut_without_recomputation_and_their_stages_planned_with_it(t
     layers.write_text(json.dumps([[10, 10, 8]] * 10), encoding="utf-8")
     asked = ["plan", "--ranks", "4", "--microbatches", "6", "--layers", str(layers), "--placement", "vee", "--memory", "2"]
     for more in (["--recompute", "auto"], ["--levels", "full:1:0.06"]):
-        assert "plan its stages by zerobubble plan --costs plan.json with recomputation" in refused(*asked, *more)
+        assert "give the costs of that plan with the rest" in refused(*asked, *more)
     cut = json.loads(run(*asked, "--evaluations", "100", "--json", "-o", file).stdout)
     again = json.loads(run("plan", "--costs", file, "--recompute", "auto", "--evaluations", "400", "--json").stdout)
     assert again["span_ms"] < cut["span_ms"]

@@ -16,10 +16,11 @@ from tests.pure.problems import problems
 from zerobubble import Costs, InputError, Limits, Op, Schedule, ScheduleError, make, schedule_faults, simulate
 from zerobubble.bounds import Bound
 from zerobubble.cli import main
+from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.noise.robust_order import RobustOrder, most_robust_order
 from zerobubble.planning.noise.sensitivity import Sensitivity, jittered, scaled, sensitivity
 from zerobubble.planning.noise.text import what_if, what_if_text
-from zerobubble.planning.problem.problem import Objective, Problem, Solved, Status
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.simulation import memory_faults, peak_memory
 
@@ -184,8 +185,8 @@ def test_the_verb_refuses_an_error_that_is_no_percentage(error: str) -> None:
 def test_a_problem_without_a_plan_has_nothing_to_examine() -> None:
     schedule, costs = make("zb-h1", 2, 3), Costs.uniform(2)
     problem = Problem(schedule.placement, 3, costs, Limits((1, 1)))
-    nothing = Solved(problem, Status.INFEASIBLE, Bound(0, "work"), None, None, 0.0, "", "rank 0 lacks 1 byte")
-    with pytest.raises(InputError, match="there is no plan to examine: rank 0 lacks 1 byte"):
+    nothing = Plan(problem, Status.INFEASIBLE, Bound(0, "work"), None, None, 0.0, "", "rank 0 lacks 1 byte")
+    with pytest.raises(InputError, match="no schedule fits: rank 0 lacks 1 byte"):
         what_if(nothing, 0.1)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 import zerobubble as zb
-from zerobubble.planning import Objective, Problem, Solved, solve
+from zerobubble.planning import Objective, Plan, Problem, solve
 from zerobubble.planning.weight_order import with_weights_ordered
 from zerobubble.simulation import memory_faults
 
 
 def solved_by(
     name: str, stages: int, sums: float, room: int = 10**12, times: tuple[float, float, float] = (20.0, 20.0, 20.0), buckets: int = 0
-) -> Solved:
+) -> Plan:
     schedule = zb.make(name, 4, 8, *([stages] if stages > 2 else []))
     costs = zb.Costs.uniform(schedule.num_stages, times, stages_per_rank=stages, reduce=sums, buckets=buckets)
     problem = Problem(schedule.placement, 8, costs, zb.Limits((room,) * 4), Objective.MAKESPAN)
-    return Solved.of(problem, problem.bound(), schedule, 0.0, name)
+    return Plan.of(problem, problem.bound(), schedule, 0.0, name)
 
 
 def passes(schedule: zb.Schedule) -> list[list[zb.Op]]:

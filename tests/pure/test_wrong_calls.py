@@ -18,7 +18,7 @@ from zerobubble.level import Level
 from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.offload import HostLink, Offload, RankOffloads, plan_offloads
 from zerobubble.partition import Layer, balance
-from zerobubble.planning import Problem, plan_layers, sensitivity, solve
+from zerobubble.planning import Problem, sensitivity, solve
 from zerobubble.recognition import recognise
 from zerobubble.schedules import Recipe, register
 from zerobubble.simulation import memory_faults, peak_memory
@@ -45,7 +45,7 @@ class Tensor:
 
 
 Call = Callable[[], Any]
-SAVE = "save_plan: plan must be a Solved or a Plan or a LayersPlan or a HeadPlan or an OffloadedPlan, got"
+SAVE = "save_plan: plan must be a Plan, got"
 WRONG: list[tuple[Call, str]] = [
     # make, register, Recipe
     (lambda: make("zb-v"), "make: missing a required argument: 'num_ranks'; call it as make(name, num_ranks, num_microbatches, stages_"),
@@ -74,7 +74,7 @@ WRONG: list[tuple[Call, str]] = [
         lambda: zb.schedule_faults("zb-v"),
         "schedule_faults: schedule must be a Schedule, got 'zb-v': make('zb-v', num_ranks, num_microbatches)",
     ),
-    (lambda: zb.schedule_faults(solved()), "schedule_faults: schedule must be a Schedule, got a Solved: give its .schedule"),
+    (lambda: zb.schedule_faults(solved()), "schedule_faults: schedule must be a Schedule, got a Plan: give its .schedule"),
     (lambda: program_faults(SCHEDULE), "program_faults: program must be a Program, got a Schedule: lower(schedule) gives its program"),
     (lambda: zb.lower("1f1b"), "lower: schedule must be a Schedule, got '1f1b'"),
     (lambda: zb.lower(SCHEDULE, "2"), "lower: prefetch must be a whole number, got '2': write 2 without quotes"),
@@ -95,7 +95,10 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: critical_path(SCHEDULE), "critical_path: timeline must be a Timeline, got a Schedule"),
     (lambda: fit_costs(SCHEDULE), "fit_costs: timeline must be a Timeline, got a Schedule"),
     # plan and its kin
-    (lambda: zb.plan((10, 10, 8), 8), "work must be a Workload or Costs, got (10, 10, 8): Workload.uniform(num_ranks, times=(F, B, W))"),
+    (
+        lambda: zb.plan((10, 10, 8), 8),
+        "work must be a Workload or Costs or a list or tuple of Layer, got (10, 10, 8): Workload.uniform(num_ranks, times=(F, B, W))",
+    ),
     (lambda: zb.plan(WORK), "plan: missing a required argument: 'num_microbatches'"),
     (lambda: zb.plan(WORK, "8"), "plan: num_microbatches must be a whole number, got '8': write 8 without quotes"),
     (lambda: zb.plan(WORK, 0), "a plan needs at least 1 microbatch, got 0"),
@@ -108,7 +111,8 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: zb.plan(WORK, 8, placements=4), "plan: placements must be"),
     (lambda: zb.plan(WORK, 8, placements=[4]), "each of the placements must be a str or a Placement, got 4: Placement.linear(4)"),
     (lambda: zb.plan(WORK, 8, memory=1e300), "the memory limit of rank 0 must be at most 5e+18 bytes, got 12000"),
-    (lambda: zb.planning.plan_head(WORK, 8, (1, 1, 1), placements=4), "placements must be a str or a Placement or an Iterable, got 4"),
+    (lambda: zb.plan(WORK, 8, head=(1, 1, 1)), "plan: head must be a Head, or None, got (1, 1, 1)"),
+    (lambda: zb.plan(WORK, 8, host=25e9), "plan: host must be a HostLink, or None, got 25000000000.0"),
     (lambda: zb.plan(WORK, 8, placements="vie"), "there is no placement 'vie': did you mean 'vee'?"),
     (lambda: zb.plan(WORK, 8, objective="time"), "there is no objective 'time': give span or makespan"),
     (lambda: zb.plan(WORK, 8, seconds="5"), "plan: seconds must be a number, got '5': write 5 without quotes"),
@@ -116,12 +120,10 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: zb.plan(WORK, 8, baseline="zb"), "there is no"),
     (lambda: solve(WORK), "solve: problem must be a Problem, got a Workload: plan(workload, num_microbatches) plans it"),
     (lambda: sensitivity(SCHEDULE, COSTS, "0.1"), "sensitivity: error must be a number, got '0.1'"),
-    (
-        lambda: plan_layers([LAYER] * 4, "vee", 8),
-        "placements must be a Placement or a Mapping, got 'vee': write Placement.linear(num_ranks), ",
-    ),
-    (lambda: plan_layers([(1, 1, 1)] * 4, PLACEMENT, 8), "layers must be a list or tuple of Layer, got"),
-    (lambda: plan_layers([LAYER] * 4, PLACEMENT, 8, limits=40 * GB), "plan_layers: limits must be Limits, or None, got 40000000000"),
+    (lambda: zb.plan([LAYER] * 4, 8, placements="vee"), "layers do not say how many ranks there are: give placements such as"),
+    (lambda: zb.plan([(1, 1, 1)] * 4, 8, placements=PLACEMENT), "a list or tuple of Layer, got"),
+    (lambda: zb.plan([LAYER] * 4, 8, "40GB", placements=PLACEMENT), "plan: memory must be a number of microbatches or Limits, or None"),
+    (lambda: zb.plan([], 8, placements=PLACEMENT), "a list or tuple of Layer, got []"),
     (lambda: balance([1, 2, 3], 2), "balance: layers must be a list or tuple of Layer, got [1, 2, 3]"),
     (
         lambda: lower_bounds("vee", 8, COSTS, None),

@@ -83,8 +83,8 @@ def pareto_verb(work: WorkOptions, search: SearchOptions, memories: Range | None
     with progress_bar(search, searches=len(limits)) as progress:
         arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
         front = pareto(question.work, question.microbatches, limits, placements=question.tried, **arguments)
-    last = front.points[-1].plan.best
-    if last.schedule is None:
+    last = front.points[-1].plan
+    if last.order is None:
         raise InputError(f"no schedule fits at any of the limits: {last.reason}")
     title = f"Bubble and memory: {counted(p, 'rank')}, {counted(question.microbatches, 'microbatch')}"
     for file, text in ((pictures.svg, front_svg), (pictures.html, front_html)):
@@ -95,6 +95,6 @@ def pareto_verb(work: WorkOptions, search: SearchOptions, memories: Range | None
 
 def _as_dict(point: Point) -> dict[str, object]:
     """One limit: the winner's figures, None without one, and those of every placement; the bound is a bubble rate over all."""
-    answers = [solved_to_dict(choice.name, choice.solved) for choice in point.plan.choices]
-    best = answers[0] if point.plan.best.schedule is not None else None
+    answers = [solved_to_dict(choice.name, choice.plan) for choice in point.plan.choices]
+    best = answers[0] if point.plan.order is not None else None
     return {"memory": point.memory, "lower_bound": point.plan.lower_bound, "best": best, "choices": answers}

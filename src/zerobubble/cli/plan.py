@@ -12,14 +12,16 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from zerobubble.cli.beside.gathers import GatherOptions, as_dicts, gather_options, planned, refuse_sizes_for_layers, told_in_short
-from zerobubble.cli.beside.head import HeadOptions, head_options, plan_with_head, tell_of_head
-from zerobubble.cli.beside.offload import Rates, rates_option
+from zerobubble.cli.beside import offload as offloading
+from zerobubble.cli.beside.gathers import GatherOptions, as_dicts, gather_options, planned, told_in_short
+from zerobubble.cli.beside.head import HeadOptions, has_head, head_options
+from zerobubble.cli.beside.offload import Offloaded, Rates, link_asked, rates_option, told_of_rank
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
-from zerobubble.cli.inputs.layers import cuts_dict, cuts_text, equal_limits, read_layers
+from zerobubble.cli.inputs.layers import excess_inside_blocks, read_layers
 from zerobubble.cli.inputs.options import (
     Bytes,
     PictureFiles,
+    given_flags,
     json_option,
     microbatch_costs_option,
     microbatches_or_bytes,
@@ -40,21 +42,22 @@ from zerobubble.cli.inputs.workload import (
     work_options,
 )
 from zerobubble.cli.outputs.forms import print_schedule
-from zerobubble.cli.outputs.plan_page import write_plan
-from zerobubble.cli.plan_offload import link_asked, plan_question, refuse_beside_offload, tell
+from zerobubble.cli.outputs.plan_page import costed_plan, write_plan
 from zerobubble.costs import NONE, Limits
-from zerobubble.errors import InputError
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.ir import Kind
 from zerobubble.partition import join_blocks
-from zerobubble.planning import Objective, Plan, Sharded, Solved, Workload, plan, plan_layers
+from zerobubble.planning import Choice, Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
-from zerobubble.planning.noise.robust_order import refuse_sharded, robust_order_dict, robust_order_text, with_robust_winner
+from zerobubble.planning.layer_plan import CutSavings, equal_limits
+from zerobubble.planning.noise.robust_order import robust_order_dict, robust_order_text, with_robust_winner
 from zerobubble.planning.noise.text import what_if, what_if_text
+from zerobubble.planning.offload_plan import OffloadSavings
 from zerobubble.planning.pareto import room_for_microbatches
 from zerobubble.planning.plan_file import plan_text
-from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, refuse_beside_recomputation, show_levels
-from zerobubble.planning.reasons import percent
+from zerobubble.planning.problem.axes import refuse_pairs
+from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, show_levels
+from zerobubble.planning.table import percent
 from zerobubble.planning.unequal.order import with_numbers
 from zerobubble.rules import recomputed
 from zerobubble.units import ms, show_bytes, show_range
@@ -229,31 +232,13 @@ def plan_verb(
     require_model(cluster)
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    refuse_beside("layers", "per_rank", "baseline", "num_layers")
+    refuse_beside("layers", "per_rank", "num_layers")
     refuse_beside("costs_file", "layers")
     refuse_beside("memory", "memory_bytes")
-    refuse_beside("shares", "layers", "noise", "baseline", "weights")
-    head.require_alone(work.costs_file)
-    if offload is not None:
-        refuse_beside_offload(search)
     if options.inside_blocks and options.layers is None:
         raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
-    question = None if options.layers is not None else read_question("plan", work, search)
-    if question is not None and (asked := head.asked(question)):
-        with progress_bar(search) as progress:
-            planned_with_head = plan_with_head(asked, question, _room(question, work, options), search, progress)
-        tell_of_head(asked, planned_with_head, output, pictures, form, as_json)
-        return
-    if question is not None and (link := link_asked(question, offload, work)):
-        refuse_beside_offload(search)
-        with progress_bar(search) as progress:
-            found = plan_question(question, _room(question, work, options), link, work, search, progress)
-        tell(found, {} if found.plan.best.schedule is None else plan_to_dict(found.plan), output, pictures, form, as_json)
-        return
-    if options.layers is not None:
-        refuse_sizes_for_layers(sharded)
-        refuse_beside_recomputation(["layers"] if options.levels is not None or options.recompute in ("full", "auto") else [])
-    answer = _with_gathers(_with_remarks(_answer(question, work, search, options, sharded), search, options))
+    answer = _answer(work, search, options, sharded, head, offload)
+    answer = _with_offloads(_with_gathers(_with_remarks(answer, search, options)))
     schedule = answer.plan.schedule
     if output is not None:
         write_text(output, plan_text(answer.plan))
@@ -266,27 +251,75 @@ def plan_verb(
         click.echo("\n\n".join([str(answer.plan), *answer.paragraphs]))
 
 
-def _answer(question: Question | None, work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions) -> Answer:
-    """The plan for layers, stages or ranks, whichever the options describe; layers are read here."""
-    if question is None:
-        assert options.layers is not None
+def _answer(
+    work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions, offload: Rates | None
+) -> Answer:
+    """The plan for layers, stages or ranks, whichever the options describe, with all that they or a plan file ask for."""
+    if options.layers is not None:
+        _refuse_pairs({}, search, options, sharded, options.layers)
+        head.require_times()
         return _plan_layers(options.layers, work, search, options)
-    divided = sharded.sharded(question.problem, options.within / 100)
-    _refuse_beside_gathers(divided, options)
+    question = read_question("plan", work, search)
+    known = {"shares": bool(question.shares), "head": has_head(question)}
+    if question.problem is not None:
+        again = question.problem.recomputation if options.recompute is None else None
+        others = {"sharded": question.problem.sharded, "host": question.problem.host, "recompute": again}
+        known |= {axis: value is not None for axis, value in others.items()}
+    _refuse_pairs(known, search, options, sharded, work.costs_file or "")
+    link, placed = link_asked(question, offload, work.microbatch_bytes), head.asked(question)
     memory = _room(question, work, options)
+    if link is not None and memory is None:
+        raise click.UsageError("--offload needs --memory, too: what is to go to the host follows from what a rank may hold")
+    extras: dict[str, Any] = {"baseline": options.baseline, "sharded": sharded.sharded(question.problem, options.within / 100)}
+    extras |= {"shares": options.shares or question.shares, "head": placed, "host": link, **_recomputation(options, question)}
     with progress_bar(search) as progress:
-        arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
-        others: dict[str, Any] = {"baseline": options.baseline, "sharded": divided, "shares": options.shares or question.shares}
-        others |= _recomputation(options, question)
-        refuse_beside_recomputation(["noise"] if options.noise is not None and others["recompute"] != "none" else [])
-        found = plan(question.work, question.microbatches, memory, placements=question.tried, **others, **arguments)
-    data: dict[str, object] = {} if found.few_gathers is None else {"gathers": found.few_gathers.to_dict()}
-    return Answer(found, data, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, memory)))
+        arguments = search.arguments(search.objective or (question.objective if link is None else None), progress)
+        found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
+    return Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, memory)))
+
+
+_FLAGS = {
+    "layers": "--layers",
+    "baseline": "--baseline",
+    "sharded": "--weights",
+    "shares": "--microbatch-costs",
+    "recompute": "--recompute",
+    "head": "--head",
+    "host": "--offload",
+    "span": "--objective span",
+    "noise": "--noise",
+    "what_if": "--what-if",
+}
+"""The options that ask for the axes of a problem."""
+_WORDS = {
+    "sharded": "the sharding of weights",
+    "shares": "the cost of each microbatch",
+    "recompute": "the recomputation",
+    "head": "the head",
+    "host": "the offload",
+}
+"""What a file has that asks for an axis."""
+
+
+def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOptions, sharded: GatherOptions, file: str) -> None:
+    """Raise for pairs of axes that are not planned together: those asked for by options, and those `known` from a file besides."""
+    given = {
+        "baseline": options.baseline is not None,
+        "sharded": sharded.weights is not None,
+        "shares": bool(options.shares),
+        "recompute": options.recompute in ("full", "auto") or options.levels is not None,
+        "span": search.objective == Objective.SPAN,
+        "noise": options.noise is not None,
+        "what_if": options.error is not None,
+    }
+    given |= {axis: bool(given_flags(option)) for axis, option in (("layers", "layers"), ("head", "head"), ("host", "offload"))}
+    in_file = {axis: f"{words} in {file}" for axis, words in _WORDS.items() if known.get(axis)}
+    refuse_pairs(in_file | {axis: flag for axis, flag in _FLAGS.items() if given[axis]})
 
 
 def _on_layers(found: Plan, question: Question, search: SearchOptions) -> tuple[str, ...]:
     """What the winner asks of the model: a layer for each stage. Times of ranks do not say how many layers there are."""
-    placement = found.best.problem.placement
+    placement = found.problem.placement
     if search.num_layers is not None or placement.stages_per_rank == 1 or not isinstance(question.work, Workload):
         return ()
     return (f"The winner has {placement.num_stages} stages, each of at least one layer. Give --num-layers N for a model of fewer.",)
@@ -300,19 +333,6 @@ def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
         return {"recompute": options.recompute or "none", "levels": levels}
     offered = tuple(level for level in known.offered if level != NONE)
     return {"recompute": "auto" if known.may_leave_out else "full", "levels": levels or offered}
-
-
-def _refuse_beside_gathers(divided: Sharded | None, options: PlanOptions) -> None:
-    """Raise where weights lie in shards and something is asked for that knows nothing of gathers."""
-    if divided is None:
-        return
-    if options.noise is not None:
-        refuse_sharded(divided)
-    if options.baseline is not None:
-        raise InputError(
-            f"the planner {options.baseline!r} knows nothing of weights in shards: leave them out, save its plan with -o, "
-            "and zerobubble show with --weights counts its gathers"
-        )
 
 
 def _room(question: Question, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
@@ -330,11 +350,22 @@ def _room(question: Question, work: WorkOptions, options: PlanOptions) -> Limits
 
 def _with_gathers(answer: Answer) -> Answer:
     """The answer with the gathers of weights in shards that the winner needs, where sizes are given."""
-    gathers = planned(answer.plan.schedule, answer.plan.best.problem.sharded)
+    gathers = planned(answer.plan.schedule, answer.plan.problem.sharded)
     if not gathers:
         return answer
     lines = [f"rank {rank}: {told_in_short(plan)}" for rank, plan in enumerate(gathers)]
     return answer.with_remark({"weights": as_dicts(gathers)}, "\n".join(["Weights in shards, in the winner:", *lines]))
+
+
+def _with_offloads(answer: Answer) -> Answer:
+    """The answer with what each rank moves to the host, where some may."""
+    found, savings = answer.plan, answer.plan.saving(OffloadSavings)
+    if savings is None or found.timeline is None:
+        return answer
+    ranks = offloading.as_dicts(Offloaded(found.offloads, found.timeline, savings.without or 0))
+    costed = costed_plan(found, "what was planned for")
+    lines = [f"rank {rank}: {told_of_rank(costed, plan, rank)}" for rank, plan in enumerate(found.offloads)]
+    return answer.with_remark({savings.axis: savings.to_dict() | {"ranks": ranks}}, "\n".join(lines))
 
 
 def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
@@ -343,13 +374,19 @@ def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: P
     placements = named_placements(search, ranks, microbatches)
     parts = read_layers(file, work.comm, work.held, need_bytes=options.room_bytes is not None)
     layers = parts if options.inside_blocks else join_blocks(parts)
-    limits = None if options.room_bytes is None else Limits((options.room_bytes,) * ranks)
-    if options.room_microbatches is not None:
-        limits = equal_limits(layers, ranks, options.room_microbatches)
+    memory = options.room_microbatches if options.room_bytes is None else Limits((options.room_bytes,) * ranks)
     with progress_bar(search, searches=2) as progress:
-        found = plan_layers(layers, placements, microbatches, limits, **search.arguments(search.objective or Objective.SPAN, progress))
-    room = _microbatches_in_bytes(options, limits) if any(layer.parameters_bytes for layer in layers) else ()
-    return Answer(found.plan, cuts_dict(found, parts, limits), (cuts_text(found, parts, limits), *room))
+        found = plan(layers, microbatches, memory, placements=placements, **search.arguments(search.objective, progress))
+    answer = Answer(found, {})
+    savings = found.saving(CutSavings)
+    inside = None if savings is None else excess_inside_blocks(savings, parts)
+    if found.cut is not None and inside is not None and inside < found.cut.excess:
+        text = f"Cuts inside blocks bring the slowest rank to {inside:.3f} x an even share: give --inside-blocks."
+        answer = answer.with_remark({}, text)
+    if options.room_microbatches is not None and any(layer.parameters_bytes for layer in layers):
+        limits = equal_limits(layers, ranks, options.room_microbatches)
+        answer = replace(answer, paragraphs=(*answer.paragraphs, *_microbatches_in_bytes(options, limits)))
+    return replace(answer, data={"excess_inside_blocks": inside})
 
 
 def _microbatches_in_bytes(options: PlanOptions, limits: Limits | float | None) -> tuple[str, ...]:
@@ -366,12 +403,12 @@ def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -
     if options.noise is not None:
         share = options.noise / 100
         found, robust = with_robust_winner(answer.plan, share, seconds=search.budget, seed=search.seed, evaluations=search.evaluations)
-        problem = found.best.problem
+        problem = found.problem
         answer = replace(answer, plan=found)
         answer = answer.with_remark({"noise": robust_order_dict(problem, robust)}, robust_order_text(problem, robust, share))
     if options.error is not None:
-        moved = what_if(answer.plan.best, options.error / 100, seed=search.seed)
-        without = "" if answer.plan.best.problem.sharded is None else "\nAll without gathers of weights."
+        moved = what_if(answer.plan, options.error / 100, seed=search.seed)
+        without = "" if answer.plan.problem.sharded is None else "\nAll without gathers of weights."
         answer = answer.with_remark({"what_if": moved.to_dict()}, what_if_text(moved) + without)
     return answer
 
@@ -404,27 +441,39 @@ def plan_to_dict(found: Plan) -> dict[str, object]:
     Where microbatches are of unequal cost, the CSV numbers them in the order in which the last stage takes them, `microbatch_order`.
     """
     in_places, ordered = found.schedule, {}
-    if found.best.problem.costs.shares:
+    if found.problem.costs.shares:
         last = found.schedule.num_stages - 1
         order = [op.microbatch for _, _, op in found.schedule.ops() if op.kind is Kind.F and op.stage == last]
         in_places = with_numbers(found.schedule, {number: place for place, number in enumerate(order)})
         ordered = {"microbatch_order": order}
     return {
-        **solved_to_dict(found.choices[0].name if found.few_gathers is None else found.best.problem.placement.name, found.best),
+        **solved_to_dict(_name(found), found),
         "seconds": found.seconds,
         "compile_seconds": found.compiling,
-        "csv": None if any(map(recomputed, in_places.rows)) else to_torch_csv(in_places),
+        "csv": None if found.schedule.has_divided_head or any(map(recomputed, in_places.rows)) else to_torch_csv(in_places),
         **ordered,
-        **({} if found.bought is None else {"recomputation": found.bought.to_dict()}),
+        **{saving.axis: saving.to_dict() for saving in found.savings},
         "choices": [
-            solved_to_dict(choice.name, choice.solved) | {"reason": choice.note, "searched": choice.searched} for choice in found.choices
+            solved_to_dict(_placement(found, choice), choice.plan) | {"reason": choice.note, "searched": choice.searched}
+            for choice in found.choices
         ],
         "simple": found.simple and solved_to_dict(found.simple.problem.placement.name, found.simple),
         "interrupted": found.interrupted,
     }
 
 
-def solved_to_dict(name: str, solved: Solved) -> dict[str, object]:
+def _name(found: Plan) -> str:
+    """The placement of the winner by its name among the choices, if it is one of them."""
+    first = found.choices[0]
+    return _placement(found, first) if first.plan.order is found.order else found.placement.name
+
+
+def _placement(found: Plan, choice: Choice) -> str:
+    """The placement of a choice: choices are named by theirs, or by where they have a head."""
+    return choice.name if found.head is None else choice.plan.placement.name
+
+
+def solved_to_dict(name: str, solved: Plan) -> dict[str, object]:
     """The figures of one answer: bubbles and bounds as rates, times in ms, None where there is no schedule.
 
     Where forwards may be computed again, `levels` has the level of each stage, and bubbles count the passes R as idle.
@@ -433,7 +482,7 @@ def solved_to_dict(name: str, solved: Solved) -> dict[str, object]:
     bounds = solved.bounds
     return {
         "placement": name,
-        "name": None if solved.schedule is None else solved.schedule.name,
+        "name": None if solved.order is None else solved.schedule.name,
         "how": solved.how,
         "bubble_span": timeline and solved.bubble_at(timeline.span),
         "bubble_makespan": timeline and solved.bubble_at(timeline.makespan),

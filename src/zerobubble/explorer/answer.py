@@ -16,7 +16,8 @@ from zerobubble.explorer.estimating import estimate_figures, estimate_of
 from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, beside, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning.problem.problem import Solved, microbatch_bytes
+from zerobubble.planning.answer import Plan
+from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import find, make
 from zerobubble.simulation import simulate
@@ -41,7 +42,7 @@ class Answer:
     costs: Costs
     timeline: Timeline
     limits: tuple[int, ...] = ()
-    plan: Solved | None = None
+    plan: Plan | None = None
     estimate: Estimate | None = None
 
     @property
@@ -112,10 +113,10 @@ def _made(question: Question) -> Schedule:
         return make(question.schedule, question.ranks, question.microbatches, question.stages, **options)
 
 
-def _from_file(question: Question) -> tuple[Schedule, Solved | None]:
+def _from_file(question: Question) -> tuple[Schedule, Plan | None]:
     with beside("file"):
         document = load_document(question.file, question.file_name or "file")
-        return schedule_of(document), document if isinstance(document, Solved) else None
+        return schedule_of(document), document if isinstance(document, Plan) else None
 
 
 def _costs(question: Question, schedule: Schedule) -> Costs:
@@ -132,7 +133,7 @@ def _costs(question: Question, schedule: Schedule) -> Costs:
 def _pasted_costs(question: Question, schedule: Schedule) -> Costs:
     with beside("costs"):
         document = load_document(question.costs)
-        if isinstance(document, Solved):
+        if isinstance(document, Plan):
             document = document.problem.costs
         elif isinstance(document, Workload):
             document = document.costs(schedule.placement)

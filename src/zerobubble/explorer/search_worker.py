@@ -110,8 +110,8 @@ def _front(question: dict[str, Any]) -> dict[str, Any]:
 def _rows(found: Plan) -> list[dict[str, Any]]:
     """A row for each placement, the winner first."""
     return [
-        {"placement": choice.name, "bubble": choice.solved.bubble, "bound": choice.solved.least_bubble}
-        | {"peak": choice.solved.peak_microbatches, "how": choice.solved.how, "note": choice.note}
+        {"placement": choice.name, "bubble": choice.plan.bubble, "bound": choice.plan.least_bubble}
+        | {"peak": choice.plan.peak_microbatches, "how": choice.plan.how, "note": choice.note}
         for choice in found.choices
     ]
 

@@ -8,14 +8,14 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.json_form import Document, loads
 from zerobubble.export.torch_csv import from_torch_csv, looks_like_torch_csv
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.program import Program
 from zerobubble.timeline import Timeline
 
 _NAMES: dict[type[Document], str] = {
     Schedule: "a schedule",
-    Solved: "a plan",
+    Plan: "a plan",
     Costs: "costs of stages",
     Timeline: "a timeline",
     Program: "a program",
@@ -57,7 +57,7 @@ def schedule_of(value: Document) -> Schedule:
     """The schedule that `value` is or holds; raises `ParseError` for what has none."""
     if isinstance(value, Schedule):
         return value
-    if isinstance(value, Solved) and value.schedule is not None:
+    if isinstance(value, Plan):
         return value.schedule
     remedy = "; zerobubble diff compares it with the schedule that ran" if isinstance(value, Timeline) else ""
     raise ParseError(f"the file holds {describe_document(value)}, not a schedule or a plan{remedy}")

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
-from zerobubble.planning.competition import Choice
+from zerobubble.planning.answer import Choice, Status
 from zerobubble.planning.pareto import Front, Point
-from zerobubble.planning.problem.problem import Objective, Status
-from zerobubble.planning.reasons import percent
+from zerobubble.planning.problem.problem import Objective
+from zerobubble.planning.table import percent
 from zerobubble.units import counted
 
 COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
@@ -71,20 +71,20 @@ def front_svg(front: Front, title: str, width: int = 860) -> str:
 
 def points_with_schedules(front: Front) -> list[Point]:
     """The points of the front at which something fits; raises `InputError` where there is none."""
-    points = [point for point in front.points if point.plan.best.schedule is not None]
+    points = [point for point in front.points if point.plan.order is not None]
     if not points:
-        raise InputError(f"no schedule fits at any point of the front: {front.points[-1].plan.best.reason}")
+        raise InputError(f"no schedule fits at any point of the front: {front.points[-1].plan.reason}")
     return points
 
 
 def knee(points: Sequence[Point]) -> float:
     """The smallest bubble rate of the front, from which on the axis is logarithmic; 0.1 % where it is smaller."""
-    return max(LEAST_KNEE, min(point.plan.best.bubble or 0.0 for point in points))
+    return max(LEAST_KNEE, min(point.plan.bubble or 0.0 for point in points))
 
 
 def _frame(points: Sequence[Point], width: int) -> _Frame:
-    objective = points[0].plan.best.problem.objective
-    worst = max(point.plan.best.bubble or 0.0 for point in points)
+    objective = points[0].plan.problem.objective
+    worst = max(point.plan.bubble or 0.0 for point in points)
     return _Frame(width, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), knee(points), objective)
 
 
@@ -99,7 +99,7 @@ def _document(frame: _Frame, points: Sequence[Point], title: str) -> Iterator[st
     yield from _legend(colours)
     yield from _axes(frame, points)
     yield f'<path class="bound" d="{_line([(frame.x(p.memory), frame.y(p.plan.lower_bound)) for p in points])}"/>'
-    yield f'<path class="front" d="{_line([(frame.x(p.memory), frame.y(p.plan.best.bubble or 0.0)) for p in points])}"/>'
+    yield f'<path class="front" d="{_line([(frame.x(p.memory), frame.y(p.plan.bubble or 0.0)) for p in points])}"/>'
     for point in points:
         yield from _dots(frame, point, colours)
     yield "</svg>"
@@ -153,19 +153,19 @@ def _line(places: Sequence[tuple[float, float]]) -> str:
 def _dots(frame: _Frame, point: Point, colours: dict[str, str]) -> Iterator[str]:
     """The answers for one limit, the winner large and on top."""
     for choice in reversed(point.plan.choices):
-        rate, colour = choice.solved.bubble, colours[choice.name]
+        rate, colour = choice.plan.bubble, colours[choice.name]
         if rate is None or rate > frame.top:
             continue
         place = f'cx="{frame.x(point.memory):.2f}" cy="{frame.y(rate):.2f}"'
         tooltip = f"<title>{escape(_tooltip(point, choice))}</title>"
         if choice is not point.plan.choices[0]:
             yield f'<circle class="other" {place} r="2.6" fill="{colour}" fill-opacity=".55">{tooltip}</circle>'
-        elif choice.solved.status is Status.OPTIMAL:
+        elif choice.plan.status is Status.OPTIMAL:
             yield f'<circle class="best" {place} r="5.5" fill="{colour}">{tooltip}</circle>'
         else:
             yield f'<circle class="best hollow" {place} r="4.4" stroke="{colour}" stroke-width="2.4">{tooltip}</circle>'
 
 
 def _tooltip(point: Point, choice: Choice) -> str:
-    rates = f"bubble {percent(choice.solved.bubble or 0.0)}, bound {percent(choice.solved.least_bubble)}"
-    return f"{choice.name} with room for {counted(point.memory, 'microbatch')}: {rates}, {choice.solved.how}"
+    rates = f"bubble {percent(choice.plan.bubble or 0.0)}, bound {percent(choice.plan.least_bubble)}"
+    return f"{choice.name} with room for {counted(point.memory, 'microbatch')}: {rates}, {choice.plan.how}"

@@ -10,12 +10,12 @@ from zerobubble.arguments import instance, takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError, parsed_json
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.program import Program
 from zerobubble.timeline import Timeline
 
-Document = Schedule | Timeline | Costs | Program | Solved | Workload
+Document = Schedule | Timeline | Costs | Program | Plan | Workload
 
 _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
     "zerobubble schedule 1": Schedule.from_dict,
@@ -24,15 +24,17 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
     "zerobubble costs 2": Costs.from_dict,
     "zerobubble costs 3": Costs.from_dict,
     "zerobubble program 1": Program.from_dict,
-    "zerobubble plan 1": Solved.from_dict,
-    "zerobubble plan 2": Solved.from_dict,
-    "zerobubble plan 3": Solved.from_dict,
-    "zerobubble plan 4": Solved.from_dict,
+    "zerobubble plan 1": Plan.from_dict,
+    "zerobubble plan 2": Plan.from_dict,
+    "zerobubble plan 3": Plan.from_dict,
+    "zerobubble plan 4": Plan.from_dict,
+    "zerobubble plan 5": Plan.from_dict,
+    "zerobubble layers plan 1": Plan.from_dict,
     "zerobubble workload 1": Workload.from_dict,
 }
 
 
-@takes(value=instance(Schedule, Timeline, Costs, Program, Solved, Workload))
+@takes(value=instance(Schedule, Timeline, Costs, Program, Plan, Workload))
 def dumps(value: Document) -> str:
     """The JSON text of a schedule, timeline, costs, program, plan or workload. `loads` reads it back."""
     return json.dumps(value.to_dict()) + "\n"

@@ -15,7 +15,7 @@ from zerobubble.arguments import either, optional, takes
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
-from zerobubble.models.cutting.by_hand import CUTS, ByHand, Planned, spelled_out, stages_by_hand
+from zerobubble.models.cutting.by_hand import CUTS, ByHand, spelled_out, stages_by_hand
 from zerobubble.models.cutting.choice import MEMORY, UnitCost, Where, choose_cuts, joined_in_groups, joined_inside_blocks, memory_bytes
 from zerobubble.models.cutting.costs import COUNTING, Machine, estimated_layers
 from zerobubble.models.cutting.cut import ModelCut, crossings, cut_at, groups_in_order, parts_of_the_output, units_in_order
@@ -38,6 +38,7 @@ from zerobubble.models.proof.trace_numbers import refuse_other_numbers
 from zerobubble.models.stages.stage_model import stage_model
 from zerobubble.models.stages.torch_pipe import PIPE, PipeStages
 from zerobubble.partition import Layer, LayerCut, cut_layers
+from zerobubble.planning import Plan
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.stage.whole_model import ModelFacts
 from zerobubble.units import NS_PER_MS
@@ -350,7 +351,7 @@ def split(
     model: nn.Module | Callable[[], nn.Module] | Any,
     *,
     example: Any = None,
-    cuts: ByHand | Planned | None = None,
+    cuts: ByHand | Plan | None = None,
     memory: int | str | None = None,
     inside_blocks: bool = False,
 ) -> ModelSplit:
@@ -362,7 +363,7 @@ def split(
     model: nn.Module | Callable[[], nn.Module] | Any,
     *,
     example: Any = None,
-    cuts: ByHand | Planned | None = None,
+    cuts: ByHand | Plan | None = None,
     memory: int | str | None = None,
     inside_blocks: bool = False,
 ) -> ModelSplit | PipeStages:

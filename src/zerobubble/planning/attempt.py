@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
+from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
 from zerobubble.planning.papers import BASELINES
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
-from zerobubble.planning.problem.problem import Problem, Solved, Status
+from zerobubble.planning.problem.axes import refuse_pairs
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.seeds import MAKE_SECONDS, computed_again, fitting, lean, paired, promising, serial_schedule
 from zerobubble.schedules import SCHEDULES
 
@@ -107,11 +109,11 @@ class Attempt:
     """What is known of one placement: its best answer so far, and where a search may start."""
 
     name: str
-    solved: Solved
+    solved: Plan
     seeds: tuple[Schedule, ...] = ()
     searched: bool = False
     interrupted: bool = False
-    published: tuple[Solved, ...] = ()
+    published: tuple[Plan, ...] = ()
     """The published schedules among the seeds, with B and W apart."""
 
     @property
@@ -122,7 +124,7 @@ class Attempt:
     @property
     def has_no_schedule(self) -> bool:
         """Whether there is an answer, but none has been made."""
-        return self.can_improve and self.solved.schedule is None
+        return self.can_improve and self.solved.order is None
 
 
 def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
@@ -143,13 +145,13 @@ def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[S
     started = perf_counter()
     bound = problem.bound()
     if problem.shortage_reason:
-        return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.shortage_reason))
-    best = Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, "")
+        return Attempt(name, Plan(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.shortage_reason))
+    best = Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, "")
     kept, plain, asked = [], [], lean(problem)
     given = chain(paper_heuristics(asked, budget.for_seeds), promising(asked, budget.for_seeds) if seeds is None else seeds)
     for seed in fitting(_until_deadline(given, started + budget.for_seeds - MAKE_SECONDS * problem.num_passes), problem):
         kept.append(seed)
-        solved = Solved.of(problem, bound, seed, perf_counter() - started, seed.name)
+        solved = Plan.of(problem, bound, seed, perf_counter() - started, seed.name)
         plain += [solved] if seed.name in SCHEDULES else []
         best = shorter(best, solved)
         if best.status is Status.OPTIMAL:
@@ -195,7 +197,7 @@ def with_serial_schedule(attempt: Attempt) -> Attempt:
         return attempt
     started, problem = perf_counter(), attempt.solved.problem
     alone = computed_again(serial_schedule(problem.placement, problem.num_microbatches), problem)
-    solved = Solved.of(problem, attempt.solved.bound, alone, 0.0, alone.name)
+    solved = Plan.of(problem, attempt.solved.bound, alone, 0.0, alone.name)
     return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + perf_counter() - started))
 
 
@@ -204,7 +206,7 @@ def with_paired_schedule(attempt: Attempt) -> Attempt:
     solved = attempt.solved
     if attempt.can_improve:
         for made in paired(solved.problem):
-            solved = shorter(solved, Solved.of(solved.problem, solved.bound, made, solved.seconds, made.name))
+            solved = shorter(solved, Plan.of(solved.problem, solved.bound, made, solved.seconds, made.name))
     return replace(attempt, solved=solved)
 
 
@@ -213,12 +215,12 @@ def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: Progre
 
     An attempt with a schedule stays as it is where the budget would be over before a better one was checked.
     """
-    best = attempt.solved.schedule
+    best = attempt.solved.order
     if budget.is_empty or not attempt.can_improve or (best is not None and not budget.lasts_for_check(attempt.solved.problem)):
         return attempt
     if not attempt.searched:
         attempt, budget = _with_lengthened(attempt, budget, seed)
-        best = attempt.solved.schedule
+        best = attempt.solved.order
     if attempt.interrupted or not attempt.can_improve:
         return replace(attempt, searched=True)
     seeds = attempt.seeds if best is None else (best, *attempt.seeds)
@@ -239,12 +241,12 @@ def _with_lengthened(attempt: Attempt, budget: Budget, seed: int) -> tuple[Attem
     to_check = CHECK_SECONDS * solved.problem.num_passes
     begun = start_attempt(attempt.name, few, part)
     short = improve(begun, part._replace(seconds=part.seconds - to_check - (perf_counter() - started)), seed)
-    if short.solved.schedule is not None:
+    if short.solved.order is not None:
         for longer in islice(lengthened_by_time(short.solved.schedule, few.costs, solved.problem.num_microbatches), LENGTHENED_TRIES):
             if budget.evaluations is None and perf_counter() - started + to_check > budget.seconds:
                 break
             name = f"{short.solved.how} for {few.num_microbatches} microbatches, lengthened"
-            solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(longer, name=name), solved.seconds, name))
+            solved = shorter(solved, Plan.of(solved.problem, solved.bound, replace(longer, name=name), solved.seconds, name))
             if solved.status is Status.OPTIMAL:
                 break
     spent = perf_counter() - started
@@ -268,8 +270,8 @@ def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed:
     )
     name = f"planned by {found.how}"
     before = solved.seconds
-    if solved.schedule is None or found.schedule.rows != solved.schedule.rows:
-        solved = shorter(solved, Solved.of(solved.problem, solved.bound, replace(found.schedule, name=name), before, name))
+    if solved.order is None or found.schedule.rows != solved.schedule.rows:
+        solved = shorter(solved, Plan.of(solved.problem, solved.bound, replace(found.schedule, name=name), before, name))
     return replace(attempt, solved=replace(solved, seconds=before + perf_counter() - started), interrupted=found.interrupted)
 
 
@@ -278,7 +280,7 @@ def _plan_progress(attempt: Attempt, progress: Progress) -> PlanProgress:
     return PlanProgress(attempt.name, attempt.solved.problem.bubble(progress.time_ns), gap, progress.how)
 
 
-def shorter(one: Solved, other: Solved) -> Solved:
+def shorter(one: Plan, other: Plan) -> Plan:
     """The one with the shorter schedule; of equals the one with the smaller makespan, or else the first."""
     if one.time is None or other.time is None:
         return other if one.time is None else one
@@ -291,12 +293,12 @@ def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budg
     Its seconds are those of that planner alone. Raises `InputError` for an unknown one, and where it has no answer, with its reason.
     """
     if problem.sharded is not None:
-        raise InputError(f"the planner {baseline!r} knows nothing of weights in shards: leave out the baseline or sharded")
+        refuse_pairs({"baseline": f"baseline {baseline!r}", "sharded": "sharded"})
     if baseline not in BASELINES:
         raise InputError(f"there is no baseline {baseline!r}: {near(baseline, BASELINES)}known are {', '.join(BASELINES)}")
     started, bound = perf_counter(), problem.bound()
     schedule = BASELINES[baseline](problem)
-    attempt = Attempt(name, Solved.of(problem, bound, schedule, perf_counter() - started, baseline), searched=True)
+    attempt = Attempt(name, Plan.of(problem, bound, schedule, perf_counter() - started, baseline), searched=True)
     if find_spec("numba") is None:
         return attempt
     bounded = with_sharper_bound(attempt, budget)

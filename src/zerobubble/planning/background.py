@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO
 
 from zerobubble.errors import ZeroBubbleError
-from zerobubble.planning.problem.problem import Problem, Solved
+from zerobubble.planning.answer import Plan
+from zerobubble.planning.problem.problem import Problem
 
 PROGRAM = Path(__file__).with_name("search_process.py")
 MARGIN_S = 120.0
@@ -61,7 +62,7 @@ class BackgroundPlanner:
         """The number of its process."""
         return self._process.pid
 
-    def answer(self) -> Solved | None:
+    def answer(self) -> Plan | None:
         """The plan, None while it is being made. Raises `PlannerError` when there will be none."""
         code = self._process.poll()
         if code is None:
@@ -76,11 +77,11 @@ class BackgroundPlanner:
         """End the process if it still runs, frozen or not, and give back all that it held."""
         self._end()
 
-    def _read(self) -> Solved:
+    def _read(self) -> Plan:
         """The answer of a process that has ended well."""
         try:
             lines = _last_bytes(self._written, _MOST_BYTES).splitlines()
-            solved = Solved.from_dict(json.loads(lines[-1]))
+            solved = Plan.from_dict(json.loads(lines[-1]))
         except (IndexError, ValueError, RecursionError, ZeroBubbleError) as error:
             raise PlannerError(f"its process ended without a plan that can be read ({error}){self._last_words()}") from error
         if solved.problem != self._problem:

@@ -9,21 +9,20 @@ from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from zerobubble.arguments import NUMBER, WHOLE, each, instance, optional, takes
 from zerobubble.costs import Limits
-from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, slices, stage_costs
+from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, stage_costs
 from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.descent import moves
+from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_sharper_bound
-from zerobubble.planning.competition import SECONDS, Plan, as_budget, explained, plan_problems
-from zerobubble.planning.problem.problem import Objective, Problem, Solved
+from zerobubble.planning.competition import explained, plan_problems
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.simulation import peak_memory
-from zerobubble.units import counted
+from zerobubble.planning.table import percent
+from zerobubble.units import counted, ms, show_bytes, show_ms
 
 BEAM_WIDTH = 4
 """How many cuts get a short search in a round, and how many of them the next round starts from."""
@@ -33,68 +32,92 @@ ROUNDS = 6
 
 
 @dataclass(frozen=True, repr=False)
-class LayersPlan(Displayed):
-    """The cut and the plan found together, and what a balanced cut gives: `cuts_planned` is how many cuts of the winner had a plan made.
+class CutSavings(Saving):
+    """What moving the cuts of the winner saved: `balanced` is the plan that it had on balanced cuts, `found` the one on its cuts.
 
-    In `plan` the winner has the cut `cut`, the other placements balanced ones. `balanced_cut` and `balanced` are the cut and the plan that
-    the winner had before its cuts were moved. `left_out` says of each placement that cannot be cut why.
+    `cuts_planned` is how many cuts of the winner had a plan made. `limits` are bytes for parameters and activations together. `left_out`
+    says of each placement that cannot be cut why. The other placements have balanced cuts.
     """
 
-    cut: LayerCut
-    plan: Plan
-    balanced_cut: LayerCut
-    balanced: Solved
+    axis = "layers"
+
+    balanced: Plan
+    found: Plan
     cuts_planned: int
+    limits: Limits | None = None
     left_out: tuple[str, ...] = ()
 
-    def _summary(self) -> str:
-        gain = f"{100 * self.gain:.2f} % less time than with balanced cuts"
-        return f"{self.solved._summary()}; {gain}"
-
-    def _details(self) -> Iterator[str]:
-        yield f"cuts before the layers {', '.join(map(str, self.cuts))}; balanced cuts {', '.join(map(str, self.balanced_cuts))}"
-        yield f"the cut {self.cut._summary()}"
-        yield from self.left_out
-        yield from str(self.plan).split("\n")
-
     @property
-    def cuts(self) -> Cuts:
+    def cut(self) -> LayerCut:
         """Where the winner is cut."""
-        return self.cut.cuts
+        assert self.found.cut is not None, "plans for layers have a cut"
+        return self.found.cut
 
     @property
-    def balanced_cuts(self) -> Cuts:
+    def balanced_cut(self) -> LayerCut:
         """Where the winner is cut if it is balanced."""
-        return self.balanced_cut.cuts
-
-    @property
-    def solved(self) -> Solved:
-        """The winner."""
-        return self.plan.best
+        assert self.balanced.cut is not None, "plans for layers have a cut"
+        return self.balanced.cut
 
     @property
     def rank_bytes(self) -> tuple[tuple[int, int], ...]:
         """What each rank holds in the winner: the bytes of parameters, gradients and optimizer state, and the most of activations."""
-        assert self.solved.schedule is not None
-        parameters = parameter_bytes(self.cut.layers, self.cuts, self.cut.placement)
-        return tuple(zip(parameters, peak_memory(self.solved.schedule, self.solved.problem.costs), strict=True))
+        return tuple(zip(parameter_bytes(self.cut.layers, self.cut.cuts, self.cut.placement), self.found.peaks, strict=True))
 
     @property
     def gain(self) -> float:
         """The share of the balanced plan's time that is saved, by other cuts and by searching on."""
-        return 1 - self.solved.time / self.balanced.time if self.solved.time and self.balanced.time else 0.0
+        return 1 - self.found.time / self.balanced.time if self.found.time and self.balanced.time else 0.0
+
+    def _summary(self) -> str:
+        return f"{percent(self.gain)} less time than with balanced cuts"
+
+    def __str__(self) -> str:
+        cut = self.cut
+        return "\n".join(
+            [
+                f"The winner has stages of {_sizes(cut)} layers: {self._gain_text}.",
+                f"Its slowest rank takes {show_ms(cut.slowest)} for a microbatch, {cut.excess:.3f} x an even share; no cut on this "
+                f"placement is below {cut.least_excess:.3f} x: {cut.reason}.",
+                f"{cut.heaviest_text}.",
+                *self._bytes_text(),
+                "Other placements have balanced cuts. The bound and the reason of a placement hold for its cuts.",
+                *(f"Left out: {reason}" for reason in self.left_out),
+            ]
+        )
+
+    @property
+    def _gain_text(self) -> str:
+        if self.cut.cuts != self.balanced_cut.cuts:
+            return f"{percent(self.gain)} shorter than the best plan on balanced cuts, stages of {_sizes(self.balanced_cut)}"
+        searched_on = f"; searching on saved {percent(self.gain)}" if self.gain > 0 else ""
+        return f"no plan on other cuts was found to be shorter than on these balanced ones{searched_on}"
+
+    def _bytes_text(self) -> Iterator[str]:
+        """What the fullest rank holds, where bytes are limited."""
+        if self.limits is not None and any(layer.parameters_bytes for layer in self.cut.layers):
+            rank, (parameters, activations) = max(enumerate(self.rank_bytes), key=lambda held: sum(held[1]))
+            room = f"of {show_bytes(self.limits.memory[rank])}, {show_bytes(parameters)} of them for parameters"
+            yield f"The fullest rank, {rank}, holds {show_bytes(parameters + activations)} {room} with gradients and optimizer state."
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: both cuts, both times in ns, the gain as a share, and the plan."""
+        """Both cuts, the gain as a share, the placements left out, and how good the winner's cut is, times in ms."""
         return {
-            "format": "zerobubble layers plan 1",
-            "cuts": list(self.cuts),
-            "balanced_cuts": list(self.balanced_cuts),
-            "time": self.solved.time,
-            "balanced_time": self.balanced.time,
+            "cuts": list(self.cut.cuts),
+            "balanced_cuts": list(self.balanced_cut.cuts),
             "gain": self.gain,
-            "plan": self.solved.to_dict(),
+            "left_out": list(self.left_out),
+            "slowest_ms": ms(self.cut.slowest),
+            "excess": self.cut.excess,
+            "bound_ms": ms(self.cut.bound),
+            "reason": self.cut.reason,
+            "heaviest": self.cut.heaviest_text,
+            "rank_bytes": [list(held) for held in self.rank_bytes],
         }
+
+
+def _sizes(cut: LayerCut) -> str:
+    return " ".join(str(len(stage)) for stage in cut.stages)
 
 
 @dataclass(frozen=True)
@@ -107,67 +130,52 @@ class LayerProblem:
     limits: Limits | None
     objective: Objective
 
-    def problem(self, cuts: Cuts) -> Problem:
-        """The problem for `cuts`; raises `InputError` where parameters alone fill a rank."""
-        costs = stage_costs(self.layers, cuts)
+    def problem(self, cut: LayerCut) -> Problem:
+        """The problem for `cut`; raises `InputError` where parameters alone fill a rank."""
         if self.limits is not None:
-            limits = activation_limits(self.layers, cuts, self.placement, self.limits)
+            limits = activation_limits(self.layers, cut.cuts, self.placement, self.limits)
         else:
             all_layers = sum(max(layer.held_after_f, layer.held_after_b) for layer in self.layers)
             limits = Limits((self.num_microbatches * all_layers + 1,) * self.placement.num_ranks)
-        layers_per_stage = tuple(map(len, slices(self.layers, cuts)))
-        names = tuple(layer.full_name for layer in self.layers)
-        return Problem(
-            self.placement,
-            self.num_microbatches,
-            costs,
-            limits,
-            self.objective,
-            layers_per_stage=layers_per_stage,
-            layer_names=names if all(names) else (),
-        )
+        costs = stage_costs(self.layers, cut.cuts)
+        return Problem(self.placement, self.num_microbatches, costs, limits, self.objective, cut=cut)
 
 
-@takes(
-    layers=each(Layer),
-    placements=instance(Placement, Mapping),
-    num_microbatches=WHOLE,
-    limits=optional(Limits),
-    objective=str,
-    seconds=NUMBER,
-    seed=WHOLE,
-    evaluations=optional(WHOLE),
-)
+def equal_limits(layers: Sequence[Layer], num_ranks: int, memory: float) -> Limits:
+    """What each rank may hold, in bytes: an equal share of all parameters, and of the activations of `memory` microbatches."""
+    parameters, held = (sum(getattr(layer, name) for layer in layers) for name in ("parameters_bytes", "held_after_f"))
+    return Limits((max(1, round((parameters + memory * held) / num_ranks)),) * num_ranks)
+
+
 def plan_layers(
     layers: Sequence[Layer],
-    placements: Placement | Mapping[str, Placement],
+    placements: Mapping[str, Placement],
     num_microbatches: int,
-    limits: Limits | None = None,
-    *,
-    objective: str = Objective.SPAN,
-    seconds: float = SECONDS,
+    memory: float | Limits | None,
+    objective: Objective,
+    budget: Budget,
     seed: int = 0,
-    evaluations: int | None = None,
     progress: ProgressCallback | None = None,
-) -> LayersPlan:
+) -> Plan:
     """Cuts of `layers` and a schedule, together at most as long as the best plan over `placements` on balanced cuts with the same budget.
 
     That plan is made first and in full; what follows moves the winner's cuts and may take as long again: half for quick plans of other
-    cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. `limits` are bytes for
+    cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. `memory` in bytes is for
     parameters and activations. Raises `InputError` as `balance_placement` does, where no placement can be cut.
     """
-    named = {placements.name: placements} if isinstance(placements, Placement) else placements
-    aim, budget = Objective.named(objective), as_budget(seconds, evaluations)
-    layer_problems = {name: LayerProblem(layers, placement, num_microbatches, limits, aim) for name, placement in named.items()}
+    num_ranks = next(iter(placements.values())).num_ranks
+    limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
+    layer_problems = {name: LayerProblem(layers, placement, num_microbatches, limits, objective) for name, placement in placements.items()}
     starts, left_out = _balanced(layer_problems)
-    balanced = plan_problems({name: problem for name, (_, problem) in starts.items()}, budget, seed, progress)
+    balanced = plan_problems(starts, budget, seed, progress)
     winner, *others = balanced.choices
-    if winner.solved.schedule is None:
-        raise InputError(f"nothing can run with balanced cuts: {winner.solved.reason}")
-    began, balanced_cut = perf_counter(), starts[winner.name][0]
-    tried = [Candidate(balanced_cut.cuts, Attempt(winner.name, winner.solved))]
+    if winner.plan.order is None:
+        raise InputError(f"nothing can run with balanced cuts: {winner.plan.reason}")
+    began = perf_counter()
+    start = Candidate.of(Attempt(winner.name, winner.plan))
+    tried = [start]
     with CtrlC() as ctrl_c:
-        for candidate in _beam_search(layer_problems[winner.name], tried[0], budget.share(2), seed, progress):
+        for candidate in _beam_search(layer_problems[winner.name], start, budget.share(2), seed, progress):
             tried.append(candidate)
             if candidate.attempt.interrupted:
                 break
@@ -175,16 +183,16 @@ def plan_layers(
     cut_short = balanced.interrupted or ctrl_c.came or any(candidate.attempt.interrupted for candidate in tried)
     bounded = best.attempt if cut_short else with_sharper_bound(best.attempt, budget.share(2))
     answers = [Attempt(winner.name, bounded.solved, searched=not budget.is_empty)]
-    answers += [Attempt(other.name, other.solved, searched=other.searched) for other in others]
+    answers += [Attempt(other.name, other.plan, searched=other.searched) for other in others]
     seconds = balanced.seconds + perf_counter() - began
-    plan = replace(balanced, choices=explained(answers), seconds=seconds, simple=None, interrupted=cut_short)
-    cut = replace(balanced_cut, cuts=best.cuts)
-    return LayersPlan(cut, plan, balanced_cut, winner.solved, len({candidate.cuts for candidate in tried}), left_out)
+    found = replace(balanced, choices=explained(answers), seconds=seconds, interrupted=cut_short)
+    savings = CutSavings(winner.plan, bounded.solved, len({candidate.cuts for candidate in tried}), limits, left_out)
+    return found.won_by(bounded.solved, savings)
 
 
-def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tuple[LayerCut, Problem]], tuple[str, ...]]:
-    """The balanced cut and their problem on each placement that has them, and of the others why not; raises that where none has them."""
-    starts: dict[str, tuple[LayerCut, Problem]] = {}
+def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, Problem], tuple[str, ...]]:
+    """The problem of the balanced cut on each placement that has one, and of the others why not; raises that where none has one."""
+    starts: dict[str, Problem] = {}
     names: dict[str, list[str]] = {}
     for name, layer_problem in layer_problems.items():
         try:
@@ -199,18 +207,17 @@ def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, tup
     return starts, left_out
 
 
-def _start(layer_problem: LayerProblem) -> tuple[LayerCut, Problem]:
-    """The balanced cut that leaves memory for so many microbatches that the bound is lowest, the fewest of equals, and its problem.
+def _start(layer_problem: LayerProblem) -> Problem:
+    """The problem of the balanced cut that leaves memory for so many microbatches that the bound is lowest, the fewest of equals.
 
     A cut that leaves room for one alone may balance times better, and yet its ranks would wait for each other. Raises `InputError` where
     nothing fits.
     """
     layers, placement, limits = layer_problem.layers, layer_problem.placement, layer_problem.limits
-    cut = cut_layers(layers, placement, limits)
-    best = cut, layer_problem.problem(cut.cuts)
+    best = layer_problem.problem(cut_layers(layers, placement, limits))
     held, most = 2, 0 if limits is None else min(placement.num_ranks, layer_problem.num_microbatches)
     while held <= most and (fitting := fitting_cut(layers, placement, limits, held)) is not None:
-        best = min(best, (fitting, layer_problem.problem(fitting.cuts)), key=lambda start: start[1].bound().time)
+        best = min(best, layer_problem.problem(fitting), key=lambda problem: problem.bound().time)
         held *= 2
     return best
 
@@ -221,6 +228,12 @@ class Candidate:
 
     cuts: Cuts
     attempt: Attempt
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> Candidate:
+        """The attempt with the cuts of its problem."""
+        assert attempt.solved.cut is not None, "plans for layers have a cut"
+        return cls(attempt.solved.cut.cuts, attempt)
 
     @property
     def time(self) -> int:
@@ -254,7 +267,7 @@ def _beam_search(
         neighbours += [neighbour for candidate in beam for neighbour in _neighbours(layer_problem, candidate, ends)]
         neighbours = sorted((neighbour for neighbour in neighbours if neighbour.cuts not in known), key=lambda neighbour: neighbour[:2])
         beam = []
-        for candidate in islice(_promising(layer_problem, start.attempt.name, neighbours, best), BEAM_WIDTH):
+        for candidate in islice(_promising(layer_problem, start, neighbours, best), BEAM_WIDTH):
             beam.append(candidate.searched(quick, seed + turn, on_progress))
             yield beam[-1]
         known |= {candidate.cuts: candidate for candidate in beam}
@@ -284,20 +297,21 @@ def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) 
         yield Neighbour(replay.time(layer_problem.objective, stage_costs(layer_problem.layers, cuts)), cuts, schedule)
 
 
-def _promising(layer_problem: LayerProblem, name: str, neighbours: Iterable[Neighbour], best: int) -> Iterator[Candidate]:
+def _promising(layer_problem: LayerProblem, start: Candidate, neighbours: Iterable[Neighbour], best: int) -> Iterator[Candidate]:
     """The neighbours that can be shorter than `best` and whose order fits the memory, each of different cuts."""
     taken: set[Cuts] = set()
     for neighbour in neighbours:
-        solved = None if neighbour.cuts in taken else _as_solved(layer_problem, neighbour)
+        solved = None if neighbour.cuts in taken else _as_solved(layer_problem, start, neighbour)
         if solved is not None and solved.bound.time < best:
             taken.add(neighbour.cuts)
-            yield Candidate(neighbour.cuts, Attempt(name, solved))
+            yield Candidate(neighbour.cuts, Attempt(start.attempt.name, solved))
 
 
-def _as_solved(layer_problem: LayerProblem, neighbour: Neighbour) -> Solved | None:
+def _as_solved(layer_problem: LayerProblem, start: Candidate, neighbour: Neighbour) -> Plan | None:
     """The order of a neighbour as a plan for its cuts; None where it does not fit the memory."""
     try:
-        problem = layer_problem.problem(neighbour.cuts)
-        return Solved.of(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")
+        assert start.attempt.solved.cut is not None, "plans for layers have a cut"
+        problem = layer_problem.problem(replace(start.attempt.solved.cut, cuts=neighbour.cuts))
+        return Plan.of(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")
     except (InputError, ScheduleError):
         return None

@@ -6,29 +6,27 @@ its best for more memory and with the published schedules: each with what it mus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from zerobubble.arguments import NUMBER, WHOLE, either, instance, optional, takes
 from zerobubble.bounds import Bound
 from zerobubble.costs import MOST_ROOM, Costs, Limits
-from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offloads
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
+from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Budget, ProgressCallback
-from zerobubble.planning.competition import MICROBATCHES, SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
-from zerobubble.planning.problem.problem import Objective, Problem, Solved
+from zerobubble.planning.competition import plan_problems, problems_of
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import fits_memory, fitting, promising, serial_schedule
 from zerobubble.simulation import metrics
-from zerobubble.timeline import Timeline
-from zerobubble.units import counted, ms, show_bytes, show_ms
+from zerobubble.units import counted, ms, show_ms
 
 WITHOUT, ROOMIER = 0.4, 0.15
 """The shares of the budget: plans for the memory that there is, and those for each larger one. The rest of the seconds is for offloads."""
@@ -50,86 +48,53 @@ MOST_PASSES = 20_000
 
 
 @dataclass(frozen=True, repr=False)
-class OffloadedPlan(Displayed):
-    """The quickest schedule found within the memory, with what its ranks move to the host, and the best `plan` without offload.
+class OffloadSavings(Saving):
+    """What offload saved: `without` is the least makespan in ns found without it, None if nothing fits so.
 
-    `solved` is that schedule with its offloads, which a file can keep. `without` is the least makespan in ns found without offload, None
-    where nothing fits so. No schedule on any placement tried has a makespan below `bound`, whatever goes to the host: it holds for any
-    memory.
+    `found` is the quickest schedule with what its ranks move to the host. No schedule on any placement tried has a makespan below `bound`,
+    whatever goes to the host.
     """
 
-    plan: Plan
-    solved: Solved
+    axis = "offload"
+
+    found: Plan
     without: int | None
     bound: Bound
 
     @property
-    def problem(self) -> Problem:
-        """What was planned for, on the placement of the schedule."""
-        return self.solved.problem
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of the passes."""
-        assert self.solved.schedule is not None
-        return self.solved.schedule
-
-    @property
-    def how(self) -> str:
-        """What found the order."""
-        return self.solved.how
-
-    @property
-    def offloads(self) -> tuple[RankOffloads, ...]:
-        """What each rank moves."""
-        return self.solved.offloads
-
-    @property
-    def timeline(self) -> Timeline:
-        """What runs when, the copies included."""
-        assert self.solved.timeline is not None
-        return self.solved.timeline
-
-    @property
     def gain(self) -> float | None:
-        """The share of the makespan without offload that it saves; None where nothing fits without."""
-        return None if self.without is None else 1 - self.timeline.makespan / self.without if self.without else 0.0
+        """The share of the makespan without offload that it saves; None if nothing fits without."""
+        makespan = self.found.makespan or 0
+        return None if self.without is None else 1 - makespan / self.without if self.without else 0.0
 
-    @property
-    def bought(self) -> str:
-        """What offload buys, in sentences."""
-        bound = f"No schedule takes less than {show_ms(self.bound.time)}, whatever goes to the host: {self.bound.reason}."
-        takes, moved = show_ms(self.timeline.makespan), sum(len(rank.offloads) for rank in self.offloads)
-        plan = f"{self.how} on {self.problem.placement.name}"
+    def _summary(self) -> str:
+        bound = f"No schedule takes less than {show_ms(self.bound.time)}, whatever goes to the host: {self.bound.reason}"
+        takes, moved = show_ms(self.found.makespan or 0), sum(len(rank.offloads) for rank in self.found.offloads)
+        plan = f"{self.found.how} on {self.found.placement.name}"
         if not moved:
             return f"Offload buys nothing that was found: {plan} takes {takes} with all on the device. {bound}"
         without = "nothing fits without it" if self.without is None else f"without it the makespan is {show_ms(self.without)}"
         gain = "" if self.gain is None else f", {100 * self.gain:.1f} % less"
         return f"What offload buys: {without}, with it {takes}{gain} ({plan}, {counted(moved, 'offload')}). {bound}"
 
-    def _summary(self) -> str:
-        gain = "where nothing fits without" if self.gain is None else f"{100 * self.gain:.1f} % less than without"
-        gain = gain if any(rank.offloads for rank in self.offloads) else "nothing goes to the host"
-        return f"{self.how} on {self.problem.placement.name}: makespan {show_ms(self.timeline.makespan)}, {gain}"
+    def __str__(self) -> str:
+        return f"{self._summary()}."
 
-    def _details(self) -> Iterator[str]:
-        yield self.bought
-        most = max(self.offloads, key=lambda rank: rank.bytes)
-        yield f"the rank that moves most: {most._summary()}"
-        moved, must = (sum(getattr(rank, name) for rank in self.offloads) for name in ("bytes", "bound"))
-        yield f"all ranks move {show_bytes(moved)} in a step, of which this order must {show_bytes(must)}"
+    def table(self, found: Plan) -> str:
+        """The choices without offload."""
+        return f"Without offload:\n\n{found.comparison}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures in JSON, times in ms, and the order as text, without the offloads and the timeline."""
+        """The figures in JSON, times in ms, and the order as text."""
         return {
-            "placement": self.problem.placement.name,
-            "how": self.how,
-            "makespan_ms": ms(self.timeline.makespan),
+            "placement": self.found.placement.name,
+            "how": self.found.how,
+            "makespan_ms": ms(self.found.makespan or 0),
             "without_ms": None if self.without is None else ms(self.without),
             "gain": self.gain,
             "lower_bound_ms": ms(self.bound.time),
             "lower_bound_reason": self.bound.reason,
-            "schedule": self.schedule.to_text(),
+            "schedule": self.found.schedule.to_text(),
         }
 
 
@@ -155,48 +120,26 @@ class _Priced(NamedTuple):
         return self[:2]
 
 
-@takes(
-    work=instance(Workload, Costs),
-    num_microbatches=WHOLE,
-    memory=either(MICROBATCHES, Limits),
-    link=HostLink,
-    placements=optional(instance(str, Placement, Iterable)),
-    seconds=NUMBER,
-    seed=WHOLE,
-    evaluations=optional(WHOLE),
-)
 def plan_offloaded(
     work: Workload | Costs,
     num_microbatches: int,
     memory: float | Limits,
     link: HostLink,
-    *,
-    placements: str | Placement | Iterable[str | Placement] | None = None,
-    seconds: float = SECONDS,
+    tried: Mapping[str, Placement],
+    budget: Budget,
     seed: int = 0,
-    evaluations: int | None = None,
     progress: ProgressCallback | None = None,
-) -> OffloadedPlan:
-    """The schedule of the least makespan over `placements` within `memory`, where ranks may move what waits to the host over `link`.
+) -> Plan:
+    """The schedule of the least makespan over the placements `tried` within `memory`, where ranks may move what waits to the host.
 
     It is never slower than the best that is found without offload, for which 40 % of the budget is: it is one of those compared. What moves
     is chosen as by `zb.offload.plan_offloads`, with fewer tries where there are many passes, so that it takes no more than some seconds.
-    A rank of a `Workload` keeps 12 MB for a microbatch unless it says something else. Ctrl-C gives the best so far. `zb.Pipeline`
-    runs it, given as its schedule. The rest is as in `zb.plan`.
+    Ctrl-C gives the best so far.
 
-    Raises `InputError` for a part that cannot be used, where no order fits even with all that waits on the host, for microbatches of
-    unequal cost, and for more than `MOST_PASSES` passes.
-
-    >>> import zerobubble as zb
-    >>> work = zb.Workload.uniform(4, times=(10, 10, 10))
-    >>> link = zb.offload.HostLink(to_host=4e9, from_host=4e9)  # 12 MB, what a rank keeps for a microbatch, take 3 ms
-    >>> zb.planning.plan_offloaded(work, 8, 2, link, placements=["linear", "vee"], seconds=0)
-    <OffloadedPlan dualpipe-v on vee: makespan 273 ms, 7.5 % less than without>
+    Raises `InputError` for a part that cannot be used, where no order fits even with all that waits on the host, and for more than
+    `MOST_PASSES` passes.
     """
-    if isinstance(work, Costs):
-        work.require_alike("plan_offloaded")
     started = perf_counter()
-    budget, tried = as_budget(seconds, evaluations), placements_for(work, placements)
     roomy = problems_of(work, num_microbatches, None, tried, Objective.MAKESPAN)
     for name, problem in roomy.items():
         if problem.num_passes > MOST_PASSES:
@@ -205,7 +148,7 @@ def plan_offloaded(
     problems = problems_of(work, num_microbatches, memory, tried, Objective.MAKESPAN)
     bound = min((problem.bound() for problem in roomy.values()), key=lambda one: one.time)
     plans = [plan_problems(problems, _part(budget, WITHOUT), seed, progress)]
-    best = plans[0].best
+    best = plans[0]
     with CtrlC() as ctrl_c:
         if not plans[0].interrupted and (best.makespan is None or best.makespan > bound.time):
             for more in _roomier(problems, roomy):
@@ -213,8 +156,8 @@ def plan_offloaded(
                 if plans[-1].interrupted:
                     break
     is_cut_short = plans[-1].interrupted or ctrl_c.came
-    is_counted = evaluations is not None or budget.is_empty
-    until = started if is_cut_short else None if is_counted else started + seconds + sum(plan.compiling for plan in plans)
+    is_counted = budget.evaluations is not None or budget.is_empty
+    until = started if is_cut_short else None if is_counted else started + budget.seconds + sum(plan.compiling for plan in plans)
     found: list[_Priced] = []
     with CtrlC() as ctrl_c:
         for one in _tried(_orders(plans, problems, roomy), link, budget, until):
@@ -225,10 +168,10 @@ def plan_offloaded(
         raise InputError(f"no schedule fits, even with all that waits on the host: give more memory; without offload {best.reason}")
     _, _, (_, problem, schedule, how), offloads = min(found, key=lambda priced: priced.price)
     hosted = replace(problem, host=link)
-    solved = Solved.of(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
+    solved = Plan.of(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
     without = min((one.makespan for one in found if not one.moved), default=None)
-    plan = replace(plans[0], interrupted=is_cut_short or ctrl_c.came)
-    return OffloadedPlan(plan, solved, without, bound)
+    found_without = replace(plans[0], interrupted=is_cut_short or ctrl_c.came, seconds=perf_counter() - started)
+    return found_without.won_by(solved, OffloadSavings(solved, without, bound))
 
 
 def _part(budget: Budget, share: float) -> Budget:
@@ -257,8 +200,8 @@ def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], roomy: Mappi
 
     for plan in plans:
         for choice in plan.choices:
-            if choice.solved.schedule is not None:
-                add(choice.name, choice.solved.schedule, choice.solved.how)
+            if choice.plan.order is not None:
+                add(choice.name, choice.plan.schedule, choice.plan.how)
     for name, problem in roomy.items():
         leanest = serial_schedule(problem.placement, problem.num_microbatches)
         for schedule in (*fitting(promising(problem), problem), leanest):

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import ProgressCallback
-from zerobubble.planning.competition import SECONDS, Plan, as_budget, placements_for, plan_problems, problems_of
+from zerobubble.planning.competition import SECONDS, as_budget, placements_for, plan_problems, problems_of
 from zerobubble.planning.problem.problem import Objective, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.reasons import aligned, percent
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import published
+from zerobubble.planning.table import aligned, percent
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Front:
     interrupted: bool = False
 
     def __str__(self) -> str:
-        objective = self.points[0].plan.best.problem.objective
+        objective = self.points[0].plan.problem.objective
         told = [LEGEND.format(objective=objective), *(["", CUT_SHORT] if self.interrupted else [])]
         return "\n".join([*aligned([titles(objective), *map(point_cells, self.points)], left=(1, 7)), "", *told])
 
@@ -57,7 +58,7 @@ LEGEND = (
 
 def point_cells(point: Point) -> tuple[str, ...]:
     """The figures of one point, under `titles`."""
-    solved, memory = point.plan.best, f"{point.memory:g}"
+    solved, memory = point.plan, f"{point.memory:g}"
     bound = percent(point.plan.lower_bound)
     if solved.timeline is None:
         return memory, "nothing fits", "–", "–", "–", "–", "–", "–"
@@ -98,7 +99,7 @@ def pareto(
             if made.interrupted:
                 break
             for choice in made.choices:
-                seeds[choice.name] += [choice.solved.schedule] if choice.solved.schedule else []
+                seeds[choice.name] += [choice.plan.schedule] if choice.plan.order else []
     if not points:
         raise KeyboardInterrupt
     return Front(tuple(points), ctrl_c.came or points[-1].plan.interrupted)

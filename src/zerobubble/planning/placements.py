@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError, near
@@ -39,12 +39,20 @@ def _wave(num_ranks: int, legs: int) -> Placement:
     return Placement.custom(down_and_back + tuple(range(num_ranks))) if odd else Placement.wave(num_ranks, waves)
 
 
-def placements_to_try(placements: str | Placement | Iterable[str | Placement], num_ranks: int) -> dict[str, Placement]:
-    """The placements to try, by name and each layout once: names of families, `any` for all of them, or placements themselves.
+Placements = str | Placement | Iterable[str | Placement] | Mapping[str, Placement]
+"""Where to look: names of families, placements, or placements by names of the caller's own."""
+
+
+def placements_to_try(placements: Placements, num_ranks: int) -> dict[str, Placement]:
+    """The placements to try, by name and each layout once: names of families, `any` for all of them, or placements, named or not.
 
     Raises `InputError` for an unknown name, for what is no placement, and for nothing to try.
     """
     require("placements", placements, instance(str, Placement, Iterable))
+    if isinstance(placements, Mapping):
+        for name, placement in placements.items():
+            require(f"placement {name!r}", placement, Placement)
+        return dict(placements)
     wanted = [placements] if isinstance(placements, (str, Placement)) else list(placements)
     for each in wanted:
         require("each of the placements", each, instance(str, Placement))

@@ -7,23 +7,16 @@ from pathlib import Path
 
 from zerobubble.arguments import instance, takes
 from zerobubble.errors import InputError, ParseError, ZeroBubbleError, parsed_json
-from zerobubble.planning.competition import Plan
-from zerobubble.planning.head.plan import HeadPlan
-from zerobubble.planning.layer_plan import LayersPlan
-from zerobubble.planning.offload_plan import OffloadedPlan
-from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.answer import Plan
 from zerobubble.whole_files import write_text
 
-AnyPlan = Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan
-"""What a plan file can be written from."""
 
+@takes(plan=Plan, file=instance(str, Path))
+def save_plan(plan: Plan, file: str | Path) -> None:
+    """Write `plan`, of several choices the winner, to `file` as JSON.
 
-@takes(plan=instance(Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan), file=instance(str, Path))
-def save_plan(plan: AnyPlan, file: str | Path) -> None:
-    """Write `plan`, of several placements or places of a head the winner, to `file` as JSON.
-
-    The file holds everything the plan was made from: costs, placement, limits, objective, and the workload or the layers of each stage,
-    and a head, or what goes to the host and over which link.
+    The file holds everything the plan was made from: costs, placement, limits, objective, the workload or the cut of the layers, levels of
+    recomputation, weights in shards, a head, and what goes to the host and over which link.
     Raises `InputError` when there is no schedule or the file cannot be written, which is then as it was.
 
     >>> import zerobubble as zb, tempfile
@@ -37,23 +30,13 @@ def save_plan(plan: AnyPlan, file: str | Path) -> None:
     write_text(file, plan_text(plan))
 
 
-def plan_text(plan: AnyPlan) -> str:
-    """The JSON text of a plan, of several the winner's; raises `InputError` when there is no schedule."""
-    return json.dumps(_winner(plan).to_dict()) + "\n"
-
-
-def _winner(plan: AnyPlan) -> Solved:
-    if isinstance(plan, HeadPlan):
-        return plan.best.solved
-    if isinstance(plan, OffloadedPlan):
-        return plan.solved
-    if isinstance(plan, LayersPlan):
-        plan = plan.plan
-    return plan.best if isinstance(plan, Plan) else plan
+def plan_text(plan: Plan) -> str:
+    """The JSON text of a plan, of several choices the winner's; raises `InputError` when there is no schedule."""
+    return json.dumps(plan.to_dict()) + "\n"
 
 
 @takes(file=instance(str, Path))
-def load_plan(file: str | Path) -> Solved:
+def load_plan(file: str | Path) -> Plan:
     """The plan in `file`, its schedule checked and played anew: `Pipeline(..., schedule=load_plan("plan.json"))` trains with it.
 
     Raises `InputError` naming the file when it cannot be read, is no plan, or holds a schedule that cannot run.
@@ -66,7 +49,7 @@ def load_plan(file: str | Path) -> Solved:
     <Problem on vee over 2 ranks: 4 microbatches for the shortest span>
     """
     try:
-        return Solved.from_dict(parsed_json(Path(file).read_text(encoding="utf-8")))
+        return Plan.from_dict(parsed_json(Path(file).read_text(encoding="utf-8")))
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except (ZeroBubbleError, ValueError) as error:

@@ -153,7 +153,7 @@ def lean(problem: Problem) -> Problem:
     if problem.recomputation is None:
         return problem
     costs = lean_costs(problem.costs)
-    return replace(problem, costs=costs, workload=None, recomputation=None)
+    return replace(problem, costs=costs, workload=None, recomputation=None, cut=None)
 
 
 def fits_memory(schedule: Schedule, problem: Problem) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import islice, permutations
 
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.planning.problem.problem import Problem, Solved
+from zerobubble.planning.answer import Plan
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import memory_faults, simulate
 from zerobubble.timeline import Timeline
 
@@ -19,24 +20,24 @@ MOST_ORDERS = 24
 """Orders of its stages that are tried for a rank: all of up to four stages."""
 
 
-def with_weights_ordered(solved: Solved) -> Solved:
+def with_weights_ordered(solved: Plan) -> Plan:
     """The answer with W in an order in which sums over replicas end earlier, itself where none is shorter within the limits.
 
     >>> import zerobubble as zb
     >>> costs = zb.Costs.uniform(8, (20, 20, 20), stages_per_rank=2, reduce=80)
     >>> schedule = zb.make("zb-v", 4, 8)
     >>> problem = zb.planning.Problem(schedule.placement, 8, costs, zb.Limits((99_000_000,) * 4), zb.planning.Objective.MAKESPAN)
-    >>> solved = zb.planning.Solved.of(problem, problem.bound(), schedule, 0.0, "zb-v")
+    >>> solved = zb.planning.Plan.of(problem, problem.bound(), schedule, 0.0, "zb-v")
     >>> [each.time / 1e6 for each in (solved, with_weights_ordered(solved))]  # ms; without sums 510
     [580.0, 550.0]
     """
     problem = solved.problem
-    if solved.schedule is None or not any(problem.costs.reduce):
+    if solved.order is None or not any(problem.costs.reduce):
         return solved
     found = _weights_ordered(solved.schedule, problem)
     if found.rows == solved.schedule.rows or memory_faults(found, problem.costs, problem.limits):
         return solved
-    better = Solved.of(problem, solved.bound, found, solved.seconds, f"{solved.how}, W in the order of sums")
+    better = Plan.of(problem, solved.bound, found, solved.seconds, f"{solved.how}, W in the order of sums")
     return better if better.time is not None and solved.time is not None and better.time < solved.time else solved
 
 

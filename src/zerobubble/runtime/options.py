@@ -16,7 +16,7 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, require_offloads
-from zerobubble.planning import HeadChoice, HeadPlan, LayersPlan, OffloadedPlan, Plan, Solved
+from zerobubble.planning import Plan
 from zerobubble.rules import recomputed
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overlapped import Overlap
@@ -34,7 +34,7 @@ from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for a message where nobody says."""
-Plays = str | Schedule | Solved | Plan | LayersPlan | HeadPlan | HeadChoice | OffloadedPlan | MakeSchedule | Auto
+Plays = str | Schedule | Plan | MakeSchedule | Auto
 """What a pipeline can be given to play."""
 LOSS, GRADIENTS = "loss", "gradients"
 """What is scaled for the mean over microbatches."""
@@ -95,7 +95,7 @@ WANTED: dict[str, Wanted | type] = {
     "build_or_modules": either(function("(stage_index, num_stages) -> nn.Module"), Wanted("the modules of this rank", _are_modules)),
     "schedule": either(
         Wanted("a name", lambda given: isinstance(given, str)),
-        instance(Schedule, Solved, Plan, LayersPlan, HeadPlan, HeadChoice, OffloadedPlan, Auto),
+        instance(Schedule, Plan, Auto),
         function("(num_ranks, num_microbatches) -> Schedule"),
     ),
     "num_microbatches": MICROBATCHES,
@@ -216,13 +216,13 @@ def ordering_fault(options: PipelineOptions) -> str:
 
 def offload_fault(options: PipelineOptions) -> str:
     """Why a pipeline with these options cannot move to the host what waits, empty where it can or is not to."""
-    is_planned = bool(_planned_offloads(options.schedule))
+    is_planned = bool(_planned_offloads(options))
     if options.offload is None and not is_planned:
         return "" if options.link is None else "link is for the copies of offloads: give offload, or leave link out"
     if options.offload is not None and is_planned:
         return "the plan says already what goes to the host: leave offload out, or give the plan's schedule in the place of the plan"
     if options.schedule == "auto" or isinstance(options.schedule, Auto):
-        return "offload is for one order of passes, and 'auto' finds another: plan before with zb.planning.plan_offloaded, and give that"
+        return "offload is for one order of passes, and 'auto' finds another: plan before with zb.plan(host=...), and give that"
     if options.survive:
         return "survive takes no offload, which is for one order of passes: when a rank goes the others play another; leave one of both out"
     if options.cuda_graphs:
@@ -232,7 +232,7 @@ def offload_fault(options: PipelineOptions) -> str:
 
 def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None:
     """What ranks move to the host in `schedule`, None for nothing; raises `InputError` with all that is wrong with it."""
-    ranks = _planned_offloads(options.schedule) or options.offload
+    ranks = _planned_offloads(options) or options.offload
     if ranks is None:
         return None
     require_offloads(schedule, Costs.uniform(schedule.num_stages), ranks)
@@ -246,7 +246,7 @@ def divided_head_fault(options: PipelineOptions) -> str:
     reasons = {
         "'auto', which plans for the head in the last stage": options.schedule == "auto" or isinstance(options.schedule, Auto),
         "order_by, which plays plans without passes of the head": options.order_by is not None,
-        "offload, which is for schedules of stages alone": options.offload is not None or bool(_planned_offloads(options.schedule)),
+        "offload, which is for schedules of stages alone": options.offload is not None or bool(_planned_offloads(options)),
         "survive, for the parts of ranks that are gone are nowhere else": options.survive,
         "cuda_graphs, for nobody has tried both together": options.cuda_graphs,
         f"a mesh with {', '.join(map(repr, other))}, where stages themselves are divided": bool(other),
@@ -257,13 +257,8 @@ def divided_head_fault(options: PipelineOptions) -> str:
 
 def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     """What is known of the costs of the stages, and what bounds their memory: the plan's, or else the pace of a rehearsal."""
-    given = options.schedule
-    if isinstance(given, HeadChoice):
-        return given.best.costs, None
-    if not isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan)):
-        return options.pace, None
-    problem = _solved(given).problem
-    return problem.costs, problem.limits
+    plan = planned(options)
+    return (options.pace, None) if plan is None else (plan.costs, plan.problem.limits)
 
 
 def lockstep_fault(options: PipelineOptions, layout: Layout) -> str:
@@ -282,45 +277,34 @@ def usable_timeout(options: PipelineOptions) -> float:
     return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
 
 
-def planned_schedule(given: Solved | Plan | LayersPlan | HeadPlan | HeadChoice | OffloadedPlan) -> Schedule:
-    """The schedule of a plan; raises `InputError` for one that found none."""
-    if isinstance(given, HeadChoice):
-        return given.best.schedule
-    solved = _solved(given)
-    if solved.schedule is None:
-        raise InputError("this plan has no schedule, because none fits into its limits; give one that has")
-    return solved.schedule
+def planned(options: PipelineOptions) -> Plan | None:
+    """The plan that the pipeline plays, None for a schedule that is none."""
+    return options.schedule if isinstance(options.schedule, Plan) else None
 
 
 def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeLevels:
     """What the R passes of `schedule` compute again; raises `InputError` where that is not known of one of them."""
-    given = options.schedule
-    planned = _solved(given).problem.recomputation if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan)) else None
-    levels = RecomputeLevels(options.recompute, None if planned is None else [level.name for level in planned.chosen])
+    plan = planned(options)
+    levels = RecomputeLevels(options.recompute, [level.name for level in plan.levels] if plan is not None and plan.levels else None)
     levels.refuse_unknown(sorted({stage for row in schedule.rows for stage, _ in recomputed(row)}), schedule.num_stages)
     return levels
 
 
-def planned_cut(given: object) -> tuple[str, ...]:
+def planned_cut(options: PipelineOptions) -> tuple[str, ...]:
     """The names of the parts with which a plan for layers begins the stages behind the first; empty for what holds none."""
-    return _solved(given).problem.first_layers if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan)) else ()
+    plan = planned(options)
+    return () if plan is None else plan.problem.first_layers
 
 
 def room_for_weights(options: PipelineOptions) -> int | None:
     """The bytes that a rank has for gathered weights: those given, or else those of the plan; None where all may stay."""
-    given = options.schedule
-    if options.gathered_bytes is not None or not isinstance(given, (Solved, Plan, LayersPlan, HeadPlan)):
+    plan = planned(options)
+    if options.gathered_bytes is not None or plan is None or plan.problem.sharded is None:
         return options.gathered_bytes
-    sharded = _solved(given).problem.sharded
-    return None if sharded is None else sharded.memory
+    return plan.problem.sharded.memory
 
 
-def _planned_offloads(given: object) -> tuple[RankOffloads, ...]:
+def _planned_offloads(options: PipelineOptions) -> tuple[RankOffloads, ...]:
     """What the ranks of a plan move to the host, empty for what moves nothing or is no plan."""
-    return _solved(given).offloads if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, OffloadedPlan)) else ()
-
-
-def _solved(given: Solved | Plan | LayersPlan | HeadPlan | OffloadedPlan) -> Solved:
-    if isinstance(given, HeadPlan):
-        return given.best.solved
-    return given.solved if isinstance(given, (LayersPlan, OffloadedPlan)) else given.best if isinstance(given, Plan) else given
+    plan = planned(options)
+    return () if plan is None else plan.offloads

@@ -18,7 +18,7 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
 from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.partition import Layer
-from zerobubble.planning import Solved
+from zerobubble.planning import Plan
 from zerobubble.runtime.calls import called_by_all, plays_steps, survives
 from zerobubble.runtime.executor.overlapped import Overlap
 from zerobubble.runtime.executor.pace import Pace
@@ -97,7 +97,7 @@ class Pipeline:
             of names, classes of modules or a function `(name, module) -> bool`, for all stages or in a dict by stage. All else is kept.
             A plan tells the level of each stage; another schedule's R passes have the one that is given. "full", without a word, is all.
         offload: what each rank moves to host memory and back while it waits for its backward pass, as `zb.offload.plan_offloads` gives it
-            for this schedule. A plan of `zb.planning.plan_offloaded`, given as the schedule, says it itself.
+            for this schedule. A plan with a host, given as the schedule, says it itself.
 
     Ranks and messages:
         group: the process group whose ranks form the pipeline; all ranks by default.
@@ -298,7 +298,7 @@ class Pipeline:
         return self._steps.played
 
     @property
-    def plan(self) -> Solved | None:
+    def plan(self) -> Plan | None:
         """The plan that `schedule=zb.Auto(...)` follows, with its costs and bound; None before there is one."""
         return None if self._auto is None else self._auto.solved
 
@@ -400,7 +400,7 @@ class Pipeline:
 
         Each rank runs its own parts, one by one, on the arguments that they have in a step. The loss counts to the last part. Where a
         block is cut inside, its parts are told. `zb.partition.layers_to_dict` makes of it what `zerobubble plan --layers` takes, and
-        `zb.planning.plan_layers` a plan. Leaves nothing behind, and is called and raises as `profile`, and `InputError` for other stages.
+        `zb.plan` a plan. Leaves nothing behind, and is called and raises as `profile`, and `InputError` for other stages.
         """
         return profile_layers(self._steps, self._lent(self._given(inputs, targets, kwargs))[0], steps, progress)
 

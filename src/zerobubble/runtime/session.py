@@ -15,7 +15,7 @@ from torch import nn
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
-from zerobubble.planning import HeadChoice, HeadPlan, LayersPlan, OffloadedPlan, Plan, Solved
+from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.pace import Pace
@@ -39,7 +39,6 @@ from zerobubble.runtime.options import (
     offloads_in,
     ordering_fault,
     planned_cut,
-    planned_schedule,
     priced_by,
     recompute_levels,
     refuse_wrong,
@@ -295,7 +294,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     gradients = Gradients(options.main_grad)
     build = options.build_or_modules
     if isinstance(build, CutsForSchedules):
-        build = build.for_schedule(schedule, planned_cut(options.schedule))
+        build = build.for_schedule(schedule, planned_cut(options))
     modules = modules_of(build, schedule, peers.rank, seed)
     last = schedule.num_stages - 1
     modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in modules.items()}
@@ -332,7 +331,7 @@ def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Sched
     if isinstance(given, Auto):
         planner = AutoPlanner(given, num_ranks, options.num_microbatches)
         return planner.schedule, planner
-    return planned_schedule(given) if isinstance(given, (Solved, Plan, LayersPlan, HeadPlan, HeadChoice, OffloadedPlan)) else given, None
+    return given.schedule if isinstance(given, Plan) else given, None
 
 
 def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from zerobubble.export.front import NOTE, knee, placement_colours, points_with_schedules
 from zerobubble.ir import Schedule
-from zerobubble.planning.competition import Choice
+from zerobubble.planning.answer import Choice, Plan, Status
 from zerobubble.planning.pareto import Front, Point, point_cells, titles
-from zerobubble.planning.problem.problem import Solved, Status, microbatch_bytes
+from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.view.columns import Viewed
 from zerobubble.view.page import header, page, section, table, viewer
 
@@ -33,12 +33,12 @@ def front_html(front: Front, title: str) -> str:
         header(title),
         f'<div id="front"></div>\n<p class="hint">{escape(NOTE)}</p>\n',
         section("schedule", "The schedule of a point", viewer(), '<span id="opened" role="status"></span>'),
-        section("figures", "Every limit", table(titles(front.points[0].plan.best.problem.objective), map(point_cells, front.points))),
+        section("figures", "Every limit", table(titles(front.points[0].plan.problem.objective), map(point_cells, front.points))),
     )
     return page(escape(title), body, kept.values, front=front_data(points, kept))
 
 
-def _viewed(solved: Solved) -> Viewed:
+def _viewed(solved: Plan) -> Viewed:
     assert solved.timeline is not None
     problem = solved.problem
     unit = () if problem.workload is None else microbatch_bytes(problem.placement, problem.costs)
@@ -51,33 +51,33 @@ class Kept(Generic[Value]):
     The winners of all limits are kept, and others while there are fewer than `most_passes`.
     """
 
-    def __init__(self, points: Sequence[Point], make: Callable[[Solved], Value], most_passes: int) -> None:
+    def __init__(self, points: Sequence[Point], make: Callable[[Plan], Value], most_passes: int) -> None:
         self.values: list[Value] = []
         self._make, self._passes = make, 0
         self._places: dict[Schedule, int] = {}
         for point in points:
-            self._keep(point.plan.choices[0].solved)
+            self._keep(point.plan.choices[0].plan)
         for choice in (choice for point in points for choice in point.plan.choices[1:]):
             if self._passes < most_passes:
-                self._keep(choice.solved)
+                self._keep(choice.plan)
 
-    def _keep(self, solved: Solved) -> None:
-        if solved.timeline is None or solved.schedule is None or solved.schedule in self._places:
+    def _keep(self, solved: Plan) -> None:
+        if solved.timeline is None or solved.order is None or solved.schedule in self._places:
             return
         self._places[solved.schedule] = len(self.values)
         self._passes += sum(map(len, solved.timeline.rows))
         self.values.append(self._make(solved))
 
-    def place(self, solved: Solved) -> int | None:
+    def place(self, solved: Plan) -> int | None:
         """Which of the values is that of an answer; None for one that was left out."""
-        return None if solved.schedule is None else self._places.get(solved.schedule)
+        return None if solved.order is None else self._places.get(solved.schedule)
 
 
 def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
     """What the chart reads: for each limit its bound and its answers, the best one first, each with the place of what it opens."""
     colours = placement_colours(points)
     return {
-        "objective": points[0].plan.best.problem.objective,
+        "objective": points[0].plan.problem.objective,
         "knee": knee(points),
         "points": [
             {"memory": point.memory, "bound": point.plan.lower_bound, "answers": list(_answers(point, colours, kept))} for point in points
@@ -87,11 +87,11 @@ def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
 
 def _answers(point: Point, colours: dict[str, str], kept: Kept[Any]) -> Iterator[dict[str, Any]]:
     for choice in point.plan.choices:
-        if choice.solved.bubble is not None:
+        if choice.plan.bubble is not None:
             yield _answer(choice, colours[choice.name], kept)
 
 
 def _answer(choice: Choice, colour: str, kept: Kept[Any]) -> dict[str, Any]:
-    solved = choice.solved
+    solved = choice.plan
     told = {"placement": choice.name, "bubble": solved.bubble, "how": solved.how, "optimal": solved.status is Status.OPTIMAL}
     return told | {"colour": colour, "opens": kept.place(solved)}

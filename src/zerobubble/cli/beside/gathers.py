@@ -38,15 +38,6 @@ class GatherOptions:
         return Sharded(weights, self.gathered, self.gather_rate, within)
 
 
-def refuse_sizes_for_layers(given: GatherOptions) -> None:
-    """Raise where sizes of weights are given beside layers, whose cut decides which stage has which weights."""
-    if given.sharded(None) is not None:
-        raise click.UsageError(
-            "--weights and --layers contradict each other: a cut of layers is planned without gathers. Save the plan with -o, "
-            "and zerobubble show with --weights counts its gathers"
-        )
-
-
 def _list_of_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     sizes = () if value is None else tuple(bytes_with_unit(ctx, param, part) for part in value.split(","))
     return tuple(size for size in sizes if size is not None) or None

@@ -10,10 +10,12 @@ from rich.text import Text
 
 from zerobubble.cli.inputs.options import Bytes, microbatches_or_bytes, option_group
 from zerobubble.cli.inputs.schedule_and_costs import Costed, Given
+from zerobubble.cli.inputs.workload import Question
 from zerobubble.costs import NS_PER_MS, Limits
 from zerobubble.errors import InputError
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads
 from zerobubble.offload.choice import with_other_costs
+from zerobubble.planning import Workload
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.simulation import metrics
 from zerobubble.timeline import Copy, Copying, Timeline
@@ -108,6 +110,31 @@ def host_link(rates: Rates, size: int, bytes_a_second: Callable[[Bytes], float])
         bytes_a_second(given) if isinstance(given, Bytes) else size * NS_PER_S / (given * NS_PER_MS) for given in (rates * 2)[:2]
     )
     return HostLink(to_host, from_host)
+
+
+def link_asked(question: Question, rates: Rates | None, microbatch: int | None) -> HostLink | None:
+    """The link of each rank to its host, in the bytes that the costs count: of the options, or else of the plan that is made anew.
+
+    `microbatch` are the bytes that a rank keeps of one, for rates in bytes beside times.
+    """
+    if rates is None:
+        return None if question.problem is None else question.problem.host
+    if isinstance(question.work, Workload):
+        size = max(question.work.held_after_f)
+    else:
+        size = max(microbatch_bytes(next(iter(question.placements.values())), question.work))
+
+    def bytes_a_second(bytes_given: Bytes) -> float:
+        if not isinstance(question.work, Workload):
+            return float(bytes_given.count)
+        if microbatch is None:
+            raise click.UsageError(
+                "--offload in bytes a second needs bytes, and times tell none: give --microbatch-bytes, or the ms in which a rank copies "
+                "what it keeps of a microbatch"
+            )
+        return bytes_given.count * size / microbatch
+
+    return host_link(rates, size, bytes_a_second)
 
 
 def _rates(ctx: click.Context, param: click.Parameter, value: str | None) -> Rates | None:

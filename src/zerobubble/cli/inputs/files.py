@@ -14,7 +14,7 @@ from zerobubble.errors import InputError, parsed_json
 from zerobubble.export.document import describe_document, load_document
 from zerobubble.export.json_form import Document
 from zerobubble.ir import Schedule
-from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.answer import Plan
 from zerobubble.schedules import known_schedules
 from zerobubble.timeline import Timeline
 from zerobubble.whole_files import read_whole
@@ -56,7 +56,7 @@ def require_size(name: str, passes: int) -> None:
 def read_costs(file: str) -> Costs:
     """The costs of stages in `file`, a costs file or a plan. Raises `InputError` naming the file for anything else."""
     document = read_document(file)
-    if isinstance(document, Solved):
+    if isinstance(document, Plan):
         return document.problem.costs
     if not isinstance(document, Costs):
         raise InputError(f"{file} holds {describe_document(document)}, not costs of stages or a plan")

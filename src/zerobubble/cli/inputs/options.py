@@ -141,13 +141,6 @@ def given_flags(*names: str) -> list[str]:
     return [flags[name] for name in names if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
 
 
-PLANNED_APART = (
-    *("layers", "inside_blocks", "baseline", "error", "noise", "within", "shares", "recompute", "levels"),
-    *("weights", "gathered", "gather_rate"),
-)
-"""The parameters of `plan` beside which neither offload nor a head is planned."""
-
-
 def refuse_beside(option: str, *others: str) -> None:
     """Raise where the parameter `option` is given and so is one of `others`, which say the same or have no meaning beside it."""
     flag = given_flags(option)

@@ -14,8 +14,9 @@ from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, play_offloads
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.head import Head
-from zerobubble.planning.problem.problem import Problem, Solved, microbatch_bytes
+from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import known_schedules, make
 from zerobubble.simulation import simulate
@@ -31,7 +32,7 @@ class Given:
 
     name: str
     schedule: Schedule
-    solved: Solved | None = None
+    solved: Plan | None = None
     text: str | None = None
 
     @property
@@ -111,7 +112,7 @@ def read_schedule(file: str) -> Given:
         schedule = schedule_of(document)
     except InputError as error:
         raise InputError(f"cannot read a schedule from {file}: {error}") from error
-    return Given(file, schedule, document if isinstance(document, Solved) else None, text)
+    return Given(file, schedule, document if isinstance(document, Plan) else None, text)
 
 
 def make_schedule(name: str, shape: Shape) -> Schedule:

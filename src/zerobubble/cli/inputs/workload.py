@@ -27,7 +27,7 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.document import describe_document
 from zerobubble.ir import Placement
-from zerobubble.planning import Objective, Problem, Solved, Workload
+from zerobubble.planning import Objective, Plan, Problem, Workload
 from zerobubble.planning.competition import room_for_all
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
 
@@ -85,7 +85,7 @@ class SearchOptions:
     seed: int
     num_layers: int | None = None
 
-    def arguments(self, objective: str, progress: object) -> dict[str, Any]:
+    def arguments(self, objective: str | None, progress: object) -> dict[str, Any]:
         """The arguments of the planner."""
         budget = {"seconds": self.budget, "evaluations": self.evaluations}
         return {"objective": objective, "seed": self.seed, "progress": progress, **budget}
@@ -156,7 +156,7 @@ def read_question(verb: str, work: WorkOptions, search: SearchOptions) -> Questi
         return _of_ranks(verb, work, search, document, work.costs_file)
     if isinstance(document, Costs):
         return _of_stages(verb, work, search, document)
-    if isinstance(document, Solved):
+    if isinstance(document, Plan):
         return _of_plan(verb, work, search, document.problem)
     raise InputError(f"{work.costs_file} holds {describe_document(document)}, not costs of stages, the work of ranks or a plan")
 

@@ -11,9 +11,10 @@ from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.cli.outputs.evaluation import Evaluation, evaluate
 from zerobubble.cli.outputs.page import title_of, write_page
 from zerobubble.export.svg import timeline_svg
-from zerobubble.ir import Placement, Schedule
+from zerobubble.ir import Placement
 from zerobubble.planning import Plan, Problem
-from zerobubble.planning.simple_choice import simple_choice_text
+from zerobubble.planning.problem.head import without_parts
+from zerobubble.planning.shards.few_gathers import FewGathers
 from zerobubble.schedules import make
 from zerobubble.units import counted
 from zerobubble.view.page import section
@@ -27,24 +28,28 @@ def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> No
     """Write the files that are asked for; `plan_file` is where the plan was saved."""
     if pictures.svg is None and pictures.html is None:
         return
-    evaluations = [*_answers(found), *_usual(found.best.problem)]
+    evaluations = [*_answers(found), *_usual(found.problem)]
     if pictures.svg is not None:
         write_text(pictures.svg, timeline_svg(*(each.timeline for each in evaluations), title=title_of(evaluations)))
     if pictures.html is not None:
-        write_page(pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found.best.problem)])
+        write_page(pictures.html, evaluations, sections=[_reasons(found, evaluations), _how_to_run(plan_file, found)])
 
 
 def _answers(found: Plan) -> Iterator[Evaluation]:
-    """The winner and the runner-up, or where weights are gathered what would be quickest."""
-    if found.few_gathers is not None:
-        for place, one in (("winner", found.few_gathers.chosen), ("quickest", found.few_gathers.quickest)):
-            problem = one.solved.problem
-            yield _evaluated(one.schedule, problem, f"{place}: {problem.placement.name}, {one.solved.how}")
+    """The winner and the runner-up, or what would be quickest with gathers or without offload; with a head the best of each way."""
+    able = [choice for choice in found.choices if choice.plan.order is not None]
+    if found.head is not None:
+        for choice in able:
+            yield _evaluated(choice.plan, f"{choice.name} on {choice.plan.placement.name}: {choice.plan.schedule.name}")
         return
-    able = [choice for choice in found.choices if choice.solved.schedule is not None]
-    for place, choice in zip(("winner", "runner-up"), able, strict=False):
-        assert choice.solved.schedule is not None
-        yield _evaluated(choice.solved.schedule, choice.solved.problem, f"{place}: {choice.name}, {choice.solved.how}")
+    if (gathers := found.saving(FewGathers)) is not None:
+        others = [("winner", found.placement.name, found), ("quickest", gathers.quickest.solved.placement.name, gathers.quickest.solved)]
+    elif found.problem.host is not None:
+        others = [("winner", found.placement.name, found), *(("without offload", choice.name, choice.plan) for choice in able[:1])]
+    else:
+        others = [(place, choice.name, choice.plan) for place, choice in zip(("winner", "runner-up"), able, strict=False)]
+    for place, name, one in others:
+        yield _evaluated(one, f"{place}: {name}, {one.how}")
 
 
 def _usual(problem: Problem) -> Iterator[Evaluation]:
@@ -52,21 +57,33 @@ def _usual(problem: Problem) -> Iterator[Evaluation]:
     placement = Placement.linear(problem.placement.num_ranks)
     if problem.workload is None and problem.placement.routes != placement.routes:
         return
-    costs = problem.costs if problem.workload is None else problem.workload.costs(placement)
-    usual = replace(problem, placement=placement, costs=costs, sharded=None, recomputation=None)
-    yield _evaluated(make(USUAL, placement.num_ranks, problem.num_microbatches), usual, USUAL)
+    costs = without_parts(problem.costs) if problem.workload is None else problem.workload.costs(placement)
+    if problem.head is not None and (problem.workload is not None or problem.has_divided_head):
+        costs = problem.head.whole(costs)
+    made, held = make(USUAL, placement.num_ranks, problem.num_microbatches), 0 if problem.head is None else round(problem.head.held)
+    yield evaluate(Costed(made, costs, _source(problem), problem.workload is None, problem.limits.memory, of_head=held))
 
 
-def _evaluated(schedule: Schedule, problem: Problem, name: str) -> Evaluation:
-    source = f"planned for {problem.workload or problem.costs!r}".replace("<", "").replace(">", "")
-    return evaluate(Costed(replace(schedule, name=name), problem.costs, source, problem.workload is None, problem.limits.memory))
+def _source(problem: Problem) -> str:
+    return f"planned for {problem.workload or problem.costs!r}".replace("<", "").replace(">", "")
+
+
+def _evaluated(plan: Plan, name: str) -> Evaluation:
+    return evaluate(replace(costed_plan(plan, _source(plan.problem)), schedule=replace(plan.schedule, name=name)))
+
+
+def costed_plan(plan: Plan, source: str) -> Costed:
+    """The schedule of a plan with all that it is played with."""
+    problem = plan.problem
+    is_measured, memory = problem.workload is None, problem.limits.memory
+    return Costed(plan.schedule, plan.costs, source, is_measured, memory, plan.offloads, problem.host, problem.bytes_of_whole_head)
 
 
 def _reasons(found: Plan, evaluations: list[Evaluation]) -> str:
     """Why each placement stands where it does, and what else there is to choose."""
     items = [f"<b>{escape(choice.name)}</b> {escape(choice.note)}" for choice in found.choices]
-    items += [escape(simple_choice_text(found.simple, found.best))] if found.simple is not None else []
-    items += [escape(text) for text in _beyond_memory(found.best.problem, evaluations)]
+    items += [escape(found.simple_text)] if found.simple is not None else []
+    items += [escape(text) for text in _beyond_memory(found.problem, evaluations)]
     return section("reasons", "Why", f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>")
 
 
@@ -79,8 +96,9 @@ def _beyond_memory(problem: Problem, evaluations: list[Evaluation]) -> Iterator[
         yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than it has room for."
 
 
-def _how_to_run(plan_file: str | None, problem: Problem) -> str:
+def _how_to_run(plan_file: str | None, found: Plan) -> str:
     """The lines that run, draw and export the winner."""
+    problem = found.problem
     file = plan_file or "plan.json"
     lead = "" if plan_file else "Save the plan first: give <code>-o plan.json</code> to the same command."
     # A plan that names layers brings the cut of the model.
@@ -89,7 +107,7 @@ def _how_to_run(plan_file: str | None, problem: Problem) -> str:
         f"pipe = zb.Pipeline({arguments}, loss_fn)  # in the program that torchrun starts",
         *_layers_to_build(problem),
         f"zerobubble show {file}",
-        f"zerobubble make {file} --format torch-csv -o plan.csv  # for PyTorch's own runtime",
+        *([] if problem.has_divided_head else [f"zerobubble make {file} --format torch-csv -o plan.csv  # for PyTorch's own runtime"]),
     )
     return section("run", "Run it", "".join(f'<pre tabindex="0">{escape(line)}</pre>' for line in lines), lead)
 

@@ -8,27 +8,24 @@ from itertools import pairwise
 from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError, near
 from zerobubble.models.cutting.by_layout import stages_by_counts, stages_by_layout, told
-from zerobubble.planning import LayersPlan, Plan, Solved
+from zerobubble.planning import Plan
 
 ByHand = Sequence[str] | Sequence[int] | str
 """`["model.layers.4", "model.layers.8"]`: with what every stage but the first begins. `[4, 4, 3]`: how many layers each stage has.
 `"Ett|ttt|ttL"`: Megatron's layout."""
-Planned = Solved | Plan | LayersPlan
-"""A plan for layers that have the names of the model's parts."""
 
 CUTS = Wanted(
     "names of parts, numbers of layers, a layout of Megatron or a plan for layers",
-    lambda given: isinstance(given, (str, list, tuple, Solved, Plan, LayersPlan)) and bool(given),
+    lambda given: isinstance(given, (str, list, tuple, Plan)) and bool(given),
 )
 
 
-def spelled_out(given: ByHand | Planned) -> ByHand:
+def spelled_out(given: ByHand | Plan) -> ByHand:
     """The cuts, those of a plan by their names; raises `InputError` for a plan that holds none."""
-    if not isinstance(given, (Solved, Plan, LayersPlan)):
+    if not isinstance(given, Plan):
         return given
-    solved = given.solved if isinstance(given, LayersPlan) else given.best if isinstance(given, Plan) else given
-    names = solved.problem.first_layers
-    if not names and solved.problem.placement.num_stages > 1:
+    names = given.problem.first_layers
+    if not names and given.placement.num_stages > 1:
         raise InputError(
             "this plan has no names of the parts with which its stages begin: make it of layers that have names, with zerobubble plan "
             "--layers and a file that zerobubble split or zb.split(model).layers() gives"

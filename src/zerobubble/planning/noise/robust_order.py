@@ -11,14 +11,13 @@ from zerobubble.arguments import NUMBER, WHOLE, each, optional, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.planning.competition import Plan
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.noise.sensitivity import check_error_share
-from zerobubble.planning.problem.problem import Problem, Solved
-from zerobubble.planning.problem.recomputation import refuse_beside_recomputation
-from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.reasons import NOTE_WIDTH, percent
+from zerobubble.planning.problem.axes import refuse_pairs
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, split
+from zerobubble.planning.table import NOTE_WIDTH, percent
 from zerobubble.rules import recomputed
 from zerobubble.simulation import simulate
 
@@ -49,21 +48,13 @@ class RobustOrder(Displayed):
 
 def with_robust_winner(found: Plan, error: float, **search: Any) -> tuple[Plan, RobustOrder]:
     """The plan with its winner made steady, and what that gains; `error` and `search` as in `most_robust_order`."""
-    best = found.best
+    best = found
     robust = most_robust_order(best.problem, [found.schedule], error=error, **search)
     if robust.gain > 0:
-        solved = Solved.of(best.problem, best.bound, robust.schedule, best.seconds, f"{best.how}, made robust")
-        found = replace(found, choices=(replace(found.choices[0], solved=solved), *found.choices[1:]))
+        solved = Plan.of(best.problem, best.bound, robust.schedule, best.seconds, f"{best.how}, made robust")
+        winner = replace(found.choices[0], plan=solved)
+        found = replace(found.won_by(solved), choices=(winner, *found.choices[1:]), savings=found.savings, simple=found.simple)
     return found, robust
-
-
-def refuse_sharded(sharded: Sharded | None) -> None:
-    """Raise `InputError` where weights lie in shards."""
-    if sharded is not None:
-        raise InputError(
-            "an order for noise is searched for by the times of passes alone, and its weights could have to be gathered more often: "
-            "plan without noise for weights in shards, or without their weights for noise"
-        )
 
 
 def robust_order_dict(problem: Problem, robust: RobustOrder) -> dict[str, float]:
@@ -103,11 +94,15 @@ def most_robust_order(
     another placement or number of microbatches, where none fits and where numba is missing, `ScheduleError` for one that cannot run.
     """
     check_error_share(error)
-    refuse_sharded(problem.sharded)
-    problem.costs.require_alike("an order that stands noise")
     may_recompute = any(map(problem.recomputes, range(problem.placement.num_stages)))
-    if may_recompute or any(recomputed(row) for candidate in candidates for row in candidate.rows):
-        refuse_beside_recomputation(["noise"])
+    asked = {
+        "sharded": problem.sharded is not None and "sharded",
+        "shares": bool(problem.costs.shares) and "shares",
+        "recompute": (may_recompute or any(recomputed(row) for each in candidates for row in each.rows)) and "recomputation",
+        "head": problem.has_divided_head and "a divided head",
+        "host": problem.host is not None and "host",
+    }
+    refuse_pairs({"noise": "an order for noise", **{axis: name for axis, name in asked.items() if name}})
     kernels = load_kernels()
     for other in candidates:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerobubble.errors import InputError
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.noise.sensitivity import Effect, Scope, Sensitivity, Spread, sensitivity
-from zerobubble.planning.problem.problem import Solved
-from zerobubble.planning.reasons import aligned, percent
+from zerobubble.planning.table import aligned, percent
 
 SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
 """How many effects of each scope are shown: those that move the plan most."""
 
 
-def what_if(solved: Solved, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:
-    """What becomes of the plan when measured times are off by `error`; raises `InputError` for a bad error, and without a schedule."""
-    problem, schedule = solved.problem, solved.schedule
-    if schedule is None:
-        raise InputError(f"there is no plan to examine: {solved.reason}")
-    return sensitivity(schedule, problem.costs, error, objective=problem.objective, limits=problem.limits, samples=samples, seed=seed)
+def what_if(solved: Plan, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:
+    """What becomes of the plan when measured times are off by `error`; raises `InputError` for a bad error and without a schedule."""
+    problem = solved.problem
+    return sensitivity(
+        solved.schedule, problem.costs, error, objective=problem.objective, limits=problem.limits, samples=samples, seed=seed
+    )
 
 
 def what_if_text(found: Sensitivity) -> str:

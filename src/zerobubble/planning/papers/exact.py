@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from zerobubble.bounds import Bound
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.answer import Status
 from zerobubble.planning.papers.partial_schedule import check_memory, pass_needs
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
-from zerobubble.planning.problem.problem import Objective, Problem, Status
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.seeds import serial_schedule, split_in_room
 from zerobubble.simulation import memory_faults, simulate
 

@@ -19,18 +19,6 @@ MODES = ("none", "full", "auto")
 LEVELS = (SELECTIVE, FULL)
 """The levels that a plan chooses from where none are given."""
 
-NOT_BESIDE = {
-    "baseline": "the planners of the papers place no R: leave one of the two out, or put R into a baseline's schedule by "
-    "zb.schedules.with_recompute",
-    "sharded": "weights in shards are planned without recomputation, because Pipeline computes no stage that FSDP2 divides again: leave "
-    "one of the two out",
-    "noise": "an order that stands noise is planned without recomputation, because that search puts each R right before its B and gives it "
-    "no noise: leave one of the two out; --what-if tells what noise does to a plan with R",
-    "layers": "layers are cut by their times and bytes without R: save a plan for them without recomputation, with -o plan.json, and plan "
-    "its stages by zerobubble plan --costs plan.json with recomputation",
-}
-"""What is not planned together with recomputation: why, and what helps."""
-
 MOST_FREE_LEGS = 2
 """Stages on a rank up to which each may have any level, whatever the others have; of more, earlier ones keep no more than later ones."""
 
@@ -117,12 +105,6 @@ def levels_for(mode: str, levels: Sequence[Level] | None) -> tuple[Level, ...]:
     if FULL.name not in named:
         raise InputError(f"recompute='full' needs the level 'full' among the levels, which are {', '.join(named)}: add it, or give 'auto'")
     return (given[named.index(FULL.name)],)
-
-
-def refuse_beside_recomputation(given: Sequence[str]) -> None:
-    """Raise `InputError` with all reasons where something of `NOT_BESIDE` is given beside recomputation."""
-    if given:
-        raise InputError("; ".join(NOT_BESIDE[name] for name in given))
 
 
 def parse_levels(text: str) -> tuple[Level, ...]:

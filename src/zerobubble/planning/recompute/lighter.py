@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from zerobubble.costs import NONE, Costs
 from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, shorter
-from zerobubble.planning.problem.problem import Problem, Solved
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import search_again
 from zerobubble.rules import recomputed
 from zerobubble.simulation import held_bytes
@@ -38,41 +39,38 @@ class Stay(NamedTuple):
     stop: int
 
 
-def lightened(solved: Solved, budget: Budget, seed: int = 0, others: Sequence[Schedule] = ()) -> Solved:
+def lightened(solved: Plan, budget: Budget, seed: int = 0, others: Sequence[Schedule] = ()) -> Plan:
     """The answer with less computed again and, within `budget`, an order that suits it; itself where nothing gets shorter.
 
     `others` are longer schedules within the limits that may be shorter with less computed again, if there is a budget to try them.
     The problem of the answer then has other levels, of those that may be chosen.
     """
     again = solved.problem.recomputation
-    if solved.schedule is None or again is None:
+    if solved.order is None or again is None:
         return solved
     started = perf_counter()
     best = shorter(solved, _light(solved))
     for other in () if budget.is_empty else others[:MOST_OTHERS]:
-        best = shorter(best, _light(Solved.of(solved.problem, solved.bound, other, solved.seconds, other.name)))
+        best = shorter(best, _light(Plan.of(solved.problem, solved.bound, other, solved.seconds, other.name)))
         if budget.evaluations is None and perf_counter() - started > FOR_OTHERS * budget.seconds:
             break
     if not budget.is_empty:
         best = shorter(best, _searched(best, budget._replace(seconds=budget.seconds + started - perf_counter()), seed))
     if best is solved:
         return solved
-    assert best.schedule is not None
     name = best.how if best.how.endswith(WHERE_IT_PAYS) else f"{best.how}{WHERE_IT_PAYS}"
-    return replace(best, how=name, schedule=replace(best.schedule, name=name), seconds=solved.seconds + perf_counter() - started)
+    return replace(best, how=name, order=replace(best.schedule, name=name), seconds=solved.seconds + perf_counter() - started)
 
 
-def _searched(solved: Solved, budget: Budget, seed: int) -> Solved:
+def _searched(solved: Plan, budget: Budget, seed: int) -> Plan:
     """The best that a search leads to which moves R's like other passes, adds and leaves out some, and changes levels."""
-    assert solved.schedule is not None
     schedule, levels = search_again(solved.problem, solved.schedule, solved.bound.time, budget.seconds, budget.evaluations, seed)
-    found = Solved.of(solved.problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
+    found = Plan.of(solved.problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
     return shorter(found, _light(found))
 
 
-def _light(solved: Solved) -> Solved:
+def _light(solved: Plan) -> Plan:
     """The answer with less computed again in the same order, checked and played anew; itself where nothing may be left out."""
-    assert solved.schedule is not None
     assert solved.problem.recomputation is not None
     if not solved.problem.recomputation.may_leave_out:
         return solved
@@ -81,7 +79,7 @@ def _light(solved: Solved) -> Solved:
     used = {stage for row in schedule.rows for stage, _ in recomputed(row)}
     assert problem.recomputation is not None
     levels = [level if stage in used else NONE for stage, level in enumerate(problem.recomputation.chosen)]
-    return Solved.of(problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
+    return Plan.of(problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
 
 
 def _with_cheaper_levels(problem: Problem, schedule: Schedule) -> Problem:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zerobubble.costs import FULL, NONE, Level
 from zerobubble.ir import Placement
+from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.attempt import (
     Attempt,
     Budget,
@@ -18,10 +19,10 @@ from zerobubble.planning.attempt import (
     with_list_schedule,
     with_serial_schedule,
 )
-from zerobubble.planning.problem.problem import Problem, Solved, Status
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.recomputation import Recomputation, choices_by_leg
-from zerobubble.planning.recompute.bought import Bought
 from zerobubble.planning.recompute.lighter import lightened
+from zerobubble.planning.recompute.savings import RecomputeSavings
 from zerobubble.planning.rounds import CtrlC, compile_search, rank_key, successive_halving
 from zerobubble.planning.search import compile_kernels
 from zerobubble.planning.weight_order import with_weights_ordered
@@ -40,7 +41,7 @@ class Recomputed(NamedTuple):
     """The best attempt on each placement, what recomputation bought, and the seconds that it took to compile the search."""
 
     attempts: list[Attempt]
-    bought: Bought
+    savings: RecomputeSavings
     compiling: float
 
 
@@ -58,7 +59,7 @@ def plan_recomputing(
     without = _searched(started, _part(budget, WITHOUT), seed, on_progress)
     best_without = min(without, key=rank_key)
     if is_free and (best_without.solved.status is Status.OPTIMAL or best_without.interrupted):
-        return Recomputed(without, Bought(best_without.solved, None, best_without.solved), compiling)
+        return Recomputed(without, RecomputeSavings(best_without.solved, None, best_without.solved), compiling)
     found, pool = [], without if is_free else []
     with CtrlC() as ctrl_c:
         compiling += 0.0 if budget.is_empty else compile_kernels(again=True)
@@ -71,7 +72,7 @@ def plan_recomputing(
     best = [_best_on(name, problem.placement, pool) for name, problem in problems.items()]
     attempts = [replace(attempt, interrupted=attempt.interrupted or ctrl_c.came) for attempt in best]
     chosen = min(attempts, key=rank_key).solved
-    return Recomputed(attempts, Bought(best_without.solved, None if full is None else full.solved, chosen), compiling)
+    return Recomputed(attempts, RecomputeSavings(best_without.solved, None if full is None else full.solved, chosen), compiling)
 
 
 def _part(budget: Budget, share: float) -> Budget:
@@ -115,8 +116,8 @@ def _listed(name: str, problem: Problem, budget: Budget) -> Attempt:
     """A first schedule: of the list scheduler, or one microbatch after the other where nothing is to be searched."""
     bound = problem.bound()
     if problem.shortage_reason:
-        return Attempt(name, Solved(problem, Status.INFEASIBLE, bound, None, None, 0.0, "", problem.shortage_reason))
-    attempt = Attempt(name, Solved(problem, Status.FEASIBLE, bound, None, None, 0.0, ""))
+        return Attempt(name, Plan(problem, Status.INFEASIBLE, bound, None, None, 0.0, "", problem.shortage_reason))
+    attempt = Attempt(name, Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, ""))
     return with_serial_schedule(attempt if budget.is_empty else with_list_schedule(attempt))
 
 
@@ -132,7 +133,7 @@ def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
 
 def _lightened(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
     """The attempts with less computed again, the best of them searched on with R's wherever they pay."""
-    ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.solved.schedule is not None]
+    ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.solved.order is not None]
     nothing = Budget(0.0, None if budget.evaluations is None else 0)
     parts = [budget.share(LIGHTENED)] * LIGHTENED + [nothing] * len(ranked)
     answers = [lightened(attempt.solved, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
@@ -152,5 +153,5 @@ def _is_full(problem: Problem) -> bool:
 def _best_on(name: str, placement: Placement, pool: Sequence[Attempt]) -> Attempt:
     """The best attempt on a placement, under its name; where nothing fits, the last, which says what the leanest levels lack."""
     here = [attempt for attempt in pool if attempt.solved.problem.placement == placement]
-    able = [attempt for attempt in here if attempt.solved.schedule is not None]
+    able = [attempt for attempt in here if attempt.solved.order is not None]
     return replace(min(able, key=rank_key) if able else here[-1], name=name)

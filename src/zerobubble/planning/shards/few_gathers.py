@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from random import Random
 from textwrap import fill
 from time import perf_counter
+from typing import Any
 
-from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import traits_of
+from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget
-from zerobubble.planning.problem.problem import Solved
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.reasons import NOTE_WIDTH
 from zerobubble.planning.seeds import fitting, promising
 from zerobubble.planning.shards.priced import Priced, fewest_of_any_order, least_time
+from zerobubble.planning.table import NOTE_WIDTH
 from zerobubble.units import ms, show_bytes, show_ms
 
 Price = Callable[[Priced], tuple[int, ...]]
@@ -32,12 +32,14 @@ MOST_EVALUATIONS = 2_000
 
 
 @dataclass(frozen=True, repr=False)
-class FewGathers(Displayed):
+class FewGathers(Saving):
     """The choice: the `quickest` schedule with its gathers in the way, and the `chosen` one, which gathers least of those about as quick.
 
     `plain` is what would be shortest if nothing had to be gathered. On the placement of the chosen one no schedule takes less than
     `least_time` ns, and none has fewer gathers than `least_gathers`.
     """
+
+    axis = "gathers"
 
     sharded: Sharded
     plain: Priced
@@ -63,7 +65,7 @@ class FewGathers(Displayed):
         )
         return "\n".join(fill(line, NOTE_WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """The figures of the three schedules, times in ms."""
         named = {"shortest_without_gathers": self.plain, "quickest": self.quickest, "winner": self.chosen}
         figures = {
@@ -123,10 +125,10 @@ def _by_bytes(one: Priced) -> tuple[int, int, int]:
     return one.gathered, one.num_gathers, one.time
 
 
-def _candidates(attempt: Attempt) -> Iterator[Solved]:
+def _candidates(attempt: Attempt) -> Iterator[Plan]:
     """Every schedule that is known on the placement of an attempt, the published ones, and the groups that fit its memory."""
     best = attempt.solved
-    if best.schedule is None:
+    if best.order is None:
         return
     yield best
     problem = best.problem
@@ -136,7 +138,7 @@ def _candidates(attempt: Attempt) -> Iterator[Solved]:
         if schedule.rows not in known:
             known.add(schedule.rows)
             with suppress(ScheduleError):  # it holds more than there is room for
-                yield Solved.of(problem, best.bound, schedule, 0.0, schedule.name)
+                yield Plan.of(problem, best.bound, schedule, 0.0, schedule.name)
 
 
 def _groups(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
@@ -193,7 +195,7 @@ def _improved(best: Priced, sharded: Sharded, price: Price, most: int | None, tr
         with suppress(ScheduleError):  # it cannot run, or holds too much
             before = best.solved
             how = before.how if before.how.endswith(MOVED) else f"{before.how}{MOVED}"
-            solved = Solved.of(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
+            solved = Plan.of(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
             one = Priced.of(solved, sharded)
             if price(one) <= price(best) and (most is None or one.time <= most):
                 best = one

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from zerobubble.display import Displayed
 from zerobubble.gathers import RankGathers, gathers_of, plan_gathers, play_gathers
 from zerobubble.ir import Kind, Op, Placement, Schedule
-from zerobubble.planning.problem.problem import Objective, Problem, Solved
+from zerobubble.planning.answer import Plan
+from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.units import show_bytes
 
@@ -17,13 +18,13 @@ from zerobubble.units import show_bytes
 class Priced(Displayed):
     """A schedule with its gathers: `time` is the problem's objective with them, in ns; `gathered` are the bytes of a step, of all ranks."""
 
-    solved: Solved
+    solved: Plan
     gathers: tuple[RankGathers, ...]
     time: int
     gathered: int
 
     @classmethod
-    def of(cls, solved: Solved, sharded: Sharded) -> Priced:
+    def of(cls, solved: Plan, sharded: Sharded) -> Priced:
         """The answer `solved` with the fewest gathers of its order; raises `InputError` where the weights of a step do not fit."""
         schedule, problem = solved.schedule, solved.problem
         assert schedule is not None
@@ -35,7 +36,6 @@ class Priced(Displayed):
     @property
     def schedule(self) -> Schedule:
         """The schedule; there is one wherever there is a price."""
-        assert self.solved.schedule is not None
         return self.solved.schedule
 
     @property

@@ -10,8 +10,9 @@ from time import perf_counter
 
 from zerobubble.costs import UNIT_BYTES, Costs, Level, Limits
 from zerobubble.ir import Placement
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, shorter
-from zerobubble.planning.problem.problem import Problem, Solved
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, serial_schedule, split
 from zerobubble.planning.unequal.order import first_choices
@@ -30,7 +31,7 @@ def alike(problem: Problem, levels: Sequence[Level] = ()) -> Problem:
         kept = [[each.with_recompute(level).column("held_input")[stage] for level in levels] for each in (problem.costs, costs)]
         more = max((round(own * max(shares)) - here for own, here in zip(*kept, strict=True)), default=0)
         room[rank] = max(1, room[rank] - problem.num_microbatches * max(0, more))
-    return replace(problem, costs=costs, limits=Limits(tuple(room)), workload=None)
+    return replace(problem, costs=costs, limits=Limits(tuple(room)), workload=None, cut=None)
 
 
 @cache
@@ -42,7 +43,7 @@ def compile_joint_search() -> None:
     kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, 1), 0, moves_passes=True)
 
 
-def unequal(problem: Problem, found: Solved, budget: Budget, seed: int) -> Solved:
+def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
     """The best answer to `problem`, whose microbatches have shares, that the answer `found` to `alike(problem)` leads to.
 
     It is never longer than the schedule of `found` with the microbatches in the order of the data. Where nothing was found there, it
@@ -53,20 +54,20 @@ def unequal(problem: Problem, found: Solved, budget: Budget, seed: int) -> Solve
         costs = problem.costs.with_recompute(found.problem.recomputation.chosen)
         problem = replace(problem, costs=costs, recomputation=found.problem.recomputation)
     bound = problem.bound()
-    if found.schedule is None:
+    if found.order is None:
         return replace(found, problem=problem, bound=bound, reason=problem.shortage_reason or found.reason)
     started, kernels, base = perf_counter(), load_kernels(), split(found.schedule)
     base = base if fits_memory(base, problem) else found.schedule
-    given = Solved.of(problem, bound, found.schedule, found.seconds, found.how)
+    given = Plan.of(problem, bound, found.schedule, found.seconds, found.how)
     tables, order = kernels.tables_of(problem), kernels.order_of(base)
     starts = kernels.first_orders(tables, order, [range(problem.num_microbatches), *first_choices(problem.costs.shares)])
     if not starts or problem.costs.shares == (1,) * problem.num_microbatches:
         return given
     best = min(starts, key=lambda start: start.time)
 
-    def answer(how: str) -> Solved:
+    def answer(how: str) -> Plan:
         schedule = kernels.schedule_of_order(f"{given.how}, {how}", problem, tables, best.order, best.takers.tolist())
-        return Solved.of(problem, bound, schedule, given.seconds, schedule.name)
+        return Plan.of(problem, bound, schedule, given.seconds, schedule.name)
 
     answers = [given]
     if budget.is_empty:

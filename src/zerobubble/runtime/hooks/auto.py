@@ -21,7 +21,7 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.fit import fit_costs, late_messages
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning import Objective, Problem, Solved, seeds, solve
+from zerobubble.planning import Objective, Plan, Problem, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
 from zerobubble.runtime.hooks.race import Race
@@ -73,7 +73,7 @@ class AutoPlanner(StepHook):
             raise InputError("schedule='auto' searches for plans with numba: pip install 'zerobubble[plan]', or name a schedule")
         placement = _placement_for(options.placement, num_ranks)
         self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
-        self.solved: Solved | None = None
+        self.solved: Plan | None = None
         self._limits = _limits_for(options.memory_limit, num_ranks)
         self._measured: list[Timeline] = []
         self._problem: Problem | None = None
@@ -122,7 +122,7 @@ class AutoPlanner(StepHook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Follow the plan of `state_dict`. Raises `InputError` where it is for another placement or number of microbatches."""
-        solved = Solved.from_dict(state["plan"])
+        solved = Plan.from_dict(state["plan"])
         wanted = (self.schedule.placement, self.schedule.num_microbatches)
         if (solved.problem.placement, solved.problem.num_microbatches) != wanted:
             raise InputError(
@@ -177,11 +177,10 @@ class AutoPlanner(StepHook):
         rooms = [max(1, limit - told.messages) for limit, told in zip(self._limits.memory, forecasts, strict=True)]
         return replace(self._problem, limits=Limits(tuple(rooms)))
 
-    def _fits(self, solved: Solved) -> bool:
+    def _fits(self, solved: Plan) -> bool:
         """Whether a schedule and its messages together fit into the memory limit; where not, plans from here on leave these more room."""
         if self._limits is None:
             return True
-        assert solved.schedule is not None
         told = self._pipeline.memory_forecast_of(solved.schedule, solved.problem.costs)
         _log.info("%s: %s", solved.schedule.name, "; ".join(map(str, told)))
         if all(rank.total <= limit for rank, limit in zip(told, self._limits.memory, strict=True)):
@@ -191,7 +190,7 @@ class AutoPlanner(StepHook):
             self._problem = tighter
         return False
 
-    def _published_that_fits(self) -> Solved | None:
+    def _published_that_fits(self) -> Plan | None:
         """The best published schedule within the memory limit, its messages included; None where two looks find none."""
         for _ in range(2):
             published = self._best_published()
@@ -199,7 +198,7 @@ class AutoPlanner(StepHook):
                 return published
         return None
 
-    def _best_published(self) -> Solved | None:
+    def _best_published(self) -> Plan | None:
         """The best published schedule, as the first rank found it that could, None where none could.
 
         Every rank looks for it, so that none waits for another's search.
@@ -217,7 +216,7 @@ class AutoPlanner(StepHook):
             return None
         teller = able.index(True)
         mine = found.to_dict() if found is not None and self._pipeline.rank == teller else None
-        return Solved.from_dict(self._pipeline.gather(mine, "choosing a published schedule")[teller])
+        return Plan.from_dict(self._pipeline.gather(mine, "choosing a published schedule")[teller])
 
     def _wait(self) -> Schedule | None:
         """Ask for the plan, on rank 0, which makes it; the others hear of it, or that there will be none."""
@@ -226,7 +225,7 @@ class AutoPlanner(StepHook):
             return None
         self.on_close()
         self._is_waiting, self._steps = False, 0
-        solved = None if plan is None else Solved.from_dict(plan)
+        solved = None if plan is None else Plan.from_dict(plan)
         if solved is None or not self._fits(solved):
             return None
         if not self._has_bad_links:
@@ -242,14 +241,14 @@ class AutoPlanner(StepHook):
             _log.info("with messages that come late, %s", race)
         return self._change(race.next)
 
-    def _rivals(self, plan: Solved) -> list[Solved]:
+    def _rivals(self, plan: Plan) -> list[Plan]:
         """What a plan for bad links has to be faster than: the schedule at hand, and the published ones that fit and have no W."""
-        problem, found = plan.problem, {plan.schedule.rows if plan.schedule else (): plan}
+        problem, found = plan.problem, {plan.schedule.rows: plan}
         published = (schedule for schedule in seeds.published(problem.placement, problem.num_microbatches) if not schedule.split_stages)
         for schedule, how in ((self.schedule, "as before"), *((schedule, "published") for schedule in published)):
             if schedule.rows not in found:
                 try:
-                    found[schedule.rows] = Solved.of(problem, plan.bound, schedule, 0.0, how)
+                    found[schedule.rows] = Plan.of(problem, plan.bound, schedule, 0.0, how)
                 except ScheduleError:
                     continue  # it holds more than the limits allow
         return [solved for solved in found.values() if solved is not plan and self._fits(solved)]
@@ -290,9 +289,8 @@ class AutoPlanner(StepHook):
         self._is_waiting, self._drifted = True, False
         return self._wait()
 
-    def _change(self, solved: Solved) -> Schedule | None:
+    def _change(self, solved: Plan) -> Schedule | None:
         """Take over a plan unless the schedule at hand is as short."""
-        assert solved.schedule is not None
         self.solved = solved
         if solved.schedule.rows == self.schedule.rows:
             return None

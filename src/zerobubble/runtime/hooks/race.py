@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median_low
 
-from zerobubble.planning import Solved
+from zerobubble.planning import Plan
 from zerobubble.units import show_ms
 
 STEPS = 5
@@ -19,7 +19,7 @@ class Race:
     A step differs from the next by what else machines and links do, so medians count, and turns see to it that all meet the same.
     """
 
-    def __init__(self, entrants: Sequence[Solved]) -> None:
+    def __init__(self, entrants: Sequence[Plan]) -> None:
         self._entrants = entrants
         self._times: list[list[int]] = [[] for _ in entrants]
         self._num_steps = 0
@@ -30,7 +30,7 @@ class Race:
         return self._num_steps == STEPS * len(self._entrants)
 
     @property
-    def next(self) -> Solved:
+    def next(self) -> Plan:
         """What runs next, the winner when the race is over."""
         if not self.is_over:
             return self._entrants[self._num_steps % len(self._entrants)]
@@ -49,4 +49,4 @@ class Race:
 
     def __str__(self) -> str:
         pairs = zip(self._entrants, self._medians(), strict=True)
-        return ", ".join(f"{solved.schedule.name if solved.schedule else 'none'} took {show_ms(time)}" for solved, time in pairs)
+        return ", ".join(f"{solved.schedule.name} took {show_ms(time)}" for solved, time in pairs)

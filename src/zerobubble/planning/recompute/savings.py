@@ -6,27 +6,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerobubble.costs import NONE
-from zerobubble.display import Displayed
 from zerobubble.ir import Kind, Op
-from zerobubble.planning.problem.problem import Solved
+from zerobubble.planning.answer import Plan, Saving
 from zerobubble.units import counted, ms, show_ms
 
 
 @dataclass(frozen=True, repr=False)
-class Bought(Displayed):
+class RecomputeSavings(Saving):
     """What recomputation bought: the best plan `without` it, the best with all in full, and the `chosen` one.
 
     Each of the first two may have no schedule, and `full` is None where it could not be chosen.
     """
 
-    without: Solved
-    full: Solved | None
-    chosen: Solved
+    axis = "recomputation"
+
+    without: Plan
+    full: Plan | None
+    chosen: Plan
 
     def _summary(self) -> str:
         full = [] if self.full is None or self.full is self.chosen else [f"with every forward computed again in full {_figures(self.full)}"]
         parts = [f"without R {_figures(self.without)}", *full]
-        if self.chosen.schedule is None:
+        if self.chosen.order is None:
             return "; ".join(parts)
         if not _passes_again(self.chosen):
             return "; ".join([f"nothing is computed again, the plan takes {_figures(self.chosen)}", *full])
@@ -55,14 +56,14 @@ class Bought(Displayed):
     def to_dict(self) -> dict[str, Any]:
         """The figures in JSON: the forwards of each level, and the times and memory of all three plans."""
         return {
-            "forwards": self._forwards() if self.chosen.schedule is not None else {},
+            "forwards": self._forwards() if self.chosen.order is not None else {},
             "without": _figures_dict(self.without),
             "full": self.full and _figures_dict(self.full),
             "chosen": _figures_dict(self.chosen),
         }
 
 
-def _figures(solved: Solved) -> str:
+def _figures(solved: Plan) -> str:
     if solved.time is None:
         return f"nothing fits ({solved.reason})"
     work = solved.problem.work / solved.problem.placement.num_ranks
@@ -70,13 +71,13 @@ def _figures(solved: Solved) -> str:
     return f"{show_ms(solved.time)}{ratio} in the memory of {_microbatches(solved)}"
 
 
-def _microbatches(solved: Solved) -> str:
+def _microbatches(solved: Plan) -> str:
     """The most that a rank holds, in microbatches of all that its forwards save."""
     peak = solved.peak_microbatches or 0.0
     return f"{peak:.4g} microbatch{'' if f'{peak:.4g}' == '1' else 'es'}"
 
 
-def _figures_dict(solved: Solved) -> dict[str, Any]:
+def _figures_dict(solved: Plan) -> dict[str, Any]:
     work = solved.problem.work / solved.problem.placement.num_ranks
     return {
         "placement": solved.problem.placement.name,
@@ -87,5 +88,5 @@ def _figures_dict(solved: Solved) -> dict[str, Any]:
     }
 
 
-def _passes_again(solved: Solved) -> list[Op]:
-    return [] if solved.schedule is None else [op for row in solved.schedule.rows for op in row if op.kind is Kind.R]
+def _passes_again(solved: Plan) -> list[Op]:
+    return [] if solved.order is None else [op for row in solved.schedule.rows for op in row if op.kind is Kind.R]

@@ -1,0 +1,397 @@
+"""What comes out: a plan, with the choices it was the best of and what each axis of the problem saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import accumulate
+from math import isfinite
+from textwrap import fill
+from typing import Any, TypeVar
+
+from zerobubble.bounds import Bound, Bounds
+from zerobubble.costs import Costs, Level, Limits
+from zerobubble.display import Displayed
+from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
+from zerobubble.ir import Placement, Schedule
+from zerobubble.offload import RankOffloads, offload_faults, play_offloads
+from zerobubble.offload.form import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
+from zerobubble.partition import LayerCut, layers_from_dict, layers_to_dict
+from zerobubble.planning.problem.head import Head
+from zerobubble.planning.problem.problem import Objective, Problem, microbatch_bytes
+from zerobubble.planning.problem.recomputation import Recomputation
+from zerobubble.planning.problem.sharded import Sharded
+from zerobubble.planning.problem.workload import Workload
+from zerobubble.planning.table import NOTE_WIDTH, Line, comparison_table, percent
+from zerobubble.schedules import SCHEDULES
+from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
+from zerobubble.timeline import Timeline
+from zerobubble.units import counted, show_ms
+
+CUT_SHORT = "Ctrl-C cut the search short: this is the best until then."
+
+
+class Status(StrEnum):
+    """How much is known: nothing can be shorter, this can be run, nothing can be run."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+
+
+class Saving(Displayed):
+    """What one axis of a plan saved, such as recomputation or offload. `str` of it is sentences."""
+
+    axis: str
+    """The name of the axis, the key of `to_dict` in the JSON form of a plan."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in JSON."""
+        raise NotImplementedError
+
+    def table(self, found: Plan) -> str:
+        """The choices of the plan `found` as a table."""
+        return found.comparison
+
+
+Kind = TypeVar("Kind", bound=Saving)
+
+
+@dataclass(frozen=True, repr=False)
+class Choice(Displayed):
+    """One choice of a plan, such as a placement: its best plan, and a sentence that says why it won or lost, or what stopped it.
+
+    `searched` says whether the plan was searched for, or is the best published schedule that fits.
+    """
+
+    name: str
+    plan: Plan
+    note: str
+    searched: bool = False
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the plan was searched for or is proven optimal."""
+        return self.searched or self.plan.status is Status.OPTIMAL
+
+    def _summary(self) -> str:
+        return f"{self.name}: {self.note}"
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
+    """The best schedule found for a problem, and how far from perfect it can be at most.
+
+    `time` is the problem's objective in ns and `bound` a proven lower bound on it. Of two that are equally short, the one with the smaller
+    `makespan` in ns is better. `offloads` are what each rank moves to the host. `how` names what found the schedule in `seconds`, without
+    the seconds of `compiling` the search; `reason` says why there is none, and `interrupted` that Ctrl-C cut the search short.
+
+    A plan that was chosen has the `choices`, such as placements: the best first, those on which nothing can run last, without gathers
+    of weights and without offload. `str` of it is a table of them with the reasons, and `savings` say what each axis saved. `simple` is a
+    published schedule that comes as close, None if none does. A plan from a file is the winner alone.
+    """
+
+    problem: Problem
+    status: Status
+    bound: Bound
+    order: Schedule | None
+    time: int | None
+    seconds: float
+    how: str
+    reason: str = ""
+    makespan: int | None = None
+    offloads: tuple[RankOffloads, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    savings: tuple[Saving, ...] = ()
+    simple: Plan | None = None
+    compiling: float = 0.0
+    interrupted: bool = False
+
+    @classmethod
+    def of(
+        cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str, offloads: Sequence[RankOffloads] = ()
+    ) -> Plan:
+        """`schedule` as an answer to `problem`, checked and played anew, with what its ranks move to the host.
+
+        Raises `ScheduleError` when it breaks the rules or the limits.
+        """
+        played = _played(problem, schedule, offloads)
+        time = problem.objective.of(played)
+        if schedule.has_divided_head != problem.has_divided_head:
+            has, of = ("a divided head", "a whole one or none") if schedule.has_divided_head else ("no divided head", "one")
+            raise InputError(f"the schedule has {has}, and the problem {of}: plan with the head that the schedule has")
+        if offloads:
+            faults = offload_faults(schedule, problem.costs, offloads, problem.limits)
+        else:
+            faults = memory_faults(schedule, problem.costs, problem.limits)
+        if faults:
+            raise ScheduleError(faults, schedule.name)
+        status = Status.OPTIMAL if time == bound.time else Status.FEASIBLE
+        return cls(problem, status, bound, schedule, time, seconds, how, makespan=played.makespan, offloads=tuple(offloads))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule; raises `InputError` with the reason if there is none."""
+        if self.order is None:
+            raise InputError(f"no schedule fits: {self.reason}")
+        return self.order
+
+    @property
+    def costs(self) -> Costs:
+        """What its passes take and hold."""
+        return self.problem.costs
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank holds which stage."""
+        return self.problem.placement
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The level of recomputation of each stage; empty for a problem without."""
+        return () if self.problem.recomputation is None else self.problem.recomputation.chosen
+
+    @property
+    def head(self) -> Head | None:
+        """The head that was planned for with the stages, None without one."""
+        return self.problem.head
+
+    @property
+    def cut(self) -> LayerCut | None:
+        """Where the layers are cut into stages, None for a plan of stages or ranks."""
+        return self.problem.cut
+
+    @property
+    def lower_bound(self) -> float:
+        """No schedule on any placement tried has a smaller bubble."""
+        able = [choice.plan for choice in self.choices if choice.plan.time is not None] or [self]
+        return min(plan.least_bubble for plan in able)
+
+    def won_by(self, winner: Plan, *savings: Saving) -> Plan:
+        """The same search with another winner, which is none of its choices, and what that saves."""
+        cut_short = self.interrupted
+        return replace(winner, choices=self.choices, savings=savings, seconds=self.seconds, compiling=self.compiling, interrupted=cut_short)
+
+    def saving(self, kind: type[Kind]) -> Kind | None:
+        """What the axis of `kind` saved, None for an axis that was not asked for."""
+        return next((saving for saving in self.savings if isinstance(saving, kind)), None)
+
+    def _summary(self) -> str:
+        kind = "placement" if self.head is None else "way"
+        of = f"of {counted(len(self.choices), kind)}, the best " if self.choices else ""
+        where = f"{of}on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
+        if self.time is None or self.bubble is None:
+            return f"{where}: {self.status}, {self.reason}"
+        figures = f"{self.problem.objective} {show_ms(self.time)}, bubble {100 * self.bubble:.2f} % (bound {100 * self.least_bubble:.2f} %)"
+        return f"{where}: {self.how}, {figures}, {self.status}"
+
+    def _details(self) -> Iterator[str]:
+        yield f"no schedule takes less than {show_ms(self.bound.time)}: {self.bound.reason}"
+        if self.order is not None:
+            yield from str(self.order).split("\n")
+
+    def __str__(self) -> str:
+        if not self.choices:
+            return super().__str__()
+        table = self.savings[0].table(self) if self.savings else self.comparison
+        remarks = [self.simple_text, *map(str, self.savings), CUT_SHORT if self.interrupted else ""]
+        return "\n\n".join([table, *map(_filled, filter(None, remarks))])
+
+    @property
+    def simple_text(self) -> str:
+        """What it costs to run a published schedule instead, in a sentence; empty if none comes as close."""
+        simple = self.simple
+        if simple is None or simple.time is None or simple.timeline is None or self.time is None:
+            return ""
+        longer = percent(simple.time / self.time - 1 if self.time else 0.0)
+        than = "as short as the winner" if longer == percent(0) else f"{longer} longer than the winner"
+        bubbles = f"span bubble {percent(simple.timeline.bubble_span)}, makespan bubble {percent(simple.timeline.bubble_makespan)}"
+        stages = f" --stages-per-rank {simple.placement.stages_per_rank}" if SCHEDULES[simple.how].any_stages else ""
+        shape = f"--ranks {simple.placement.num_ranks} --microbatches {simple.problem.num_microbatches}{stages}"
+        show = f"zerobubble show {simple.how} {shape}"
+        return f"Simple choice: {simple.how}, a published schedule, is {than} ({bubbles}) and needs no file: {show}"
+
+    @property
+    def comparison(self) -> str:
+        """The choices as a table, with the reasons."""
+        lines = [Line(choice.name, choice.plan.cells, choice.note, choice.is_result) for choice in self.choices]
+        return comparison_table(lines, self.problem.objective, again=self.choices[0].plan.problem.recomputation is not None)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The figures in a table, under `table.titles` without the name."""
+        bound = percent(self.least_bubble)
+        if self.timeline is None or self.gap is None:
+            return "–", "–", bound, "–", "–", "–", "nothing fits"
+        over_bound = "optimal" if self.status is Status.OPTIMAL else percent(self.gap)
+        rates = percent(self.bubble_at(self.timeline.span)), percent(self.bubble_at(self.timeline.makespan))
+        return *rates, bound, over_bound, f"{self.peak_microbatches:.4g}", f"{self.problem.messages:,}", self.how
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """What runs when, copies to the host and back included; None without a schedule."""
+        if self.order is None:
+            return None
+        played = _played(self.problem, self.order, self.offloads)
+        return played if isinstance(played, Timeline) else simulate(self.order, self.problem.costs)
+
+    @property
+    def gap(self) -> float | None:
+        """How much longer than the bound the schedule is, as a share of the bound; None without a schedule."""
+        return None if self.time is None else self.time / self.bound.time - 1 if self.bound.time else 0.0
+
+    @property
+    def bubble(self) -> float | None:
+        """The bubble rate of the objective; None without a schedule."""
+        return None if self.time is None else self.bubble_at(self.time)
+
+    def bubble_at(self, time: int) -> float:
+        """The share of rank time that is idle if the schedule takes `time` ns. Time that overlapped steps hide is no work."""
+        if self.order is None or not self.order.overlaps or self.timeline is None:
+            return self.problem.bubble(time)
+        return 1 - self.timeline.work / (self.timeline.num_ranks * time) if time else 0.0
+
+    @property
+    def bounds(self) -> Bounds:
+        """Proven lower bounds on span and makespan: on the objective the `bound` of the answer, on the other what the problem tells."""
+        known = self.problem.bounds()
+        if self.problem.objective is Objective.MAKESPAN:
+            return known._replace(makespan=self.bound)
+        return Bounds(self.bound, max(known.makespan, self.bound, key=lambda bound: bound.time))
+
+    @property
+    def least_bubble(self) -> float:
+        """No schedule has a smaller bubble rate of the objective."""
+        return self.problem.least_bubble(self.bound)
+
+    @property
+    def peak_microbatches(self) -> float | None:
+        """The most activations a rank holds, counted in microbatches of all its stages without a head; None without a schedule.
+
+        A stage counts with the most that it ever holds of a microbatch: what F saved, or what B leaves for W where that is more.
+        """
+        if self.order is None:
+            return None
+        costs = self.problem.costs
+        most = replace(costs, held_after_f=tuple(map(max, costs.held_after_f, costs.held_after_b)))
+        sizes = microbatch_bytes(self.problem.placement, most, self.problem.bytes_of_whole_head)
+        return max(peak / size for peak, size in zip(self.peaks, sizes, strict=True))
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """The most bytes that each rank holds on its device; empty without a schedule."""
+        if self.offloads:
+            return tuple(rank.peak_bytes for rank in self.offloads)
+        return () if self.order is None else peak_memory(self.schedule, self.problem.costs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form of a plan; `from_dict` reads it back. Raises `InputError` when there is no schedule."""
+        if self.order is None or self.timeline is None:
+            raise InputError(f"there is no plan to write: {self.reason}")
+        return {
+            "format": f"zerobubble plan {self._version}",
+            "status": self.status.value,
+            "objective": self.problem.objective.value,
+            "bound": {"time": self.bound.time, "reason": self.bound.reason},
+            "figures": {
+                "span": self.timeline.span,
+                "makespan": self.timeline.makespan,
+                "bubble_span": self.timeline.bubble_span,
+                "bubble_makespan": self.timeline.bubble_makespan,
+                "peak_bytes": list(self.peaks),
+                "messages": self.problem.messages,
+            },
+            "how": self.how,
+            "seconds": self.seconds,
+            "costs": self.problem.costs.to_dict(),
+            "limits": list(self.problem.limits.memory),
+            "workload": self.problem.workload and self.problem.workload.to_dict(),
+            "layers_per_stage": list(self.problem.layers_per_stage),
+            "layer_names": list(self.problem.layer_names),
+            "cut": self.problem.cut and _cut_to_dict(self.problem.cut),
+            "sharded": self.problem.sharded and self.problem.sharded.to_dict(),
+            "recomputation": self.problem.recomputation and self.problem.recomputation.to_dict(),
+            "head": self.problem.head and self.problem.head.to_dict(),
+            "host": self.problem.host and link_to_dict(self.problem.host),
+            "offloads": offloads_to_list(self.offloads),
+            "schedule": self.schedule.to_dict(),
+        }
+
+    @property
+    def _version(self) -> int:
+        """The oldest version of the JSON form that says all."""
+        if self.problem.cut is not None:
+            return 5
+        if self.problem.head is not None or self.problem.host is not None:
+            return 4
+        return 2 if self.problem.recomputation is None else 3
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """Read the JSON form; status and figures are found anew from schedule, costs and bound.
+
+        Raises `ParseError` for a part that is missing or malformed, a schedule that cannot run, and a bound that it beats.
+        """
+        if data.get("format") == "zerobubble layers plan 1":
+            data = data["plan"]
+        with reading("plan", data, newest=5):
+            schedule = Schedule.from_dict(data["schedule"])
+            problem = _problem_of(schedule, data)
+            bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
+            if not isfinite(seconds):
+                raise ParseError(f"it took {seconds} seconds, which is not a finite number")
+            try:
+                offloads = offloads_from_list(data["offloads"], schedule, problem.costs) if problem.host is not None else ()
+                plan = cls.of(problem, bound, schedule, seconds, line(data["how"]), offloads)
+            except ScheduleError as error:
+                raise ParseError(str(error)) from error
+            if plan.time is not None and plan.time < bound.time:
+                raise ParseError(f"its schedule takes {plan.time} ns, less than the bound of {bound.time} ns: no bound of this problem")
+        return plan
+
+
+def _filled(text: str) -> str:
+    """The lines of a text, none of them too wide."""
+    return "\n".join(fill(line, NOTE_WIDTH, break_on_hyphens=False) for line in text.split("\n"))
+
+
+def _played(problem: Problem, schedule: Schedule, offloads: Sequence[RankOffloads]) -> Metrics | Timeline:
+    """What `schedule` takes, with the copies of `offloads` where there are some; raises as those do."""
+    if not offloads:
+        return metrics(schedule, problem.costs)
+    if problem.host is None:
+        raise InputError("ranks move something to the host, and the problem has no link to it: give its host")
+    return play_offloads(schedule, problem.costs, offloads, problem.host)
+
+
+def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
+    """The problem in the JSON form of a plan whose schedule is `schedule`."""
+    workload, sharded, again, head, host = (data.get(name) for name in ("workload", "sharded", "recomputation", "head", "host"))
+    return Problem(
+        schedule.placement,
+        schedule.num_microbatches,
+        Costs.from_dict(data["costs"]),
+        Limits(tuple(map(whole, data["limits"]))),
+        Objective(data["objective"]),
+        None if workload is None else Workload.from_dict(workload),
+        tuple(map(whole, data.get("layers_per_stage", ()))),
+        tuple(map(line, data.get("layer_names", ()))),
+        None if sharded is None else Sharded.from_dict(sharded),
+        None if again is None else Recomputation.from_dict(again),
+        None if head is None else Head.from_dict(head),
+        None if host is None else link_from_dict(host),
+        None if data.get("cut") is None else _cut_from_dict(data, schedule.placement),
+    )
+
+
+def _cut_to_dict(cut: LayerCut) -> dict[str, Any]:
+    """The layers of a cut and the bound on its slowest rank; a plan has the number of layers of each stage besides."""
+    return {**layers_to_dict(cut.layers), "bound": cut.bound, "reason": cut.reason}
+
+
+def _cut_from_dict(data: dict[str, Any], placement: Placement) -> LayerCut:
+    """The cut in the JSON form of a plan."""
+    cut, cuts = data["cut"], list(accumulate(map(whole, data["layers_per_stage"])))[:-1]
+    return LayerCut(layers_from_dict(cut), placement, tuple(cuts), whole(cut["bound"]), line(cut["reason"]))

@@ -1,0 +1,150 @@
+"""The front door of the planner: one function for any work and all axes of a problem, which asks the search that plans for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, takes
+from zerobubble.costs import Costs, Level, Limits
+from zerobubble.errors import InputError
+from zerobubble.ir import Placement
+from zerobubble.offload import HostLink
+from zerobubble.partition import Layer
+from zerobubble.planning.answer import Plan
+from zerobubble.planning.attempt import ProgressCallback
+from zerobubble.planning.competition import MICROBATCHES, SECONDS, as_budget, compete, placements_for, problems_of
+from zerobubble.planning.head_plan import given_head, plan_head
+from zerobubble.planning.layer_plan import plan_layers
+from zerobubble.planning.offload_plan import plan_offloaded
+from zerobubble.planning.placements import ANY, Placements, placements_to_try
+from zerobubble.planning.problem.axes import refuse_pairs
+from zerobubble.planning.problem.head import Head, has_parts
+from zerobubble.planning.problem.problem import Objective
+from zerobubble.planning.problem.recomputation import levels_for
+from zerobubble.planning.problem.sharded import Sharded
+from zerobubble.planning.problem.workload import Workload
+
+LAYERS = Wanted("a list or tuple of Layer", lambda given: each(Layer).accepts(given) and len(given) > 0)
+
+
+@takes(
+    work=either(instance(Workload, Costs), LAYERS),
+    num_microbatches=WHOLE,
+    memory=optional(either(MICROBATCHES, Limits)),
+    placements=optional(instance(str, Placement, Iterable)),
+    objective=optional(str),
+    seconds=NUMBER,
+    seed=WHOLE,
+    evaluations=optional(WHOLE),
+    baseline=optional(str),
+    sharded=optional(Sharded),
+    shares=each(NUMBER),
+    recompute=str,
+    levels=optional(each(instance(Level))),
+    head=optional(Head),
+    host=optional(HostLink),
+)
+def plan(
+    work: Workload | Costs | Sequence[Layer],
+    num_microbatches: int,
+    memory: float | Limits | None = None,
+    *,
+    placements: Placements | None = None,
+    objective: str | None = None,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    evaluations: int | None = None,
+    baseline: str | None = None,
+    sharded: Sharded | None = None,
+    shares: Sequence[float] = (),
+    recompute: str = "none",
+    levels: Sequence[Level] | None = None,
+    head: Head | None = None,
+    host: HostLink | None = None,
+    progress: ProgressCallback | None = None,
+) -> Plan:
+    """The best schedule over `placements`: names of families, `any` for all, or placements; each answer with a bound and a reason.
+
+    `work` is a `Workload`, planned on any placement, the `Costs` of stages, planned on the placement that they know or that is given, or
+    `Layer`s, cut into stages with the schedule. Of plans that are equally short the one with the smaller makespan wins. The budget is for
+    all placements together, for layers once more for the winner's cuts, and the rest is as in `solve`. `plan.savings` say what each axis
+    saved. Raises `InputError` for a part that cannot be used, and with all pairs of arguments that are not planned together.
+
+    Arguments:
+        work: what whole ranks do (`Workload`), what stages cost (`Costs`), measured by `Pipeline.profile` for example, or what the layers
+            of a model cost, a sequence of `zb.partition.Layer` such as `zb.split(model).layers()`.
+        num_microbatches: slices of each batch.
+        memory: memory of each rank for activations, in microbatches of all its stages, or in bytes as `Limits`; None for as much as it
+            takes. For layers it is for their parameters, too: in microbatches that of an equal share of the layers.
+        placements: where to look, such as "vee" or ["linear", "looped-2"], or placements by names of your own; "any", all families, by
+            default for a `Workload` and layers. For layers, a placement or `Limits` say how many ranks there are.
+        objective: "span", the longest time of a rank from its first pass to its last, or "makespan", where ranks meet after each step.
+            By default the span, and with a host the makespan.
+        seconds: how long to search, over all placements; 0 takes the best published schedule.
+        evaluations: how many schedules to play instead, so that the answer is the same on every machine and rank.
+        seed: another one makes other random choices.
+        baseline: a planner of the papers to ask instead, such as "zb-heuristic".
+        sharded: weights that FSDP2 divides: the winner then gathers least of the schedules that are hardly longer, gathers included.
+        shares: a factor for each microbatch on the times and bytes of its passes, where they are of unequal cost. The microbatches of the
+            schedule are then in the places that make it short; see `planning.order_microbatches` for a schedule that stays.
+        recompute: "full" computes every forward again, "auto" what pays within the memory, by stage and microbatch; "none" nothing.
+        levels: how much may be computed again; if not given, the levels that were measured with the costs, where some were, and else
+            `costs.SELECTIVE` and `costs.FULL`.
+        head: a head that the work leaves out: whole on the last stage or divided over all ranks, whichever is quicker and fits. Costs with
+            the parts of a divided head have it already; `Head.of_parts(costs, slowdown=1.2)` adds by how much parts take longer.
+        host: the link of each rank to its host, over which what waits for its backward pass may go away where `memory` is short.
+        progress: called now and then with how far the search is.
+
+    >>> import zerobubble as zb
+    >>> work = zb.Workload.uniform(4, times=(10, 10, 8), comm=0.3)
+    >>> found = zb.plan(work, 8, memory=4, placements=["linear", "vee"], seconds=0)
+    >>> found
+    <Plan of 2 placements, the best on vee over 4 ranks: zb-v-greedy, span 232.2 ms, bubble 3.53 % (bound 3.20 %), feasible>
+    >>> found.schedule.placement.name
+    'vee'
+    """
+    objective = (Objective.SPAN if host is None else Objective.MAKESPAN) if objective is None else objective
+    aim, budget = Objective.named(objective), as_budget(seconds, evaluations)
+    if isinstance(work, Costs) and work.shares:
+        shares, work = shares or work.shares, replace(work, shares=())
+    measured = work.levels if isinstance(work, Costs) and recompute != "none" else ()
+    offered = levels_for(recompute, measured or None if levels is None else levels)
+    asked = {
+        "layers": not isinstance(work, (Workload, Costs)) and "a cut of layers",
+        "baseline": baseline is not None and "baseline",
+        "sharded": sharded is not None and "sharded",
+        "shares": bool(shares) and "shares",
+        "recompute": bool(offered) and "recompute",
+        "head": (head is not None and "head") or (isinstance(work, Costs) and has_parts(work) and "the head in the costs"),
+        "host": host is not None and "host",
+        "span": aim is Objective.SPAN and "objective='span'",
+    }
+    refuse_pairs({axis: name for axis, name in asked.items() if name})
+    if not isinstance(work, (Workload, Costs)):
+        return plan_layers(work, _placements_of_layers(placements, memory), num_microbatches, memory, aim, budget, seed, progress)
+    tried = placements_for(work, placements)
+    if host is not None:
+        if memory is None:
+            raise InputError("host needs a memory: what goes to the host follows from what a rank may hold")
+        return plan_offloaded(work, num_microbatches, memory, host, tried, budget, seed, progress)
+    if asked["head"]:
+        if isinstance(work, Costs):
+            head, work = given_head(head, work, next(iter(tried.values())))
+        assert head is not None, "a workload has no parts of a head"
+        return plan_head(work, num_microbatches, head, memory, tried, aim, budget, seed, progress)
+    problems = problems_of(work, num_microbatches, memory, tried, aim, sharded, shares)
+    return compete(problems, budget, seed, progress, baseline=baseline, offered=offered)
+
+
+def _placements_of_layers(given: Placements | None, memory: float | Limits | None) -> dict[str, Placement]:
+    """The placements to try for layers, which do not say how many ranks there are; raises `InputError` if nothing else does."""
+    wanted = [given] if isinstance(given, (str, Placement)) else [ANY] if given is None else given
+    known = next((each for each in (wanted.values() if isinstance(wanted, dict) else wanted) if isinstance(each, Placement)), None)
+    if known is not None:
+        num_ranks = known.num_ranks
+    elif isinstance(memory, Limits):
+        num_ranks = len(memory.memory)
+    else:
+        raise InputError("layers do not say how many ranks there are: give placements such as zb.Placement.vee(8), or memory as Limits")
+    return placements_to_try(ANY if given is None else given, num_ranks)

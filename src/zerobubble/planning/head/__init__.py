@@ -1,1 +1,0 @@
-"""Where the head of a language model runs: on the last stage, or divided over the ranks."""
