@@ -38,6 +38,7 @@ ALONE = (
         "graph_attributes",
         "graph_checkpoint",
         "graph_guard",
+        "graph_lengths",
         "graph_none",
         "graph_share",
         "graph_split",

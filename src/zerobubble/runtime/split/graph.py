@@ -110,11 +110,11 @@ class GraphSplitter:
         """The split of the last trace; the share is None before the first forward, and where no product gives a weight gradient."""
         split = None if self.traces.last is None else self.traces.last.split
         if split is None:
-            return SplitReport(self._index, self._way, None, ())
+            return SplitReport(self._index, self._way, None, (), notes=tuple(self.traces.notes))
         share = split.flops_in_w / split.weight_flops if split.weight_flops else None
         names = [name for name, _ in self._module.named_parameters()]
         at_once = tuple(f"{names[i]}: {reason}" for i, reason in split.reasons.items())
-        notes = () if self._compiler is None else tuple(self._compiler.notes)
+        notes = (*self.traces.notes, *(() if self._compiler is None else self._compiler.notes))
         return SplitReport(self._index, self._way, share, at_once, notes=notes)
 
     def _leave(self, w: Part, waiting: tuple[int, ...], kept: list[Tensor]) -> None:

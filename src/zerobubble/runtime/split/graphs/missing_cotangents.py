@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zerobubble.runtime.split.graphs.fx_nodes import ancestors, extract, inputs_of, is_cotangent, results_of
+from zerobubble.runtime.split.graphs.symbolic_sizes import shape_of
 
 
 class Pruned(NamedTuple):
@@ -67,8 +68,8 @@ class _Pruning:
     def _zeros_like(self, node: fx.Node) -> fx.Node:
         value = node.meta["val"]
         kind = {"dtype": value.dtype, "device": value.device}
-        zeros = self.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), kind)
-        zeros.meta["val"] = value
+        zeros = self.graph.call_function(torch.ops.aten.full.default, (shape_of(node), 0), kind)
+        zeros.meta = {name: node.meta[name] for name in ("val", "shape") if name in node.meta}
         return zeros
 
 

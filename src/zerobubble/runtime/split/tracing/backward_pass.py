@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, fx
 
 from zerobubble.runtime.split.compiled.capture import CapturedPart, Part
-from zerobubble.runtime.split.compiled.part import PartMaker
+from zerobubble.runtime.split.compiled.part import GeneralPart, PartMaker
 from zerobubble.runtime.split.graphs.backward_graph import BackwardSplit, split_backward
 from zerobubble.runtime.split.graphs.fx_nodes import inputs_of, is_cotangent, num_results
 from zerobubble.runtime.split.graphs.missing_cotangents import without_cotangents
+from zerobubble.runtime.split.graphs.symbolic_sizes import Values
 from zerobubble.runtime.split.tracing.module_tensors import NumOwned
 
 LeaveWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
@@ -21,6 +23,8 @@ LeaveWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
 
 class BackwardPass:
     """The backward `graph` of a trace, for inputs like the `examples`. `split` says what its B and W do where no gradient is None.
+
+    With `has_symbols` the graph has symbols for sizes, and `run` takes their values as the shape of the first of its tensors.
 
     `owned` says how many parameters the gradients are of, and `made_of_weights` names the nodes that are computed from parameters alone.
     """
@@ -33,7 +37,10 @@ class BackwardPass:
         made_of_weights: Collection[str],
         make_part: PartMaker,
         leave_work: LeaveWork,
+        *,
+        has_symbols: bool = False,
     ) -> None:
+        self._has_symbols = has_symbols
         self._graph = graph
         self._examples = examples
         self._owned = owned
@@ -47,30 +54,34 @@ class BackwardPass:
 
     def run(self, tensors: list[Any]) -> Sequence[Any]:
         """Run B on `tensors`, which are taken out of the list, and leave W; gives the gradients, None for those that wait."""
+        values = values_held_by(tensors.pop(0)) if self._has_symbols else None
         missing = tuple([i for i in self._cotangents if tensors[i] is None])
         if not missing:
-            return self._run_b(self._complete, tensors)
+            return self._run_b(self._complete, tensors, values)
         if missing not in self._without:
             pruned = without_cotangents(self._graph, missing)
             self._without[missing] = self._split(pruned.graph, [self._examples[i] for i in pruned.inputs]), pruned.inputs
         parts, positions = self._without[missing]
         taken = [tensors[i] for i in positions]
         tensors.clear()
-        return self._run_b(parts, taken)
+        return self._run_b(parts, taken, values)
 
     def _split(self, graph: fx.GraphModule, examples: Sequence[Any]) -> _Parts:
         split = split_backward(graph, self._owned.parameters, self._owned.names(), self._made_of_weights)
         num_gradients = num_results(graph)
+        if self._has_symbols:
+            return _Parts(split, self._make_part.general(split.b), self._make_part.general(split.w), num_gradients)
         examples_of_w = [node.meta["val"] for node in inputs_of(split.w)]
         return _Parts(split, self._make_part(split.b, examples, num_gradients), self._make_part(split.w, examples_of_w, 0), num_gradients)
 
-    def _run_b(self, parts: _Parts, tensors: list[Any]) -> Sequence[Any]:
-        if isinstance(parts.b, CapturedPart):
-            tensors[:] = parts.b.in_static_memory(tensors)
+    def _run_b(self, parts: _Parts, tensors: list[Any], values: Values | None) -> Sequence[Any]:
+        b, w = _part_for(values, parts.b), _part_for(values, parts.w)
+        if isinstance(b, CapturedPart):
+            tensors[:] = b.in_static_memory(tensors)
         kept = [tensors[i].detach() for i in parts.split.kept_inputs]  # as it is, an input of the stage would hold its gradient
-        results = parts.b(tensors)
+        results = b(tensors)
         if parts.split.waiting:
-            self._leave_work(parts.w, parts.split.waiting, [*kept, *results[parts.num_gradients :]])
+            self._leave_work(w, parts.split.waiting, [*kept, *results[parts.num_gradients :]])
         return results[: parts.num_gradients]
 
 
@@ -79,6 +90,24 @@ class _Parts:
     """B and W as functions. The first `num_gradients` results of `b` are gradients, the others are kept for `w`."""
 
     split: BackwardSplit
-    b: Part
-    w: Part
+    b: Part | GeneralPart
+    w: Part | GeneralPart
     num_gradients: int
+
+
+def _part_for(values: Values | None, part: Part | GeneralPart) -> Part:
+    """What runs a part: one with symbols for their `values`."""
+    if isinstance(part, GeneralPart):
+        assert values is not None
+        return part.of(values)
+    return part
+
+
+def holding_values(values: Values) -> Tensor:
+    """A tensor without bytes whose shape holds the values of symbols, so that a forward saves them for its B as it saves tensors."""
+    return torch.empty((*values, 0))
+
+
+def values_held_by(tensor: Tensor) -> Values:
+    """The values in the shape of such a tensor."""
+    return tuple(tensor.shape[:-1])

@@ -7,13 +7,13 @@ backward runs B, and leaves W.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -23,14 +23,17 @@ from zerobubble.runtime.split.autocast import Autocast, outside_of_autocast, wit
 from zerobubble.runtime.split.compiled.capture import Part
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.graphs.backward_graph import BackwardSplit
-from zerobubble.runtime.split.graphs.fx_nodes import inputs_of, is_cotangent, names_made_of, num_results
+from zerobubble.runtime.split.graphs.fx_nodes import extract, inputs_of, is_cotangent, is_random, names_made_of, num_results, results_of
+from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
+from zerobubble.runtime.split.graphs.symbolic_sizes import SYMBOLIC, NotGeneralError, Values, take_out_sizes, with_numbers
 from zerobubble.runtime.split.python_state.state import State, random_state, read_state
-from zerobubble.runtime.split.tracing.backward_pass import BackwardPass, LeaveWork
+from zerobubble.runtime.split.tracing.backward_pass import BackwardPass, LeaveWork, holding_values
 from zerobubble.runtime.split.tracing.culprit import culprit
 from zerobubble.runtime.split.tracing.grouped_products import TraceableGroupedProducts
 from zerobubble.runtime.split.tracing.joint_graph import ForwardNodes, forward_and_backward
 from zerobubble.runtime.split.tracing.module_tensors import TensorsOfModule, replacing_tensors
 from zerobubble.runtime.split.tracing.recompute import recording_checkpoints
+from zerobubble.runtime.split.tracing.symbols import Dim, Symbols, sizes_of
 from zerobubble.runtime.split.tracing.traceable import refuse_recurrent_dropout, refuse_untraceable
 from zerobubble.runtime.split.tracing.value_guard import AnsweringMode, ValueGuard
 from zerobubble.runtime.values.added_losses import add_loss, collecting_losses
@@ -51,6 +54,10 @@ class Trace:
 
     `make_part` makes functions of graphs. `leave_work` is called by every B with what is left for its W.
 
+    With `dims`, dimensions of inputs, their sizes are symbols in the graphs, and the trace holds for all inputs for whose sizes
+    the guards of `symbols` hold. It raises `NotGeneralError` where there is no such trace. `sized` is the graph of forward and backward
+    together of a trace without symbols.
+
     Raises `InputError` with the reason where the module cannot be traced. The module is then in the state of Python it was in before.
     """
 
@@ -63,6 +70,7 @@ class Trace:
         autocast: Autocast | None,
         make_part: PartMaker,
         leave_work: LeaveWork,
+        dims: Collection[Dim] = (),
     ) -> None:
         refuse_untraceable(structure, inputs, owned.tensors)
         refuse_recurrent_dropout(module)
@@ -76,6 +84,11 @@ class Trace:
         self._make_part = make_part
         self._leave_work = leave_work
         self.values = ValueGuard()
+        self.symbols = Symbols(owned.tensors, inputs, dims) if dims else None
+        self.sized: SizedGraph | None = None
+        self._joint: fx.GraphModule | None = None
+        self._backward_graph: fx.GraphModule | None = None
+        self._values_now: Values = ()
         self._is_ready = False
         self._forward_nodes = ForwardNodes()
         self._made_of_weights: set[str] = set()
@@ -101,6 +114,7 @@ class Trace:
 
     def run(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The module's output for these `inputs`, with `tensors` as its parameters and buffers."""
+        self._values_now = self.values_for(inputs)
         with outside_of_autocast():
             outputs = self._function(*tensors, *inputs)
         _keep_none_gradients(outputs)
@@ -110,13 +124,39 @@ class Trace:
         leaves = [next(results) if constant is None else constant[0] for constant in self._constants]
         return tree_unflatten(leaves, self._output_spec)
 
+    @property
+    def pinned(self) -> frozenset[Dim]:
+        """The dimensions that were to be symbols and of which the forward made numbers."""
+        return frozenset() if self.symbols is None else self.symbols.pinned
+
+    def holds_for_sizes(self, sizes: Sequence[int]) -> bool:
+        """Whether a trace with symbols holds for inputs of these sizes."""
+        return self.symbols is not None and self.symbols.hold_for(sizes)
+
+    def holds_for_numbers(self, owned: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """Whether the module's parameters and buffers `owned` and these `inputs` lead to the branches of the trace."""
+        return not self.values.is_needed or self.values.holds_for(owned, inputs, self.values_for(inputs))
+
+    def values_for(self, inputs: Sequence[Tensor]) -> Values:
+        """The values of the symbols for `inputs`."""
+        return () if self.symbols is None else self.symbols.values_for(sizes_of(inputs))
+
+    def is_general_of(self, other: Trace, sizes: Sequence[int]) -> bool:
+        """Whether the graph of this trace, for inputs of these `sizes`, is that of the `other` one, which was traced without symbols."""
+        if self.symbols is None or self._joint is None or other.sized is None:
+            return False
+        return SizedGraph.of(with_numbers(self._joint, self.symbols.values_for(sizes)), ()) == other.sized
+
     def _trace(self, inputs: Sequence[Tensor]) -> None:
         before, random_before = read_state(self._module), random_state()
         try:
             with outside_of_autocast():
-                self._function(*self._owned, *inputs)
+                self._function(*(self.symbols.tensors if self.symbols is not None else (*self._owned, *inputs)))
         except _TracedError:
             self._is_ready = True
+        except NotGeneralError:
+            before.restore()
+            raise
         except InputError as error:
             before.restore()
             raise InputError(f"{self._where(error)}{error}") from error
@@ -124,6 +164,7 @@ class Trace:
             self._refuse_changes(before)
             raise InputError(f"{self._where(error)}{_why_untraceable(error)}") from error
         self._refuse_changes(before)
+        self._split_general()
         if random_state() != random_before:
             raise InputError("its forward draws from the random numbers of Python or numpy, which a graph does not repeat (use torch's)")
 
@@ -143,7 +184,7 @@ class Trace:
         num_owned = self._num_owned.tensors
         positional, named = unflatten_pytree(self._structure, iter(tensors[num_owned:]))
         with replacing_tensors(self._module, self._places, dict(zip(self._owned, tensors[:num_owned], strict=True))):
-            answering = AnsweringMode(tensors, self._given, self._positions_of_known())
+            answering = AnsweringMode(tensors, self._given, self._positions_of_known(), self.symbols)
             noting = recording_checkpoints(tensors)
             with noting as checkpoint_of, answering, TraceableGroupedProducts(), within(self._autocast), collecting_losses() as added:
                 output = self._module(*positional, **named)
@@ -154,6 +195,8 @@ class Trace:
             self._forward_nodes = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
         leaves, self._output_spec = tree_flatten(output)
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+            raise NotGeneralError("it gives a size as a result")
         self._added = tuple(added)
         # Of an output that is a lazy conjugate the backward graph would view conjugates as real numbers, which torch refuses.
         results = [*added.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
@@ -173,6 +216,7 @@ class Trace:
     def _divide(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
         _refuse_graph(joint)
+        self._keep_for_proof(joint)
         self._num_outputs = num_fwd_outputs
         draw_again = not self._make_part.compiles  # inductor cannot draw from a kept state
         forward, backward = forward_and_backward(joint, num_fwd_outputs, self._forward_nodes, draw_again=draw_again)
@@ -181,6 +225,9 @@ class Trace:
             raise InputError("it changes a tensor in place of which another of its inputs, parameters or buffers is a view")
         parameters = {node.name for node in primals[: self._num_owned.parameters]}
         self._made_of_weights = names_made_of(backward, names_made_of(forward, parameters))
+        if self.symbols is not None:
+            self._backward_graph = with_numbers(backward)
+            _pass_values_on(forward, backward, num_fwd_outputs)
         return forward, backward
 
     def _are_merged(self, num_inputs: int) -> bool:
@@ -194,8 +241,18 @@ class Trace:
         memories = {tensor.untyped_storage().data_ptr() for tensor in distinct}
         return num_inputs < len(distinct) or len(memories) < len(distinct)
 
+    def _keep_for_proof(self, graph: fx.GraphModule) -> None:
+        """Take the sizes out of a graph with symbols; keep it, and of another one what `is_general_of` compares."""
+        if self.symbols is None:
+            self.sized = SizedGraph.of(graph, ())
+        else:
+            take_out_sizes(graph, self.symbols.sizes)
+            self._joint = with_numbers(graph)
+
     def _make_forward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-        run = self._make_part(graph, examples, self._num_outputs)
+        if self.sized is None and self._joint is None:  # nothing has a gradient, and there was nothing to divide
+            self._keep_for_proof(graph)
+        run = self._make_part(graph, examples, self._num_outputs) if self.symbols is None else self._general_forward(graph)
 
         def forward(tensors: list[Any]) -> Sequence[Any]:
             if not self._is_ready:
@@ -204,9 +261,54 @@ class Trace:
 
         return _taking_a_list(forward)
 
+    def _general_forward(self, graph: fx.GraphModule) -> Part:
+        """What runs a forward graph with symbols; with a backward pass, it hands their values on to it."""
+        assert self.symbols is not None
+        if self._backward_graph is not None:
+            results = results_of(graph)
+            del results[self._num_outputs]
+            graph = extract(graph, inputs_of(graph), results, [node for node in graph.graph.nodes if is_random(node)])
+        part = self._make_part.general(graph)
+
+        def run(tensors: list[Any]) -> Sequence[Any]:
+            found = list(part.of(self._values_now)(tensors))
+            if self._backward_graph is not None:
+                found.insert(self._num_outputs, holding_values(self._values_now))
+            return found
+
+        return run
+
     def _make_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-        self._backward = BackwardPass(graph, examples, self._num_owned, self._made_of_weights, self._make_part, self._leave_work)
+        if self._backward is None:  # with symbols it is there already
+            self._backward = BackwardPass(graph, examples, self._num_owned, self._made_of_weights, self._make_part, self._leave_work)
         return _taking_a_list(self._backward.run)
+
+    def _split_general(self) -> None:
+        """Split the backward graph with symbols, and make the guards, before the trace is used."""
+        if self.symbols is None:
+            return
+        if self._backward_graph is not None:
+            graph = self._backward_graph
+            examples = [node.meta["val"] for node in inputs_of(graph)]
+            self._backward = BackwardPass(
+                graph, examples, self._num_owned, self._made_of_weights, self._make_part, self._leave_work, has_symbols=True
+            )
+        self.symbols.finish()
+
+
+def _pass_values_on(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Let the forward graph save one value more, the first, for the backward graph: a tensor whose shape holds the values of symbols."""
+    example = FakeTensorMode().from_tensor(torch.empty(0))
+    output = next(iter(reversed(forward.graph.nodes)))
+    with forward.graph.inserting_before(output):
+        saved = forward.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+    results = list(output.args[0])
+    output.args = ((*results[:num_outputs], saved, *results[num_outputs:]),)
+    with backward.graph.inserting_before(next(iter(backward.graph.nodes))):
+        given = backward.graph.placeholder("values_of_symbols")
+    saved.meta["val"] = given.meta["val"] = example
+    forward.recompile()
+    backward.recompile()
 
 
 def _taking_a_list(run: Part) -> Part:

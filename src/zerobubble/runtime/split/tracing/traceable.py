@@ -25,6 +25,13 @@ def kind_of(tensor: Tensor) -> Hashable:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, is_lazy
 
 
+def layout_of(tensor: Tensor) -> Hashable:
+    """What a graph with symbols for sizes depends on of one of its inputs: all but the sizes."""
+    if not is_traceable(tensor):
+        return kind_of(tensor)
+    return type(tensor), tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+
+
 def shared_memory(tensors: Sequence[Tensor]) -> Hashable:
     """Which of several inputs share memory: for each the first that does."""
     if len(tensors) < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -13,9 +13,11 @@ from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.python_state.guard import MOST_STATES, Guard, global_state
 from zerobubble.runtime.split.splitter import arguments_of
 from zerobubble.runtime.split.tracing.backward_pass import LeaveWork
+from zerobubble.runtime.split.tracing.lengths import Lengths, MakeTrace
 from zerobubble.runtime.split.tracing.module_tensors import TensorsOfModule
+from zerobubble.runtime.split.tracing.symbols import Dim
 from zerobubble.runtime.split.tracing.trace import Trace
-from zerobubble.runtime.split.tracing.traceable import hooked_parameters, kind_of, refuse_hooks, shared_memory
+from zerobubble.runtime.split.tracing.traceable import hooked_parameters, is_traceable, kind_of, layout_of, refuse_hooks, shared_memory
 from zerobubble.runtime.values.payload import Tensors, flatten_pytree
 
 
@@ -42,13 +44,19 @@ class Traces:
         self._has_warned = False
         self._guard = Guard(module, self._forget, name=name)
         self._by_key: dict[tuple[Hashable, ...], list[Trace]] = {}
+        self._by_layout: dict[tuple[Hashable, ...], Lengths] = {}
         self._hooked = hooked_parameters(module)
         self._is_step_checked = True
         refuse_hooks(module, self._hooked)
 
     def __len__(self) -> int:
         """How many traces are held."""
-        return sum(map(len, self._by_key.values()))
+        return len({id(trace) for same in self._by_key.values() for trace in same})
+
+    @property
+    def notes(self) -> list[str]:
+        """For which sizes of inputs the module is traced anew, and why, in a line each."""
+        return [note for lengths in self._by_layout.values() for note in lengths.notes]
 
     def begin(self) -> None:
         """A step begins, and no stage has a forward in flight."""
@@ -67,16 +75,27 @@ class Traces:
         structure = flatten_pytree(arguments_of(inputs), tensors, opaque=True)
         autocast = autocast_of(tensors[0].device.type if tensors else "cpu")
         kinds = tuple([kind_of(tensor) for tensor in tensors])
-        key = state, structure, kinds, shared_memory(tensors), autocast, global_state(), self.owned.kinds
-        same = self._by_key.setdefault(key, [])
-        trace = next((trace for trace in same if trace.values.holds_for(self.owned.tensors, tensors)), None)
+        rest = structure, shared_memory(tensors), autocast, global_state(), self.owned.kinds
+        same = self._by_key.setdefault((state, kinds, *rest), [])
+        trace = next((trace for trace in same if trace.holds_for_numbers(self.owned.tensors, tensors)), None)
         if trace is None:
             self._prepare(inputs)
             self._make_part.new_trace(tensors)
-            trace = Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work)
+
+            def make(dims: Collection[Dim]) -> Trace:
+                return Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work, dims)
+
+            layouts = tuple([layout_of(tensor) for tensor in tensors])
+            trace = self._for_sizes(self._by_layout.setdefault((state, layouts, *rest), Lengths()), tensors, make)
             self._keep(trace, same)
         self.last = trace
         return Traced(trace, tensors)
+
+    def _for_sizes(self, lengths: Lengths, tensors: list[Tensor], make: MakeTrace) -> Trace:
+        """A trace for inputs of sizes that are new, or whose numbers are."""
+        if not self._make_part.takes_symbols or not all(map(is_traceable, tensors)):
+            return make(())
+        return lengths.find(self.owned.tensors, tensors) or lengths.make(tensors, make)
 
     def _prepare(self, inputs: Tensors) -> None:
         """Let the module see the inputs with their numbers before it is traced without them, if it asks for that: a stage of `zb.split`."""
@@ -107,4 +126,5 @@ class Traces:
 
     def _forget(self, state: int) -> None:
         """Drop the traces made in a state of Python."""
-        self._by_key = {key: trace for key, trace in self._by_key.items() if key[0] != state}
+        self._by_key = {key: traces for key, traces in self._by_key.items() if key[0] != state}
+        self._by_layout = {key: lengths for key, lengths in self._by_layout.items() if key[0] != state}

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.autocast import outside_of_autocast
+from zerobubble.runtime.split.graphs.symbolic_sizes import SYMBOLIC, Sizes, Values, taking_values
+from zerobubble.runtime.split.tracing.symbols import Symbols
 
 
 class _OtherNumberError(Exception):
@@ -32,20 +35,33 @@ class ValueGuard:
     """Tells whether tensors give the numbers on which a trace depends.
 
     `graph` takes those of the tensors at `positions` and raises where they do not. It is None where the trace depends on no number.
+    With `has_symbols` it may have symbols for sizes, and takes their values before the tensors.
     """
 
-    def __init__(self, graph: fx.GraphModule | None = None, positions: Sequence[int] = ()) -> None:
-        self._run: Callable[..., Any] | None = None if graph is None else graph.forward
+    def __init__(self, graph: fx.GraphModule | None = None, positions: Sequence[int] = (), *, has_symbols: bool = False) -> None:
+        self._run: Callable[..., Any] | None = None
+        if graph is not None:
+            self._run = (taking_values(graph) if has_symbols else graph).forward
         self._positions = tuple(positions)
+        self._has_symbols = has_symbols
 
-    def holds_for(self, owned: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        """Whether the trace may be taken for the module's parameters and buffers `owned` and the `inputs` of a microbatch."""
+    @property
+    def is_needed(self) -> bool:
+        """Whether the trace depends on numbers."""
+        return self._run is not None
+
+    def holds_for(self, owned: Sequence[Tensor], inputs: Sequence[Tensor], values: Values = ()) -> bool:
+        """Whether the trace may be taken for the module's parameters and buffers `owned` and the `inputs` of a microbatch.
+
+        `values` are those of the symbols.
+        """
         if self._run is None:
             return True
         tensors = (*owned, *inputs)
+        given = [values] if self._has_symbols else []
         try:
             with torch.no_grad(), outside_of_autocast():
-                self._run(*[tensors[i] for i in self._positions])
+                self._run(*given, *[tensors[i] for i in self._positions])
         except _OtherNumberError:
             return False
         return True
@@ -54,14 +70,15 @@ class ValueGuard:
 class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While a forward is traced on the tensors `traced`, answers what it asks of their numbers, which are those of `given`.
 
-    Numbers are known of those tensors at the positions `known`, and of all that is made of them alone. Raises `InputError` where the
-    forward asks for another number.
+    Numbers are known of those tensors at the positions `known`, and of all that is made of them alone. `symbols` are those in the traced
+    tensors, if there are any. Raises `InputError` where the forward asks for another number.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, traced: Sequence[Tensor], given: Sequence[Tensor], known: Iterable[int]) -> None:
+    def __init__(self, traced: Sequence[Tensor], given: Sequence[Tensor], known: Iterable[int], symbols: Symbols | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._symbols = symbols
         self._graph = fx.Graph()
         self._constants: dict[str, Tensor] = {}
         self._nodes: dict[int, fx.Node] = {}
@@ -108,7 +125,9 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not positions:
             return ValueGuard()  # made of constants alone, the numbers are always the same
         self._graph.output(None)
-        return ValueGuard(fx.GraphModule(self._constants, self._graph), positions)
+        if self._symbols is not None:
+            _put_sizes(self._graph, self._symbols.sizes)
+        return ValueGuard(fx.GraphModule(self._constants, self._graph), positions, has_symbols=self._symbols is not None)
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not self._are_known((args, kwargs)):
@@ -162,6 +181,8 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map_only(Tensor, self._value, (args, dict(kwargs)))
+        if self._symbols is not None:
+            args, kwargs = tree_map_only(SYMBOLIC, self._symbols.sizes.in_trace, (args, kwargs))
         with _disable_current_modes(), torch.no_grad():
             return func(*args, **kwargs)
 
@@ -176,6 +197,13 @@ def _keep_what_is_asked(graph: fx.Graph, values: Mapping[fx.Node, Tensor]) -> No
                 needed |= touched
             else:
                 graph.erase_node(node)
+
+
+def _put_sizes(graph: fx.Graph, sizes: Sizes) -> None:
+    """Put sizes in the place of the symbolic numbers in a graph."""
+    for node in graph.nodes:
+        node.args = map_aggregate(node.args, lambda argument: sizes.of_number(argument) if isinstance(argument, SYMBOLIC) else argument)
+        node.kwargs = map_aggregate(node.kwargs, lambda argument: sizes.of_number(argument) if isinstance(argument, SYMBOLIC) else argument)
 
 
 def _require(answer: Any, exactly: str) -> None:

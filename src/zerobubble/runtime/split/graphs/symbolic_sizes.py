@@ -1,0 +1,178 @@
+"""Graphs with symbols for sizes: one graph for inputs of all sizes for which its guards hold.
+
+A graph that torch traces with symbols computes its sizes by nodes of their own. These are taken out, and a `Size` stands in their place
+as an argument. So a graph is divided and cut as if its sizes were constants, and no part keeps a size for another one. A part computes all
+its sizes at once from the values of the symbols, which it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import getitem
+from typing import Any, TypeAlias
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zerobubble.runtime.split.graphs.fx_nodes import inputs_of
+
+Values: TypeAlias = tuple[int, ...]
+"""A number for each symbol of a trace."""
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""The types of numbers that stand for a formula of symbols."""
+_WHOLE = {"FloorDiv", "Mod", "PythonMod", "CleanDiv", "ModularIndexing", "Max", "Min", "Abs"}
+"""Functions of whole numbers in formulas. What has others is rounded by sympy in another way than by Python."""
+
+
+class NotGeneralError(Exception):
+    """A graph cannot be used for other sizes; the message says why."""
+
+
+class Size:
+    """A number in a graph; `of` computes it from the values of the symbols."""
+
+    def __init__(self, compute: Callable[[Values], Any]) -> None:
+        self.of = compute
+
+    def __repr__(self) -> str:
+        return "size_without_number"  # a name: torch writes code for every graph, also for those that never run
+
+
+class Sizes:
+    """Makes sizes of formulas over the symbols in `order`, whose values were `values` in the trace."""
+
+    def __init__(self, order: Sequence[Any], values: Values) -> None:
+        self._order = tuple(order)
+        self._values = values
+        self._of_formula: dict[Any, Size | int] = {}
+
+    def of_number(self, number: Any) -> Size | int:
+        """The size for a whole number of the trace. A number that is the same for all inputs stays one."""
+        if isinstance(number, (torch.SymFloat, torch.SymBool)):
+            raise NotGeneralError(f"a number that follows from a size ({number.node.expr}) decides a branch on numbers")
+        if not isinstance(number, torch.SymInt):
+            return int(number)
+        formula = number.node.expr
+        if formula not in self._of_formula:
+            self._of_formula[formula] = int(formula) if formula.is_Integer else self._new(formula)
+        return self._of_formula[formula]
+
+    def in_trace(self, number: Any) -> int:
+        """What a whole number was in the trace."""
+        size = self.of_number(number)
+        return int(size.of(self._values)) if isinstance(size, Size) else size
+
+    def _new(self, formula: Any) -> Size:
+        require_whole(formula)
+        if not formula.free_symbols.issubset(self._order):
+            raise NotGeneralError(f"a size ({formula}) is no formula of the sizes of the inputs")
+        order = self._order
+        return Size(lambda values: int(formula.xreplace(dict(zip(order, map(sympy.Integer, values), strict=True)))))
+
+
+def require_whole(formula: Any) -> None:
+    """Raise `NotGeneralError` for a formula with fractions, which sympy may round otherwise than Python."""
+    others = {type(function).__name__ for function in formula.atoms(sympy.Function)} - _WHOLE
+    if others or formula.atoms(sympy.Float):
+        raise NotGeneralError(f"a size or a branch depends on a fraction ({formula})")
+
+
+def take_out_sizes(module: fx.GraphModule, sizes: Sizes) -> None:
+    """Put sizes in the place of the nodes that compute them. The values in `meta` become those of the inputs of the trace.
+
+    Raises `NotGeneralError` for a graph that gives a size as a result, or has one that is no formula of the symbols.
+    """
+    found: dict[fx.Node, Any] = {}
+    fakes = FakeTensorMode()
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, SYMBOLIC):
+            found[node] = _size_of(node, sizes, found)
+            continue
+        node.args = map_arg(node.args, lambda source: found.get(source, source))
+        node.kwargs = map_arg(node.kwargs, lambda source: found.get(source, source))
+        if any(isinstance(leaf, SYMBOLIC) or (node.op == "output" and isinstance(leaf, Size)) for leaf in tree_leaves(node.args)):
+            raise NotGeneralError("it gives a size as a result")
+        if isinstance(value, Tensor):
+            node.meta["shape"] = [sizes.of_number(size) for size in value.shape]
+        node.meta["val"] = tree_map_only(Tensor, lambda tensor: _in_trace(tensor, sizes, fakes), value)
+    for node in reversed(found):
+        module.graph.erase_node(node)
+
+
+def _size_of(node: fx.Node, sizes: Sizes, found: Mapping[fx.Node, Any]) -> Any:
+    """The size for a node that computes one: by the shape of a tensor, or by numbers, in the order in which Python computes them."""
+    if node.op == "placeholder" or any(source not in found for source in node.all_input_nodes):
+        if not isinstance(node.meta["val"], torch.SymInt):
+            raise NotGeneralError("a number that is no size follows from a tensor")
+        return sizes.of_number(node.meta["val"])
+    target: Any = node.target
+    given = map_arg((node.args, node.kwargs), found.__getitem__)
+    return Size(lambda values: _call(target, given, values))
+
+
+def _call(target: Any, given: Any, values: Values) -> Any:
+    args, kwargs = map_aggregate(given, lambda argument: argument.of(values) if isinstance(argument, Size) else argument)
+    return target(*args, **kwargs)
+
+
+def _in_trace(tensor: Tensor, sizes: Sizes, fakes: FakeTensorMode) -> Tensor:
+    with fakes:
+        shape, strides = map(sizes.in_trace, tensor.shape), map(sizes.in_trace, tensor.stride())
+        return torch.empty_strided(list(shape), list(strides), dtype=tensor.dtype, device=tensor.device)
+
+
+def shape_of(node: fx.Node) -> list[Any]:
+    """The shape of a node's tensor, as an argument for another node."""
+    shape: list[Any] = node.meta["shape"] if "shape" in node.meta else list(node.meta["val"].shape)
+    return shape
+
+
+def with_numbers(module: fx.GraphModule, values: Values | None = None) -> fx.GraphModule:
+    """The graph for these values of the symbols, as it would be traced without symbols; a copy of it without any values."""
+    graph = fx.Graph()
+    _copy(module, graph, lambda argument: argument.of(values) if values is not None and isinstance(argument, Size) else argument)
+    return fx.GraphModule(module, graph)
+
+
+def taking_values(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with its sizes computed by it: it takes the values of the symbols, in a tuple, before its other inputs."""
+    used = list(dict.fromkeys(_sizes_in(module)))
+    graph = fx.Graph()
+    given = graph.placeholder("values_of_symbols")
+    copies = {node: graph.node_copy(node) for node in inputs_of(module)}  # first of all: their names stay what they are
+    numbers = graph.call_function(_computing(used), (given,))
+    nodes = {size: graph.call_function(getitem, (numbers, i)) for i, size in enumerate(used)}
+    _copy(module, graph, lambda argument: nodes[argument] if isinstance(argument, Size) else argument, copies)
+    return fx.GraphModule(module, graph)
+
+
+def _sizes_in(module: fx.GraphModule) -> Iterator[Size]:
+    for node in module.graph.nodes:
+        yield from (leaf for leaf in tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Size))
+
+
+def _computing(sizes: Sequence[Size]) -> Callable[[Values], tuple[Any, ...]]:
+    """A function that computes the sizes, and remembers those of the last values."""
+    last: list[tuple[Values, tuple[Any, ...]]] = []
+
+    def numbers_of(values: Values) -> tuple[Any, ...]:
+        if not last or last[0][0] != values:
+            last[:] = [(values, tuple([size.of(values) for size in sizes]))]
+        return last[0][1]
+
+    return numbers_of
+
+
+def _copy(module: fx.GraphModule, graph: fx.Graph, fill: Callable[[Any], Any], copies: dict[fx.Node, fx.Node] | None = None) -> None:
+    """Copy all nodes of which there are no `copies` yet, with what `fill` gives for each of their arguments."""
+    copies = {} if copies is None else copies
+    for node in module.graph.nodes:
+        if node not in copies:
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            copy.args, copy.kwargs = map_aggregate(copy.args, fill), map_aggregate(copy.kwargs, fill)
