@@ -28,7 +28,7 @@ NOT_TOGETHER = {
     ("baseline", "head"): _HEAD_ALONE,
     ("baseline", "host"): _HOST_ALONE,
     ("sharded", "shares"): "gathers are chosen for microbatches that are alike",
-    ("sharded", "recompute"): "Pipeline recomputes no stage that FSDP2 divides",
+    ("sharded", "recompute"): "gathers are planned for schedules without R: `zerobubble show` with --weights counts those of a plan with R",
     ("sharded", "head"): _HEAD_ALONE,
     ("sharded", "host"): _HOST_ALONE,
     ("sharded", "noise"): "an order is made robust by the times of passes alone, and its weights could have to be gathered more often",
