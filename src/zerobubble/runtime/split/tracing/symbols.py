@@ -41,7 +41,7 @@ class Symbols:
         self._inputs: list[Tensor] = []
         for i, tensor in enumerate(inputs):
             dynamic = [DimDynamic.DYNAMIC if (i, d) in dims else DimDynamic.STATIC for d in range(tensor.dim())]
-            context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+            context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
             self._inputs.append(
                 self._fakes.from_tensor(tensor, static_shapes=False, symbolic_context=context, source=LocalSource(f"input{i}"))
             )
@@ -64,8 +64,9 @@ class Symbols:
         for guard in self._environment.guards:
             require_whole(guard.expr)
         self.pinned = frozenset((i, d) for i, d in self._dims if _is_number(self._inputs[i].shape[d]))
+        asked: list[Any] = list(sizes_of(self._inputs))
         try:
-            self._condition = self._environment.produce_guards_expression(list(sizes_of(self._inputs)), ignore_static=False)
+            self._condition = self._environment.produce_guards_expression(asked, ignore_static=False)
         except Exception as error:
             raise NotGeneralError(f"torch has no guards for its sizes ({type(error).__name__})") from error
         if not self.hold_for(self._given):

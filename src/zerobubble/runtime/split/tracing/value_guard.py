@@ -201,9 +201,13 @@ def _keep_what_is_asked(graph: fx.Graph, values: Mapping[fx.Node, Tensor]) -> No
 
 def _put_sizes(graph: fx.Graph, sizes: Sizes) -> None:
     """Put sizes in the place of the symbolic numbers in a graph."""
+
+    def size_for(argument: Any) -> Any:
+        return sizes.of_number(argument) if isinstance(argument, SYMBOLIC) else argument
+
     for node in graph.nodes:
-        node.args = map_aggregate(node.args, lambda argument: sizes.of_number(argument) if isinstance(argument, SYMBOLIC) else argument)
-        node.kwargs = map_aggregate(node.kwargs, lambda argument: sizes.of_number(argument) if isinstance(argument, SYMBOLIC) else argument)
+        node.args = map_aggregate(node.args, size_for)
+        node.kwargs = map_aggregate(node.kwargs, size_for)
 
 
 def _require(answer: Any, exactly: str) -> None:
