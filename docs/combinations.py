@@ -12,6 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from zerobubble.planning.problem.axes import AXES as AXES_OF_PLANS
+from zerobubble.planning.problem.axes import NOT_TOGETHER
+
 PAGE = Path(__file__).with_suffix(".md")
 
 AXES: Mapping[str, tuple[str, ...]] = {
@@ -137,6 +140,16 @@ for `split="graph"` holds for `"compiled"` as well, which compiles the parts of 
 |---|---|---|
 """
 
+PLANNED = """
+## What is planned together
+
+`zb.plan` and `zerobubble plan` may be asked for {axes}. {together} of the {pairs} pairs of these are planned together. The others are
+refused at once, all that were asked for in one `InputError`:
+
+| option | with | because |
+|---|---|---|
+"""
+
 
 def page() -> str:
     """The text of docs/combinations.md."""
@@ -150,7 +163,16 @@ def page() -> str:
         values, others = list(found), next(iter(found.values()))
         assert all(each == others for each in found.values())
         refused.append(f"| {axis}: {', '.join(values)} | {other}: {', '.join(others)} | {reason} |\n")
-    return "".join([INTRODUCTION.format(rows=len(covering_rows())), *options, REFUSED, *refused])
+    return "".join([INTRODUCTION.format(rows=len(covering_rows())), *options, REFUSED, *refused, *_planned()])
+
+
+def _planned() -> Iterator[str]:
+    """What the page says of plans."""
+    pairs = len(AXES_OF_PLANS) * (len(AXES_OF_PLANS) - 1) // 2
+    axes = ", ".join(f"`{axis}`" for axis in AXES_OF_PLANS)
+    yield PLANNED.format(axes=axes, pairs=pairs, together=pairs - len(NOT_TOGETHER))
+    for (one, other), reason in NOT_TOGETHER.items():
+        yield f"| {one} | {other} | {reason} |\n"
 
 
 if __name__ == "__main__":
