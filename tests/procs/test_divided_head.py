@@ -587,8 +587,7 @@ def test_smoothing_beyond_0_to_1_is_refused(smoothing: Any) -> None:
 
 def test_the_page_s_program_runs(tmp_path: Path) -> None:
     *_, program = programs_of("docs/vocabulary.md")
-    bought, *lines = run_forked(program, tmp_path, 2).splitlines()
-    losses = list(map(float, lines))
-    assert bought.startswith("The head ")
-    assert len(losses) == 5
+    lines = run_forked(program, tmp_path, 2).splitlines()
+    losses = list(map(float, lines[-5:]))
+    assert lines[0].startswith("The head ")
     assert losses[0] == pytest.approx(math.log(1001), rel=0.1)
