@@ -6,12 +6,15 @@ disturbed by ranks that compute beside it. Then they share what needs no ranks, 
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import PurePosixPath
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.procs.exhaustive import EXHAUSTIVE
 
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
@@ -66,6 +69,29 @@ UNTIMED = (
     *("command_line_page", "gpu_benchmark", "pages_by_launcher", "split_transformers"),
 )
 """Tests of ranks that compute, none of which looks at a clock: they take longest, and each goes to the worker that is free."""
+
+ONE_IN = 3
+"""The share of the long cases of each test that is played."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out two in three long cases of each test, the first stays, but for tests marked `long(all=True)`.
+
+    All are played with ZEROBUBBLE_EXHAUSTIVE=1, and so is what is asked for by its name.
+    """
+    if EXHAUSTIVE or any("::" in argument for argument in config.args):
+        return
+    seen: Counter[str] = Counter()
+    played: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        long = item.get_closest_marker("long")
+        test = item.nodeid.partition("[")[0]
+        is_sampled = long is not None and not long.kwargs.get("all")
+        (left_out if is_sampled and seen[test] % ONE_IN else played).append(item)
+        seen[test] += is_sampled
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = played
 
 
 class RanksTogether(LoadScopeScheduling):

@@ -287,7 +287,7 @@ def ranks_of(row: Row) -> int:
     return 2 if row["mesh"] == "pp" else 4
 
 
-@pytest.mark.long
+@pytest.mark.long(all=True)
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_options_together_train_as_one_device(world: Ranks, tmp_path: Path, number: int) -> None:
     row = ROWS[number]
