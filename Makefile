@@ -67,6 +67,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/checkpoints/run.py
 	$(RUN)/python benchmarks/split_matrix/run.py
 	$(RUN)/python benchmarks/graph_split/run.py
+	$(RUN)/python benchmarks/graph_split/lengths.py
 	$(RUN)/python benchmarks/post_validation/run.py
 	$(RUN)/python benchmarks/bubble_work/run.py
 	$(RUN)/python benchmarks/replicas/run.py
