@@ -107,7 +107,12 @@ def test_microbatches_of_many_lengths_in_flight() -> None:
 
 
 class Lengthwise(nn.Module):
-    """A Linear and then what `follow` makes of its output."""
+    """A Linear and then what `follow` makes of its output.
+
+    No forward here asserts anything: pytest rewrites assertions, and a stage would watch what of pytest they then reach.
+    """
+
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +135,6 @@ class ByFraction(Lengthwise):
 class ByPosition(Lengthwise):
     def follow(self, y: Tensor) -> Tensor:
         length = y.shape[1]
-        assert isinstance(self.table, Tensor)
         return y * torch.arange(length)[:, None] + self.table[:length]
 
 
@@ -290,7 +294,6 @@ class Averaging(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        assert isinstance(self.average, Tensor)
         self.average.mul_(0.5).add_(x.detach().mean((0, 1)))
         return self.first(x), self.second(x).flatten(0, 1)
 

@@ -177,7 +177,8 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if value is None or _memory(value) in self._lost else value
 
     def _as_nodes(self, arguments: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: self._nodes[id(tensor)], arguments)
+        nodes = tree_map_only(Tensor, lambda tensor: self._nodes[id(tensor)], arguments)
+        return tree_map_only(SYMBOLIC, _Symbolic, nodes)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map_only(Tensor, self._value, (args, dict(kwargs)))
@@ -185,6 +186,13 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map_only(SYMBOLIC, self._symbols.sizes.in_trace, (args, kwargs))
         with _disable_current_modes(), torch.no_grad():
             return func(*args, **kwargs)
+
+
+class _Symbolic:
+    """A symbolic number in a graph, until it is known that an answer depends on it; torch warns of such numbers as they are."""
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
 
 
 def _keep_what_is_asked(graph: fx.Graph, values: Mapping[fx.Node, Tensor]) -> None:
@@ -203,7 +211,7 @@ def _put_sizes(graph: fx.Graph, sizes: Sizes) -> None:
     """Put sizes in the place of the symbolic numbers in a graph."""
 
     def size_for(argument: Any) -> Any:
-        return sizes.of_number(argument) if isinstance(argument, SYMBOLIC) else argument
+        return sizes.of_number(argument.number) if isinstance(argument, _Symbolic) else argument
 
     for node in graph.nodes:
         node.args = map_aggregate(node.args, size_for)
