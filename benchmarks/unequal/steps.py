@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerobubble as zb
+from zerobubble.planning.unequal.order import with_numbers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -114,7 +115,7 @@ def speed(name: str) -> dict[str, Any]:
         choose(again)
         ahead.append(1000 * (time.perf_counter() - later))
         priced = replace(zb.Costs.uniform(schedule.num_stages), shares=tuple(costs))
-        played = zb.planning.microbatch_order.with_numbers(schedule, order)
+        played = with_numbers(schedule, order)
         gains.append(1 - zb.simulate(played, priced).span / zb.simulate(schedule, priced).span)
     return {
         "schedule": name,
