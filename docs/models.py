@@ -48,7 +48,7 @@ weights in float64, and went through three stages, one after the other, beside t
 difference of the loss and of any gradient, how many parameters several stages hold, which are tied by themselves, and what the family
 needed that a chain of layers does not: parts whose output goes further than to the next stage, parameters that code between the parts uses,
 parts that are called several times or go by several names, and what its configuration needed to be small. The long tests train one
-in three families of the first table in a pipeline of two ranks, with a schedule of two stages or one of two with four, of which one is
+in four families of the first table in a pipeline of two ranks, with a schedule of two stages or one of two with four, of which one is
 planned, and compare loss and gradients; with `ZEROBUBBLE_EXHAUSTIVE=1` they train every family with all three. Only hrm_text, whose layers
 run in a loop and so are one part, has two stages each time. `docs/models.py` writes this page.
 """

@@ -30,7 +30,7 @@ INTRODUCTION = """# Which models beside language models can be cut
 Each model of the tables was made tiny, with random weights in float64, and went through three stages, one after the other, beside the uncut
 model. The columns tell the largest relative difference of a loss in which every number of the output counts, that of any gradient, and
 how many parameters several stages hold, which are tied by themselves. The long tests train one
-in three of them in a pipeline of two ranks for two steps, on 1F1B or ZB-V, and with `ZEROBUBBLE_EXHAUSTIVE=1` all. `docs/other_models.py`
+in four of them in a pipeline of two ranks for two steps, on 1F1B or ZB-V, and with `ZEROBUBBLE_EXHAUSTIVE=1` all. `docs/other_models.py`
 writes this page; a model that it does not name has not been tried.
 
 - **Encoders beside decoders.** What an encoder gives crosses every boundary up to the last block that uses it. T5's position bias, which
