@@ -162,7 +162,7 @@ def large_jobs() -> Jobs:
     def job(problem: Problem, planning: float, seconds: float) -> Row:
         wall, busy = time.perf_counter(), time.process_time()
         solved, row = measured(problem, planning)
-        assert solved.schedule is not None
+        assert solved.order is not None
         zb.lower(solved.schedule)
         row |= {"with_lowering_s": time.perf_counter() - wall, "with_lowering_cpu_s": time.process_time() - busy, "wanted_s": seconds}
         row["peak_gb"] = getrusage(RUSAGE_SELF).ru_maxrss / 1e6
@@ -192,7 +192,7 @@ def unequal_jobs() -> Jobs:
             counts[solved.status.value] += 1
             if solved.status is Status.INFEASIBLE:
                 wrong += [seed] * (not holds_none(case))
-            elif solved.schedule is None or zb.schedule_faults(solved.schedule) or memory_faults(solved.schedule, case.costs, case.limits):
+            elif solved.order is None or zb.schedule_faults(solved.schedule) or memory_faults(solved.schedule, case.costs, case.limits):
                 wrong.append(seed)
         return {**counts, "wrong": wrong, "holds": not wrong}
 
@@ -225,7 +225,7 @@ def exact_jobs() -> Jobs:
     def job(seed: int) -> Row:
         case = random_problem(seed, 4, 8)
         solved, row = measured(case, 2)
-        if solved.schedule is None:
+        if solved.order is None:
             return {**row, "holds": holds_none(case)}
         proof = papers.exact(case, 60, hint=solved.schedule)
         best = case.objective.of(zb.simulate(proof.schedule, case.costs))

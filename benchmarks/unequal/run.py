@@ -51,7 +51,6 @@ def case(placement: str, share: float, kind: str, seconds: float) -> dict[str, f
     """How much longer than for equal microbatches the span is, in %."""
     problem = problem_of(placement, share, kind, 32)
     equal = solve(alike(problem), seconds=seconds)
-    assert equal.schedule is not None
     assert equal.time is not None
     ordered = order_microbatches(equal.schedule, problem.costs, limits=problem.limits)
     planned = unequal(problem, equal, Budget(seconds), 0)
@@ -72,7 +71,6 @@ def speed(placement: str, kind: str) -> dict[str, float]:
     """The median of five of processor ms, with 10 ms of search each for an order and for order and passes, and what these win in %."""
     problem = problem_of(placement, 1.0, kind, 64)
     equal = solve(alike(problem), seconds=3)
-    assert equal.schedule is not None
     assert equal.time is not None
     found = {}
     for name, plan in {

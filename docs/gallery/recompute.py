@@ -42,7 +42,5 @@ def drawn(without: Schedule, lean: Schedule, levels: Sequence[Level]) -> str:
 def recompute_picture() -> str:
     """The picture, after both searches."""
     without, lean = found("none"), found("auto")
-    assert without.schedule is not None
-    assert lean.schedule is not None
     assert lean.problem.recomputation is not None
     return drawn(without.schedule, lean.schedule, lean.problem.recomputation.chosen)
