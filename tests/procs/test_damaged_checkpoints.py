@@ -194,9 +194,158 @@ def test_a_load_that_a_hook_refuses_and_one_of_two_checkpoints_change_nothing(wo
     first, second = world.run(refused_late, str(tmp_path / "last"), ranks=2)
     assert first == second
     (of_the_hook, of_the_checkpoints), is_as_before = first
-    assert of_the_hook == "not this state"
+    assert of_the_hook.startswith("rank 1: the hook Refusing ")
+    assert of_the_hook.endswith("not this state")
     assert "rank 1 finds another checkpoint" in of_the_checkpoints
     assert is_as_before
+
+
+class Counting(StepHook):
+    """Counts steps, in containers that it changes in place."""
+
+    def __init__(self) -> None:
+        self.seen = [0]
+
+    def on_step_end(self, step: Any) -> None:
+        self.seen[0] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen[:] = state["seen"]
+
+
+class Checked(Counting):
+    """Refuses before anything is loaded where it is told to."""
+
+    refuses = False
+    num_loads = 0
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            raise KeyError("seen")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_loads += 1
+        super().load_state_dict(state)
+
+
+class Explodes(Counting):
+    """Takes half of its state and then raises, on one rank."""
+
+    refuses = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.refuses and state["seen"] == [1]:
+            raise ZeroDivisionError("boom")
+
+
+class Choosy(torch.optim.AdamW):
+    """An optimizer that takes over its state, and then refuses it once."""
+
+    refuses = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.refuses:
+            raise RuntimeError("not these moments")
+
+
+def everything_of(pipe: Any, optimizer: torch.optim.Optimizer, hooks: list[Counting]) -> tuple[Any, ...]:
+    plain = [list(hook.seen) for hook in hooks], optimizer.param_groups[0]["lr"], random.getstate(), pipe.state_dict()["num_steps"]
+    return numbers_of(pipe.modules.values(), optimizer), torch.get_rng_state(), plain
+
+
+def is_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return same(one[0], other[0]) and torch.equal(one[1], other[1]) and one[2] == other[2]
+
+
+def refused_on_rank_1(group: Any, path: str) -> list[tuple[str, bool, int]]:
+    """Per object that refuses on rank 1 alone: the error, whether everything is as before, and how often the checked hook was loaded."""
+    found = []
+    hooks = [Counting(), Checked(), Explodes()]
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group, hooks=hooks) as pipe:
+        optimizer = Choosy(pipe.parameters(), lr=0.1)
+        train(pipe, optimizer, range(1))
+        zb.save(path, pipe, optimizer)
+        saved = everything_of(pipe, optimizer, hooks)
+        train(pipe, optimizer, range(1, 3))
+        optimizer.param_groups[0]["lr"] = 0.2
+        random.random()
+        torch.rand(1)
+        before = everything_of(pipe, optimizer, hooks)
+        for refusing in (hooks[1], hooks[2], optimizer):
+            refusing.refuses = pipe.rank == 1
+            with pytest.raises(zb.InputError) as caught:
+                zb.load(path, pipe, optimizer)
+            refusing.refuses = False
+            found.append((str(caught.value), is_equal(before, everything_of(pipe, optimizer, hooks)), hooks[1].num_loads))
+        zb.load(path, pipe, optimizer)
+        assert is_equal(saved, everything_of(pipe, optimizer, hooks))
+        train(pipe, optimizer, range(1, 3))
+    return found
+
+
+def test_what_one_rank_refuses_changes_nothing_on_any(world: Ranks, tmp_path: Path) -> None:
+    first, second = world.run(refused_on_rank_1, str(tmp_path / "last"), ranks=2)
+    assert first == second
+    for (message, is_as_before, num_loads), name in zip(first, ("Checked", "Explodes", "Choosy"), strict=True):
+        assert message.count("rank 1: ") == 1
+        assert name in message
+        assert is_as_before, name
+        assert num_loads == 0, "loaded last"
+
+
+def test_a_state_that_a_hook_refuses_leaves_the_others_alone(world: Ranks) -> None:
+    assert all(world.run(partial_state, ranks=2))
+
+
+def partial_state(group: Any) -> bool:
+    """The same by `load_state_dict` of the pipeline, which each rank calls alone."""
+    hooks = [Counting(), Checked(), Explodes()]
+    with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group, hooks=hooks) as pipe:
+        optimizer = optimizer_for(pipe)
+        train(pipe, optimizer, range(1))
+        state = json.loads(json.dumps(pipe.state_dict()))
+        train(pipe, optimizer, range(1, 3))
+        hooks[2].refuses = True  # type: ignore[attr-defined]
+        with pytest.raises(zb.InputError, match=r"the hook Explodes .* ZeroDivisionError: boom"):
+            pipe.load_state_dict(state)
+        return [hook.seen for hook in hooks] == [[3], [3], [3]] and pipe.state_dict()["num_steps"] == 3
+
+
+def test_an_optimizer_of_one_device_that_refuses_leaves_the_model_alone(tmp_path: Path) -> None:
+    model, _ = stepped(0)
+    zb.save(tmp_path / "last", model, Choosy(model.parameters(), lr=0.1))
+    model, _ = stepped(1)
+    optimizer = Choosy(model.parameters(), lr=0.3)
+    model(torch.rand(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.refuses = True
+    before = numbers_of([model], optimizer)
+    with pytest.raises(zb.InputError, match="RuntimeError: not these moments"):
+        zb.load(tmp_path / "last", model, optimizer)
+    assert same(before, numbers_of([model], optimizer))
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.param_groups[0]["params"][0] is model.linear.weight
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False), (False, False)])
+def test_scalers_that_were_or_are_disabled(tmp_path: Path, saved: bool, loaded: bool) -> None:
+    model, optimizer = stepped(0)
+    zb.save(tmp_path / "last", model, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=saved))
+    model, optimizer = stepped(1)
+    before = numbers_of([model], optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=loaded)
+    if loaded:
+        with pytest.raises(zb.InputError, match="scaler"):
+            zb.load(tmp_path / "last", model, optimizer, scaler=scaler)
+        assert same(before, numbers_of([model], optimizer))
+    else:
+        zb.load(tmp_path / "last", model, optimizer, scaler=scaler)
+        assert not same(before, numbers_of([model], optimizer))
 
 
 def as_earlier_versions(whole: Path, folder: Path) -> None:

@@ -40,21 +40,35 @@ def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict
             yield optimizer, group
 
 
-def take_over(optimizer: Optimizer, states: Mapping[nn.Parameter, ParameterState]) -> None:
-    """Let `optimizer` have these `states`, in which the parameters of a group have the same options."""
-    places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        number: {**states[parameter].tensors, **states[parameter].values}
-        for number, parameter in enumerate(places)
-        if parameter in states and (states[parameter].tensors or states[parameter].values)
-    }
-    groups, first = [], 0
-    for group in optimizer.param_groups:
-        saved = next((states[parameter].options for parameter in group["params"] if parameter in states), {})
-        kept = {name: _like(value, saved[name]) if name in saved else value for name, value in group.items() if name != "params"}
-        groups.append({**kept, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+class OptimizerState:
+    """Lets `optimizer` have these `states`, in which the parameters of a group have the same options; undone by restoring its own."""
+
+    def __init__(self, optimizer: Optimizer, states: Mapping[nn.Parameter, ParameterState]) -> None:
+        self.what = f"the optimizer {type(optimizer).__name__}"
+        self._optimizer = optimizer
+        self._states = states
+        self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+
+    def make(self) -> None:
+        """See `Change`."""
+        optimizer, states = self._optimizer, self._states
+        places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {
+            number: {**states[parameter].tensors, **states[parameter].values}
+            for number, parameter in enumerate(places)
+            if parameter in states and (states[parameter].tensors or states[parameter].values)
+        }
+        groups, first = [], 0
+        for group in optimizer.param_groups:
+            saved = next((states[parameter].options for parameter in group["params"] if parameter in states), {})
+            kept = {name: _like(value, saved[name]) if name in saved else value for name, value in group.items() if name != "params"}
+            groups.append({**kept, "params": list(range(first, first + len(group["params"])))})
+            first += len(group["params"])
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def undo(self) -> None:
+        """See `Change`. An optimizer of torch has made new containers, with the same tensors where they fit."""
+        self._optimizer.__setstate__(self._before)
 
 
 def _plain(name: str, value: Any) -> Any:

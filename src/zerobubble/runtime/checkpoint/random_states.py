@@ -43,3 +43,27 @@ def set_plain_states(states: Mapping[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(tuple(states["numpy"]))
+
+
+class RandomStates:
+    """Sets the `plain` states and those of torch, where a checkpoint has any for this rank; undone by setting those of before."""
+
+    what = "the random states"
+
+    def __init__(self, plain: Mapping[str, Any] | None, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._plain = plain
+        self._tensors = tensors
+        self._device = device
+        self._before = plain_states(), tensor_states(device)
+
+    def make(self) -> None:
+        """See `Change`."""
+        if self._plain is not None:
+            set_plain_states(self._plain)
+        if self._tensors:
+            set_tensor_states(self._tensors, self._device)
+
+    def undo(self) -> None:
+        """See `Change`."""
+        set_plain_states(self._before[0])
+        set_tensor_states(self._before[1], self._device)

@@ -21,11 +21,14 @@ from zerobubble.runtime.checkpoint import checksums, contents
 from zerobubble.runtime.checkpoint.folder import find, place
 from zerobubble.runtime.checkpoint.joined import marks_of
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.optimizer_state import take_over
-from zerobubble.runtime.checkpoint.random_states import set_plain_states, set_tensor_states
-from zerobubble.runtime.checkpoint.together import agreed
+from zerobubble.runtime.checkpoint.optimizer_state import OptimizerState
+from zerobubble.runtime.checkpoint.random_states import RandomStates
+from zerobubble.runtime.checkpoint.scaler_state import ScalerState
+from zerobubble.runtime.checkpoint.together import agreed, faults_of_all
 from zerobubble.runtime.checkpoint.trained import Trained
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
+from zerobubble.runtime.step.all_or_nothing import Change
+from zerobubble.runtime.step.hook_states import HookState, load_states
 from zerobubble.runtime.values.weight_caches import changing_weights
 
 
@@ -59,11 +62,17 @@ class Saved(NamedTuple):
 
 
 class Staged(DefaultLoadPlanner):
-    """Tensors on the host that have been read for others, so that reading fails before anything has changed, or not at all."""
+    """Tensors on the host that have been read for others, so that reading fails before anything has changed, or not at all.
+
+    A `Change` that takes them over.
+    """
+
+    what = "the model"
 
     def __init__(self) -> None:
         super().__init__()
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._num_exchanged = 0
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where a tensor is read to: not yet where it belongs."""
@@ -72,12 +81,23 @@ class Staged(DefaultLoadPlanner):
         self._pairs.append((target, staged))
         return staged
 
-    def take_over(self) -> None:
-        """Copy all of them to where they belong."""
+    def make(self) -> None:
+        """Copy all of them to where they belong, and keep what was there in their place on the host."""
+        for target, staged in self._pairs:
+            self._exchange(target, staged)
+            self._num_exchanged += 1
+
+    def undo(self) -> None:
+        """Put back what was there."""
+        for target, staged in self._pairs[: self._num_exchanged]:
+            self._exchange(target, staged)
+        self._num_exchanged = 0
+
+    def _exchange(self, target: Tensor, staged: Tensor) -> None:
         with torch.no_grad():
-            for target, staged in self._pairs:
-                target.copy_(staged)
-        self._pairs.clear()
+            before = target.to("cpu", copy=True)
+            target.copy_(staged)
+            staged.copy_(before)
 
 
 class CheckpointReader(FileSystemReader):
@@ -112,11 +132,10 @@ class Reading:
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
             room = agreed(trained, lambda: self._room(saved, names, optimizers, {key for keys in held for key in keys}))
             own, staged = agreed(trained, lambda: (self._own(saved), saved.stage(room)))
-            agreed(trained, lambda: self._take_over_hooks(own))
             with changing_weights():
-                staged.take_over()
-            self._take_over(saved, names, optimizers, room)
-            trained.gather(None, "taking over the checkpoint")
+                self._take_over(saved, names, optimizers, room, own, staged)
+            if saved.rest["num_steps"] is not None:
+                trained.take_over(saved.rest["num_steps"], saved.rest.get("draws_seed"))
         extra: dict[str, Any] = saved.rest["extra"]
         return extra
 
@@ -139,9 +158,10 @@ class Reading:
         if bool(optimizers) != bool(saved.rest["optimizer"]):
             has, given = ("no", "one") if optimizers else ("an", "none")
             faults.append(f"the checkpoint has {has} optimizer, and load was given {given}")
-        if (self._scaler is None) != (saved.rest["scaler"] is None):
-            has, given = ("no", "one") if self._scaler else ("a", "none")
-            faults.append(f"the checkpoint has {has} scaler, and load was given {given}")
+        if self._scaler is None and saved.rest["scaler"]:
+            faults.append("the checkpoint has a scaler, and load was given none")
+        if self._scaler is not None and self._scaler.is_enabled() and not saved.rest["scaler"]:
+            faults.append("the checkpoint has no scaler that was enabled, and load was given one")
         named = dict(contents.parameters_by_name(modules, names))
         if optimizers and not faults:
             faults += contents.optimizer_faults(optimizers, named, saved.rest["optimizer"])
@@ -169,31 +189,39 @@ class Reading:
             own: dict[str, Any] = contents.as_value(room[key])
         return own
 
-    def _take_over_hooks(self, own: dict[str, Any] | None) -> None:
-        """Give hooks their states, while nothing else has changed: one that cannot use its state raises `InputError`."""
-        if own is None:
-            return
-        for name, hook in contents.named_hooks(self._trained.hooks).items():
-            if name in own["hooks"]:
-                hook.load_state_dict(own["hooks"][name])
-        set_plain_states(own["random"])
-
-    def _take_over(self, saved: Saved, names: Names, optimizers: Sequence[Optimizer], room: Mapping[str, Tensor]) -> None:
-        """Give everything but the model, whose tensors have been copied, what was read."""
+    def _take_over(
+        self,
+        saved: Saved,
+        names: Names,
+        optimizers: Sequence[Optimizer],
+        room: Mapping[str, Tensor],
+        own: dict[str, Any] | None,
+        staged: Staged,
+    ) -> None:
+        """Give everything what was read; raises `InputError` on every rank, with everything as before, if anything refuses it."""
         trained = self._trained
+        changes: list[Change] = [staged]
         if optimizers:
             named = dict(contents.parameters_by_name(trained.modules, names))
             states = contents.optimizer_states(named, room, saved.rest["optimizer"], marks_of(trained.modules.values()))
-            for optimizer in optimizers:
-                take_over(optimizer, states)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(saved.rest["scaler"])
+            changes += [OptimizerState(optimizer, states) for optimizer in optimizers]
+        if self._scaler is not None and saved.rest["scaler"]:
+            changes.append(ScalerState(self._scaler, saved.rest["scaler"]))
         prefix = f"rank.{trained.rank}.random."
         random = {key.removeprefix(prefix): tensor for key, tensor in room.items() if key.startswith(prefix)}
-        if random:
-            set_tensor_states(random, trained.device)
-        if saved.rest["num_steps"] is not None:
-            trained.take_over(saved.rest["num_steps"], saved.rest.get("draws_seed"))
+        changes.append(RandomStates(own and own["random"], random, trained.device))
+        hooks = contents.named_hooks(trained.hooks)
+        states_of_hooks = {} if own is None else {name: state for name, state in own["hooks"].items() if name in hooks}
+        where = f"rank {trained.rank}: " if trained.num_ranks > 1 else ""
+        faults = load_states(
+            [HookState(hooks[name], state) for name, state in states_of_hooks.items()],
+            changes,
+            lambda fault: faults_of_all(trained, fault, "taking over the checkpoint"),
+            where,
+        )
+        if faults:
+            with trained.alike():
+                raise InputError(faults)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Saved:

@@ -120,15 +120,13 @@ class AutoPlanner(StepHook):
         """The plan that is followed, so that a run that goes on need not measure and plan again."""
         return {} if self.solved is None else {"plan": self.solved.to_dict()}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise `InputError` if the plan of `state_dict` is for another placement or number of microbatches."""
+        self._saved_plan(state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Follow the plan of `state_dict`. Raises `InputError` where it is for another placement or number of microbatches."""
-        solved = Plan.from_dict(state["plan"])
-        wanted = (self.schedule.placement, self.schedule.num_microbatches)
-        if (solved.problem.placement, solved.problem.num_microbatches) != wanted:
-            raise InputError(
-                f"the saved plan is for {solved.problem.placement} and {solved.problem.num_microbatches} microbatches, this pipeline has "
-                f"{wanted[0]} and {wanted[1]}: make the pipeline as it was, or leave the plan out of the checkpoint"
-            )
+        """Follow the plan of `state_dict`. Raises `InputError` as `check_state_dict`."""
+        solved = self._saved_plan(state)
         self.on_close()
         self._problem = solved.problem
         self._is_waiting = False
@@ -136,6 +134,16 @@ class AutoPlanner(StepHook):
         better = self._change(solved)
         if better is not None:
             self._pipeline.change_schedule(better, solved.problem.costs)
+
+    def _saved_plan(self, state: dict[str, Any]) -> Plan:
+        solved = Plan.from_dict(state["plan"])
+        wanted = (self.schedule.placement, self.schedule.num_microbatches)
+        if (solved.problem.placement, solved.problem.num_microbatches) != wanted:
+            raise InputError(
+                f"the saved plan is for {solved.problem.placement} and {solved.problem.num_microbatches} microbatches, this pipeline has "
+                f"{wanted[0]} and {wanted[1]}: make the pipeline as it was, or leave the plan out of the checkpoint"
+            )
+        return solved
 
     def _after_step(self) -> Schedule | None:
         """The schedule to change to before the next step, None to stay."""

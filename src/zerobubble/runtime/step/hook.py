@@ -203,8 +203,18 @@ class StepHook:
         """What a checkpoint should hold of this hook; nothing by default."""
         return {}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise `InputError` if `load_state_dict` could not take over `state`; change nothing.
+
+        Every rank asks before anything is loaded. A hook that defines this is loaded last, and must not refuse then.
+        """
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Take over what `state_dict` gave. Any exception refuses it.
+
+        If another hook, or the hook on another rank, refuses its state, this is called a second time, with what `state_dict` gave just
+        before, so that nothing is half loaded. A hook that cannot go back defines `check_state_dict`.
+        """
 
 
 class StepHooks:
@@ -352,23 +362,6 @@ class StepHooks:
         with ExitStack() as rest:
             for hook in reversed(self._hooks):
                 rest.callback(hook.on_close)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of the hooks that have any, by the number and the class of the hook."""
-        states = {f"{number}.{type(hook).__name__}": hook.state_dict() for number, hook in enumerate(self._hooks)}
-        return {name: state for name, state in states.items() if state}
-
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Give each hook its state. Raises `InputError` for a state that belongs to no hook here."""
-        hooks = {f"{number}.{type(hook).__name__}": hook for number, hook in enumerate(self._hooks)}
-        unknown = [name for name in states if name not in hooks]
-        if unknown:
-            raise InputError(
-                f"the state of {', '.join(unknown)} belongs to no hook of this pipeline, which has {', '.join(hooks) or 'none'}: "
-                "attach the same hooks in the same order before loading"
-            )
-        for name, state in states.items():
-            hooks[name].load_state_dict(state)
 
 
 def _without(parameters: Sequence[nn.Parameter], left_out: AbstractSet[nn.Parameter]) -> Sequence[nn.Parameter]:

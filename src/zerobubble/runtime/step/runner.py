@@ -35,6 +35,7 @@ from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.draws import TRAINS, StageDraws
 from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
+from zerobubble.runtime.step.hook_states import load_states_of, states_of
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.step.inputs import StepInputs
 from zerobubble.runtime.step.loss import StepLosses
@@ -462,12 +463,12 @@ class StepRunner:
     def state_dict(self) -> dict[str, Any]:
         """The number of training steps, and what the hooks want kept."""
         self.settle()
-        return {"num_steps": self._num_steps, "draws_seed": self.draws.seed, "hooks": self.step_hooks.state_dict()}
+        return {"num_steps": self._num_steps, "draws_seed": self.draws.seed, "hooks": states_of(self.step_hooks.attached)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.settle()
-        self.step_hooks.load_state_dict(state["hooks"])
+        load_states_of(self.step_hooks.attached, state["hooks"])
         self.take_over(state["num_steps"], state.get("draws_seed"))
 
     def close(self) -> None:
