@@ -118,6 +118,45 @@ def test_what_does_not_fit_one_device_is_refused(world: Ranks, tmp_path: Path) -
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
+def two_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """One for the embedding, which is the head, and one for the rest; both have stepped."""
+    tied, *rest = model.parameters()
+    optimizers = torch.optim.AdamW([tied], lr=1e-2), torch.optim.SGD(rest, lr=1e-2, momentum=0.9)
+    loss_fn(model(batch(1)[0]), batch(1)[1]).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return optimizers
+
+
+def test_one_of_two_optimizers_is_refused_where_the_other_has_stepped(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    model, _ = alone()
+    first, second = two_optimizers(model)
+    with pytest.raises(zb.InputError, match="SGD has stepped parameters of this model that AdamW does not hold"):
+        zb.save(path, model, first)
+    assert not path.exists()
+    zb.save(path, model, [first, second])
+    with pytest.raises(zb.InputError, match="the optimizer lacks"):
+        zb.load(path, model, first)
+    zb.load(path, model, [first, second])
+
+
+@pytest.mark.parametrize("why", ["frozen", "never stepped", "gone"])
+def test_an_optimizer_for_a_part_of_the_model_is_saved_where_nothing_else_trains(tmp_path: Path, why: str) -> None:
+    model, _ = alone()
+    first, second = two_optimizers(model)
+    if why == "frozen":
+        for parameter in second.param_groups[0]["params"]:
+            parameter.requires_grad_(False)
+    elif why == "never stepped":
+        second.state.clear()
+    else:
+        second.itself = second  # type: ignore[attr-defined]  # only the garbage collector removes it
+        del second
+    zb.save(tmp_path / "last", model, first)
+    zb.load(tmp_path / "last", model, first)
+
+
 class Unused(nn.Module):
     """A model alone, small enough to be saved a hundred times."""
 

@@ -20,6 +20,7 @@ from zerobubble.runtime.checkpoint.together import Together
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.step.hook import StepHook
+from zerobubble.runtime.step.optimizers import left_by, living_with_state, refuse_left_out
 from zerobubble.runtime.values.experts import expert_marks
 from zerobubble.runtime.values.head_rows import names_of_heads
 
@@ -41,7 +42,7 @@ class Trained(Together, Protocol):
         """The hooks whose states are kept."""
 
     def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise `InputError` where other optimizers train parameters that these do not hold."""
+        """Raise `InputError` if other optimizers have stepped parameters that these do not hold."""
 
     def names(self) -> Names:
         """The names under which the stages of all ranks are kept; all ranks call it."""
@@ -173,7 +174,10 @@ class ModelAlone:
         return [value]
 
     def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
-        """Nobody watches what steps a model outside of a pipeline."""
+        """Nobody watches what steps a model outside of a pipeline, so this looks for other optimizers where some parameters are left."""
+        left = left_by(optimizers, self.modules[0].parameters())
+        if left:
+            refuse_left_out(living_with_state(), optimizers, left, "this model")
 
     def names(self) -> Names:
         """Those of the whole model."""

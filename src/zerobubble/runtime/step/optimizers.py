@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -87,10 +89,33 @@ class SteppingOptimizers:
 
     def refuse_partial(self, given: Sequence[Optimizer], own: Iterable[Tensor]) -> None:
         """Raise `InputError` where another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
-        left = {parameter for parameter in own if parameter.requires_grad}.difference(parameters_of(given))
-        others = [optimizer for optimizer in self.seen if not left.isdisjoint(parameters_of([optimizer]))]
-        if others:
-            raise InputError(
-                f"{kinds_of(others)} has stepped parameters of this pipeline that {kinds_of(given)} does not hold: give all optimizers, "
-                "as a list"
-            )
+        refuse_left_out(self.seen, given, left_by(given, own), "this pipeline")
+
+
+def left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:
+    """Those of the parameters `own` that train and that none of the optimizers `given` holds."""
+    return {parameter for parameter in own if parameter.requires_grad}.difference(parameters_of(given))
+
+
+def refuse_left_out(stepped: Iterable[Optimizer], given: Sequence[Optimizer], left: AbstractSet[Tensor], owner: str) -> None:
+    """Raise `InputError` if any optimizer that has `stepped` holds parameters that those `given` have `left`."""
+    others = [optimizer for optimizer in stepped if not left.isdisjoint(parameters_of([optimizer]))]
+    if others:
+        raise InputError(
+            f"{kinds_of(others)} has stepped parameters of {owner} that {kinds_of(given)} does not hold: give all optimizers, as a list"
+        )
+
+
+def living_with_state() -> list[Optimizer]:
+    """All optimizers of this process that keep anything of a parameter, which they do once they have stepped.
+
+    Torch has no list of them, so this asks the garbage collector, after it has removed those that nobody uses any more.
+    """
+    if not _with_state():
+        return []
+    gc.collect()
+    return _with_state()
+
+
+def _with_state() -> list[Optimizer]:
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer) and getattr(each, "state", None)]
