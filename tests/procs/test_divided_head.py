@@ -463,6 +463,11 @@ def flat(stage: int, num_stages: int) -> nn.Module:
     return nn.Sequential(body(stage, num_stages), *[nn.Flatten()] * (stage == num_stages - 1))
 
 
+def in_torchscript(stage: int, num_stages: int) -> nn.Module:
+    script: nn.Module = torch.jit.script(body(stage, num_stages))
+    return script
+
+
 def of_other_width(first: int, end: int) -> nn.Linear:
     return nn.Linear(WIDTH, end)
 
@@ -472,7 +477,9 @@ DIVIDED = with_vocabulary(zb.make("1f1b", 2, 4))
 
 def refused(group: Any, which: str) -> tuple[str, str]:
     """The type and the text of the error that a pipeline raises, made or stepped in a way in which it cannot be."""
-    build: Any = {"tied": tied, "an added loss": adding, "an output without tokens": flat}.get(which, body)
+    build: Any = {"tied": tied, "an added loss": adding, "an output without tokens": flat, "a scripted stage": in_torchscript}.get(
+        which, body
+    )
     schedule: Any = {"no parts": "1f1b", "auto": "auto"}.get(which, DIVIDED)
     head: Any = zb.nn.DividedHead(linear())
     options: dict[str, Any] = {}
@@ -510,6 +517,7 @@ REFUSALS = [
     ("tied", "InputError", "the head's weight is '0.weight' of stage 0, too: a divided head is not tied to a stage"),
     ("other rows", "InputError", "divided head"),
     ("fewer rows than ranks", "InputError", "the head has 1 rows, fewer than the 2 parts"),
+    ("a scripted stage", "InputError", "stage 0 is TorchScript, which takes no further parameters, and has a part of a divided head"),
     ("rows of another size", "InputError", "head(6, 11) must give an nn.Linear with 5 outputs, got a weight of (11, 6)"),
     ("much beside", "InputError", "a DividedHead does not go with order_by, which plays plans"),
     ("much beside", "InputError", "; cuda_graphs, for nobody has tried both together: leave one of both out"),
@@ -526,6 +534,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("which", "kind", "words"), REFUSALS)
 def test_what_cannot_be_is_one_error_on_every_rank(world: Ranks, which: str, kind: str, words: str) -> None:
     (first, text), *others = world.run(refused, which, ranks=2)
@@ -547,6 +556,15 @@ def test_a_head_that_is_none_is_refused(arguments: Any, words: str) -> None:
     with pytest.raises(zb.InputError) as caught:
         zb.nn.DividedHead(*arguments)
     assert words in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_head_in_torchscript_is_refused() -> None:
+    with pytest.raises(zb.InputError, match="got RecursiveScriptModule"):
+        zb.nn.DividedHead(torch.jit.script(linear()))
+    head = zb.nn.DividedHead(lambda first, end: torch.jit.script(nn.Linear(WIDTH, end - first)), ROWS)
+    with pytest.raises(zb.InputError, match=r"must give an nn.Linear with 11 outputs, got RecursiveScriptModule"):
+        head(*batch(1))
 
 
 def with_a_hook() -> nn.Linear:

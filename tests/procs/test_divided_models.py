@@ -122,3 +122,30 @@ def test_models_that_are_divided_before_they_are_cut_train_as_one_device(world: 
     for worst, told in world.run(divided_and_cut, ranks=4):
         assert worst < 1e-12
         assert "'head.weight') on rank 1 is a DTensor, of which a rank holds no plain numbers, and several stages or ranks share it" in told
+
+
+def one_kernel_for_both(group: dist.ProcessGroup, way: str) -> tuple[str, bool, float]:
+    """What an optimizer of one kernel raises over DTensors and plain tensors, whether they are as before, and how far two groups go."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    ids = torch.arange(16).reshape(4, 4) % 12
+    divided = parallelize_module(Blocks(), mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+    with zb.Pipeline(zb.split(divided, example=ids), "zb-h1", 2, next_token, mesh=mesh) as pipe:
+        parameters = list(pipe.parameters())
+        pipe.step(ids, ids)
+        before = [whole(parameter).clone() for parameter in parameters]
+        with pytest.raises(zb.InputError) as caught:
+            torch.optim.AdamW(parameters, lr=0.1, **{way: True}).step()
+        is_as_before = all(torch.equal(was, whole(parameter)) for was, parameter in zip(before, parameters, strict=True))
+        groups = [{"params": [each for each in parameters if hasattr(each, "device_mesh") == which]} for which in (True, False)]
+        torch.optim.AdamW(groups, lr=0.1, **{way: True}).step()
+        moved = min((was - whole(parameter)).abs().max().item() for was, parameter in zip(before, parameters, strict=True))
+        return str(caught.value), is_as_before, moved
+
+
+@pytest.mark.parametrize("way", ["fused", "foreach"])
+def test_one_kernel_for_divided_and_plain_parameters_is_refused(world: Ranks, way: str) -> None:
+    for text, is_as_before, moved in world.run(one_kernel_for_both, way, ranks=4):
+        assert f"AdamW({way}=True)" in text
+        assert "a group for each" in text
+        assert is_as_before
+        assert moved > 0

@@ -12,6 +12,7 @@ from torch.nn import functional
 from zerobubble.arguments import NUMBER, shown
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
+from zerobubble.runtime.split.layers.eligibility import is_scripted
 from zerobubble.runtime.stage.head_part import BuildRows, HeadName, HeadPart
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import Gradients
@@ -83,6 +84,12 @@ class DividedHead:
             raise InputError(f"the head has {self.vocabulary} rows, fewer than the {len(stages)} parts into which the schedule divides it")
         if isinstance(self._head, nn.Linear):
             self._refuse_tied(self._head, modules)
+        scripted = [stage for stage in stages if stage in modules and is_scripted(modules[stage])]
+        if scripted:
+            raise InputError(
+                f"stage {scripted[0]} is TorchScript, which takes no further parameters, and has a part of a divided head: put the "
+                "scripted module into an nn.Sequential, or leave it unscripted"
+            )
         sharded = [stage for stage in stages if stage in modules and shards_of(modules[stage], stage) is not None]
         if sharded:
             raise InputError(f"stage {sharded[0]} is divided by FSDP2 and has a part of a divided head: leave out one of both")

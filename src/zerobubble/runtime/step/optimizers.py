@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zerobubble.errors import InputError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.step.scaling import GradientScaling
+from zerobubble.units import counted
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """One, or several that share the parameters of a rank, such as Muon for matrices and AdamW for the rest."""
@@ -72,6 +73,8 @@ class SteppingOptimizers:
         is_announced = is_open and self._is_announced(optimizer)
         if is_open and not is_announced and (fault := self._scaling.fault(parameters)):
             raise InputError(f"{type(optimizer).__name__}.step(): {fault}")
+        if optimizer not in self.seen:
+            _refuse_mixed(optimizer)
         self.seen.add(optimizer)
         if not is_announced:
             self._announce()
@@ -90,6 +93,19 @@ class SteppingOptimizers:
     def refuse_partial(self, given: Sequence[Optimizer], own: Iterable[Tensor]) -> None:
         """Raise `InputError` where another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
         refuse_left_out(self.seen, given, left_by(given, own), "this pipeline")
+
+
+def _refuse_mixed(optimizer: Optimizer) -> None:
+    """Raise `InputError` if one kernel would step DTensors and plain tensors together, which torch does not support."""
+    for number, group in enumerate(optimizer.param_groups):
+        is_divided = [hasattr(parameter, "device_mesh") for parameter in group["params"] if parameter.grad is not None]
+        for way in ("fused", "foreach"):
+            if group.get(way) and any(is_divided) and not all(is_divided):
+                raise InputError(
+                    f"{type(optimizer).__name__}({way}=True) steps {counted(sum(is_divided), 'DTensor')} and "
+                    f"{counted(is_divided.count(False), 'plain tensor')} in its group {number}, and one kernel takes one kind: "
+                    f"make a group for each, or leave out {way}"
+                )
 
 
 def left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:
