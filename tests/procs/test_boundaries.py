@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import namedtuple
 from typing import Any
@@ -368,6 +369,84 @@ def test_a_profile_takes_arguments_by_name(world: Ranks) -> None:
     for found, untouched in world.run(profiled, ranks=2):
         assert found
         assert all(untouched)
+
+
+NAMES = ("args", "kwargs", "crossed", "seed", "inputs", "targets", "scaler", "num_microbatches", "part", "stage", "positional", "named")
+"""Words that stages and steps use for things of their own."""
+
+
+class Scaled(nn.Module):
+    """A layer with a matrix of its own, which takes an argument by one of the names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6).double())
+
+    def forward(self, x: Tensor, part: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight * part)
+
+
+class ByAllNames(nn.Module):
+    """A model that takes arguments by all of the names, and uses each in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(
+        self,
+        x: Tensor,
+        args: Tensor,
+        kwargs: Tensor,
+        crossed: Tensor,
+        seed: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
+        scaler: Tensor,
+        num_microbatches: Tensor,
+        part: Tensor,
+        stage: Tensor,
+        positional: Tensor,
+        named: Tensor,
+    ) -> Tensor:
+        factor = args + 2 * kwargs + 3 * crossed + 4 * seed + 5 * inputs + 6 * targets + 7 * scaler + 8 * num_microbatches
+        factor = factor + 9 * stage + 10 * positional + 11 * named
+        for layer in self.layers:
+            x = layer(x, part=part) * factor
+        return x
+
+
+def by_all_names(group: Any, way: str, split: str, everywhere: bool) -> float:
+    """How far loss, output and gradients are from one device's, of a model with all these arguments, given on one rank or on each."""
+    torch.manual_seed(0)
+    model = ByAllNames()
+    plain = copy.deepcopy(model)
+    x, y, *rest = torch.rand(2 + len(NAMES), 8, 6, generator=torch.Generator().manual_seed(1)).double() / 8
+    arguments = dict(zip(NAMES, rest, strict=True))
+    example = {"x": x[:2]} | {name: value[:2] for name, value in arguments.items()}
+    if way == "pipe":
+        from torch.distributed.pipelining import SplitPoint, pipeline
+
+        pipe_of_torch = pipeline(model, mb_args=(), mb_kwargs=example, split_spec={"layers.2": SplitPoint.BEGINNING})
+        stages: Any = zb.split(pipe_of_torch)
+    else:
+        stages = zb.split(model, example=example)
+    given = arguments if everywhere or group.rank() == 0 else None
+    with zb.Pipeline(stages, "zb-h1", 4, nn.functional.mse_loss, group=group, split=split) as pipe:
+        loss = pipe.step({"x": x}, y, kwargs=given)
+        expected = nn.functional.mse_loss(plain(x, **arguments), y)
+        expected.backward()
+        named = [each for module in pipe.modules.values() for each in module.named_parameters()]
+        found = [(parameter.grad - plain.get_parameter(name).grad).abs().max().item() for name, parameter in named]
+        evaluated, _ = pipe.eval_step({"x": x}, y, kwargs=given)
+        assert evaluated is not None
+        return max(*found, (loss - expected).abs().item(), (evaluated - expected).abs().item())
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("way", "split"), [("model", "deferred"), ("model", "graph"), ("pipe", "deferred")])
+def test_arguments_may_have_any_name(world: Ranks, way: str, split: str, everywhere: bool) -> None:
+    assert max(world.run(by_all_names, way, split, everywhere, ranks=2)) < 1e-12
 
 
 def wrong_kwargs(group: Any, kwargs: Any) -> str:

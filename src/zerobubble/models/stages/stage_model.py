@@ -33,9 +33,10 @@ from zerobubble.runtime.values.random_state import drawn_seed
 Leaves = list[Any]
 """The output of a call of a unit as it crosses boundaries: its tensors, and the constants between them."""
 
-_MESSAGE = frozenset({"args", "kwargs", "crossed", "seed"})
+_ARGS, _KWARGS, _CROSSED, _SEED = _MESSAGE = ("_zb_args", "_zb_kwargs", "_zb_crossed", "_zb_seed")
 """What a stage gives the next, by name: the model's arguments, the outputs of units that cross the boundary, and, where code around the
-units draws random numbers for several stages, their seed, else None."""
+units draws random numbers for several stages, their seed, else None. Arguments of models have no such names: those that `step` is given
+by name come to a stage together with these."""
 
 
 _OTHER_FORM = (
@@ -226,7 +227,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
             if draws is not None:
                 draws.close()
         crossed = [list(map(_arrived, progress.leaves_of(call))) for call in crossing.leaving[stage]]
-        return {"args": original[0], "kwargs": original[1], "crossed": crossed, "seed": seed}
+        return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _SEED: seed}
 
     def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Find out the boundaries for these arguments, which takes their numbers, before tensors without numbers come in their place."""
@@ -334,8 +335,8 @@ def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[
     Every stage runs the model's code with the arguments of the first one. Others of the same names, of a rank that is given what all ranks
     are given, are not used. Raises `InputError` for arguments that the first stage was not given.
     """
-    args, kwargs, crossed, seed = (given[name] for name in ("args", "kwargs", "crossed", "seed"))
-    own = sorted(given.keys() - _MESSAGE - kwargs.keys())
+    args, kwargs, crossed, seed = (given[name] for name in _MESSAGE)
+    own = sorted(given.keys() - set(_MESSAGE) - kwargs.keys())
     if own:
         raise InputError(
             f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} and not to the first stage, and every stage of a model "

@@ -19,6 +19,8 @@ from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
 
 PIPE = Wanted("a Pipe of torch.distributed.pipelining", lambda given: isinstance(given, Pipe))
+_MADE = "_zb_"
+"""In front of the names under which a stage hands on what it made, which arguments of the Pipe may have, too."""
 _MODES = ("train", "training", "use_input_stats")
 """What operations of torch call the argument that tells training from evaluation."""
 
@@ -54,8 +56,8 @@ class PipeStages:
         later = self._used_later(stage)
         result: Any = self._nodes[-1].args[0] if stage == num_stages - 1 else None
         result = result[0] if isinstance(result, tuple) and len(result) == 1 else result
-        inputs = [node.name for node in self._nodes if node.op == "placeholder"] if stage == 0 else None
-        return _PipeStage(given, own, later, result, inputs)
+        inputs = [node.name for node in self._nodes if node.op == "placeholder"]
+        return _PipeStage(given, own, later, result, inputs, stage)
 
     def tied(self, num_stages: int) -> list[list[tuple[int, str]]]:
         """The parameters that PyTorch has copied for several stages, as groups for `Pipeline(tied=...)`."""
@@ -82,13 +84,14 @@ class PipeStages:
 class _PipeStage(nn.Module):
     """One stage: runs its graph on what stages before it made, and hands on by name what later ones need."""
 
-    def __init__(self, given: GraphModule, own: list[Node], later: list[str], result: Any, inputs: list[str] | None) -> None:
+    def __init__(self, given: GraphModule, own: list[Node], later: list[str], result: Any, inputs: list[str], stage: int) -> None:
         super().__init__()
         self._graph = (given,)  # in a tuple, so that its names are not below another
         self._steps = tuple(own)
         self._later = tuple(later)
         self._result = result
         self._inputs = inputs
+        self._stage = stage
         self._modes = frozenset(_modes(given))
         for held in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[held] = given.__dict__[held]
@@ -100,14 +103,23 @@ class _PipeStage(nn.Module):
                 "the Pipe was traced in training mode, and its graph has dropout or running statistics of that mode, in evaluation, too: "
                 "give zb.split the model itself, with pipe_split() where stages begin, or trace it in evaluation mode"
             )
-        if self._inputs is not None:
-            known = _by_name(self._inputs, args, known)
+        known = _by_name(self._inputs, args, known) if self._stage == 0 else self._handed_on(known)
         for node in self._steps:
             given: Any = map_arg(node.args, lambda each: known[each.name])
             known[node.name] = self._graph[0](*given) if node.op == "call_module" else given[0][given[1]]
         if self._result is not None:
             return map_arg(self._result, lambda each: known[each.name])
-        return {name: known[name] for name in self._later}
+        return {f"{_MADE}{name}": known[name] for name in self._later}
+
+    def _handed_on(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What stages before this one made; arguments of the Pipe, of a rank that is given what all ranks are given, are not used."""
+        own = sorted(name for name in given if not name.startswith(_MADE) and name not in self._inputs)
+        if own:
+            raise InputError(
+                f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {self._stage}, and the Pipe takes {', '.join(self._inputs)}: "
+                "give its arguments on the rank of the first stage"
+            )
+        return {name.removeprefix(_MADE): value for name, value in given.items() if name.startswith(_MADE)}
 
 
 def _by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,6 @@ def _convolves_plainly(part: nn.Module) -> bool:
     return own in (None, nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
 
-def _catching(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _catching(part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     with Catching():
         return type(part).forward(part, *args, **kwargs)
