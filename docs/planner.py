@@ -1,4 +1,4 @@
-"""Write into docs/planner.md the table of the Zero Bubble paper's models and what one command prints, and into README.md one row of it.
+"""Write into docs/planner.md the table of the Zero Bubble paper's models and what one command prints, and into README.md its figures.
 
 What searches found is that of the committed benchmark (`benchmarks/planner`), the rest is the same on every machine.
 
@@ -101,12 +101,18 @@ def printed(model: Model) -> str:
     return f"```console\n$ {model.command}\n{shown}```"
 
 
-def summary(row: str) -> str:
-    """What README.md says of the model of a row of the table."""
-    model, shape, one_f_one_b, _, _, plan, _, bound = (cell.strip(" *") for cell in row.strip("| ").split("|"))
-    ranks = shape.split(",")[0]
-    beside = f"({model} on {ranks} ranks in its memory; no schedule on that placement is below {bound})"
-    return f"planned, with a proof: a span bubble of {plan} where 1F1B has {one_f_one_b} {beside}"
+def summary(page: str) -> str:
+    """What README.md says of its plan: the first line that the command of `page` prints, which is README's too, and 1F1B of its table."""
+    model = next(model for model in MODELS if model.name == IN_README)
+    table = next(line for line in page.splitlines() if line.startswith(f"| {IN_README} |"))
+    one_f_one_b = table.split("|")[3].strip()
+    found = re.search(rf"{re.escape(model.command)}\n.*\n\S+ +([\d.]+ %) +([\d.]+ %) +([\d.]+ %)", page)
+    assert found is not None
+    span, makespan, bound = found.groups()
+    beside = f"({IN_README} on {model.ranks} ranks in its memory; no schedule on that placement has a span bubble below {bound})"
+    return (
+        f"planned, with a proof: a span bubble of {span} and a makespan bubble of {makespan} where 1F1B has {one_f_one_b} in both {beside}"
+    )
 
 
 def main() -> None:
@@ -115,8 +121,8 @@ def main() -> None:
     before, after = PAGE.read_text(encoding="utf-8").split(BEGIN)
     text = "\n\n".join(["\n".join([HEADER, *rows]), WORDS, printed(shown)])
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after.split(END)[1]}", encoding="utf-8")
-    told_of, readme = next(row for row in rows if row.startswith(f"| {IN_README} |")), README.read_text(encoding="utf-8")
-    README.write_text(re.sub(r"planned, with a proof: [^|]*?(?= \|)", summary(told_of), readme), encoding="utf-8")
+    page, readme = PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
+    README.write_text(re.sub(r"planned, with a proof: [^|]*?(?= \|)", summary(page), readme), encoding="utf-8")
 
 
 if __name__ == "__main__":
