@@ -25,3 +25,14 @@ def test_the_rank_that_holds_most_is_the_one_with_most_bytes() -> None:
 def test_ranks_that_hold_the_same_are_not_told_apart() -> None:
     assert peak(Question("gpipe", ranks=2, microbatches=4)) == ("4 microbatches", "the same on every rank")
     assert peak(Question("gpipe", ranks=1, microbatches=4)) == ("4 microbatches", "on the only rank")
+
+
+def test_idle_time_of_ranks_with_less_work_is_imbalance() -> None:
+    """Of four ranks with 255, 340, 340 and 340 ms of work one has 85 ms less, which is the imbalance of the mean rank times 4."""
+    costs = zb.Costs.from_ms(*[[works / 24 for works in (255, 340, 340, 340)]] * 3)
+    found = answer(Question("1f1b", ranks=4, microbatches=8, costs=json.dumps(costs.to_dict())))
+    text = answer_to_dict(found)["notes"][-1]
+    share = 85e6 / (4 * found.timeline.makespan)
+    assert f"imbalance {100 * share:.1f} %" in text
+    assert text.endswith(" Ranks have 255 ms to 340 ms of work.")
+    assert "of work" not in answer_to_dict(answer(Question("1f1b", ranks=4, microbatches=8)))["notes"][-1]

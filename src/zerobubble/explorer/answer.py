@@ -257,8 +257,10 @@ def _notes(made: Answer) -> Iterator[str]:
 
 
 def _causes(made: Answer) -> str:
-    """The bubble of the makespan by its causes."""
+    """The bubble of the makespan by its causes, on the mean of the ranks, and the work of ranks that have unequal work."""
     whole = max(1, made.timeline.num_ranks * made.timeline.makespan)
-    causes = attribute(made.schedule, made.costs).overall._asdict()
-    told = ", ".join(f"{cause} {show_percent(time / whole)}" for cause, time in causes.items() if time)
-    return f"Why ranks are idle, in shares of the makespan: {told}." if told else "No rank is ever idle."
+    idle = attribute(made.schedule, made.costs)
+    told = ", ".join(f"{cause} {show_percent(time / whole)}" for cause, time in idle.overall._asdict().items() if time)
+    works = [figures.work for figures in made.timeline.ranks]
+    unequal = f" Ranks have {show_ms(min(works))} to {show_ms(max(works))} of work." if idle.overall.imbalance else ""
+    return f"Why ranks are idle, in shares of the makespan on average: {told}.{unequal}" if told else "No rank is ever idle."
