@@ -271,6 +271,19 @@ def test_a_hook_set_between_steps_is_refused(hook: Callable[[nn.Linear], Any], r
     passed(stage, torch.ones(1, 3, requires_grad=True))
 
 
+def test_a_graph_of_autograd_in_a_cycle_of_garbage_is_no_hook() -> None:
+    module = nn.Linear(3, 3)
+    stage = passed(make_stage("graph", module, 1), torch.ones(1, 3, requires_grad=True))
+    cycle: list[Any] = [module(torch.ones(1, 3))]
+    cycle.append(cycle)
+    stage.begin(None)
+    with pytest.raises(zb.InputError, match="parameter weight has a hook, or something made of it before the step is kept"):
+        passed(stage, torch.ones(1, 3, requires_grad=True))
+    del cycle
+    stage.begin(None)
+    passed(stage, torch.ones(1, 3, requires_grad=True))
+
+
 def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         raise RuntimeError("no compiler")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import torch
@@ -74,8 +75,11 @@ def _described(tensor: Tensor) -> str:
 def hooked_parameters(module: nn.Module) -> list[str]:
     """The names of parameters with hooks on their gradients.
 
-    To be asked before a step: a forward holds the nodes that add to gradients, and such a node that is held counts as hooked.
+    To be asked before a step: a forward holds the nodes that add to gradients, and such a node that is held counts as hooked. Garbage holds
+    them too, such as a frame of an earlier step in the traceback of an exception that inductor caught, so it is collected first.
     """
+    if any(parameter.requires_grad and accumulator_is_kept(parameter) for parameter in module.parameters()):
+        gc.collect()
     found = []
     for name, parameter in module.named_parameters():
         if is_watched(parameter) or (parameter.requires_grad and accumulator_is_kept(parameter)):
