@@ -1,14 +1,23 @@
-"""Whether a program's messages match, its buffers end where they should, and it never stops, however messages behave."""
+"""Whether a program's messages match, its buffers end where they should, and it never stops, however messages behave.
+
+A program of 64 ranks and 512 microbatches has half a million actions, and each rank judges all of them before it runs its own. So values
+are numbers here, and a step's are found by its kind and stage; their names come back for a fault.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from zerobubble.arguments import takes
 from zerobubble.errors import Fault
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.ir import Op
+from zerobubble.kinds import Kind, Stuff
 from zerobubble.program import Action, Channel, Compute, Free, Program, Recv, Send
-from zerobubble.rules import Value
+from zerobubble.rules import Value, makes, uses
 from zerobubble.verify import schedule_faults
 
 
@@ -20,6 +29,7 @@ class MessageModel(StrEnum):
 
 
 @takes(program=Program)
+@garbage_collection_paused()
 def program_faults(program: Program) -> tuple[Fault, ...]:
     """Every fault of `program`; empty exactly when it is sound. Root causes first: a group of checks runs when those before it pass.
 
@@ -38,23 +48,115 @@ def program_faults(program: Program) -> tuple[Fault, ...]:
     faults = list(schedule_faults(program.to_schedule()))
     if faults:
         return tuple(faults)
-    faults = _message_faults(program)
+    numbered = _Numbered(program)
+    faults = _message_faults(numbered)
     for rank in range(program.num_ranks):
-        faults += _buffer_faults(program, rank)
-    return tuple(faults or [fault for model in MessageModel for fault in _stop_faults(program, model)])
+        faults += _buffer_faults(numbered, rank)
+    if faults:
+        return tuple(faults)
+    late = _stop_faults(numbered, MessageModel.RENDEZVOUS)
+    if not late:  # then nothing stops where sends never wait, either
+        return ()
+    return (*_stop_faults(numbered, MessageModel.EAGER), *late)
 
 
-def _message_faults(program: Program) -> list[Fault]:
-    ends: dict[Channel, tuple[list[Value], list[Value]]] = defaultdict(lambda: ([], []))
-    for _, _, channel, action in program.channels():
-        ends[channel][isinstance(action, Recv)].append(action.value)
-    return [fault for channel, (sent, received) in sorted(ends.items()) for fault in _channel_faults(channel, sent, received)]
+class _Numbers(NamedTuple):
+    """The numbers of the values of one action: what must be there before it, and what is there after it. A message has one and a peer."""
+
+    action: Action
+    needed: Sequence[int]
+    made: Sequence[int]
+    peer: int = -1
+
+
+class _Numbered:
+    """The actions of each rank with the numbers of their values, and those values."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._columns: dict[tuple[Stuff, int], int] = {}
+        self._odd: dict[Value, int] = {}
+        self._used: dict[tuple[Kind, int], list[int]] = {}
+        self._made: dict[tuple[Kind, int, Kind | None], list[int]] = {}
+        self.rows = [[self._numbers(action) for action in row] for row in program.rows]
+        self._names = list(self._columns)
+        self._odd_names = list(self._odd)
+
+    def value(self, number: int) -> Value:
+        """The value of this number."""
+        if number < 0:
+            return self._odd_names[-1 - number]
+        column, microbatch = divmod(number, self.program.num_microbatches)
+        return Value(*self._names[column], microbatch)
+
+    def messages(self) -> Iterator[tuple[int, _Numbers]]:
+        """All sends and receives, each with its rank."""
+        for rank, row in enumerate(self.rows):
+            for numbers in row:
+                if numbers.peer >= 0:
+                    yield rank, numbers
+
+    def _numbers(self, action: Action) -> _Numbers:
+        if isinstance(action, Compute):
+            step = action.step
+            if len(step) == 1:
+                return _Numbers(action, self._used_by(step[0]), self._made_by(step[0]))
+            used = dict.fromkeys(number for op in step for number in self._used_by(op))
+            return _Numbers(action, list(used), [number for op in step for number in self._made_by(op)])
+        number = (self._number(action.value),)
+        if isinstance(action, Recv):
+            return _Numbers(action, (), number, action.peer)
+        return _Numbers(action, number, (), action.peer if isinstance(action, Send) else -1)
+
+    def _number(self, value: Value) -> int:
+        stuff, stage, microbatch = value
+        if 0 <= microbatch < self.program.num_microbatches:
+            return self._column(stuff, stage) + microbatch
+        return self._odd.setdefault(value, -1 - len(self._odd))  # of no microbatch that there is
+
+    def _column(self, stuff: Stuff, stage: int) -> int:
+        """The number of a stage's value for microbatch 0; those for the others come after it."""
+        column = self._columns.get((stuff, stage))
+        if column is None:
+            column = self._columns[stuff, stage] = len(self._columns)
+        return column * self.program.num_microbatches
+
+    def _used_by(self, op: Op) -> list[int]:
+        kind, stage, microbatch = op
+        if (kind, stage) not in self._used:
+            known = uses(Op(kind, stage, 0), self.program.num_stages, self.program.head_parts)
+            self._used[kind, stage] = [self._column(value.stuff, value.stage) for value in known]
+        return [column + microbatch for column in self._used[kind, stage]]
+
+    def _made_by(self, op: Op) -> list[int]:
+        kind, stage, microbatch = op
+        again = self.program.recomputed.get((stage, microbatch))
+        if (kind, stage, again) not in self._made:
+            program = self.program
+            known = makes(Op(kind, stage, 0), program.num_stages, program.is_forward_only, again, program.head_parts)
+            self._made[kind, stage, again] = [self._column(value.stuff, value.stage) for value in known]
+        return [column + microbatch for column in self._made[kind, stage, again]]
+
+
+def _message_faults(numbered: _Numbered) -> list[Fault]:
+    ends: dict[tuple[int, int, Stuff], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for rank, (action, needed, made, peer) in numbered.messages():
+        stuff = action.value.stuff  # type: ignore[union-attr]  # a step is no message
+        if made:
+            ends[peer, rank, stuff][1].append(made[0])
+        else:
+            ends[rank, peer, stuff][0].append(needed[0])
+    faults = []
+    for channel, (sent, received) in sorted(ends.items()):
+        if sent != received or len(set(sent)) < len(sent):
+            faults += _channel_faults(Channel(*channel), [*map(numbered.value, sent)], [*map(numbered.value, received)])
+    return faults
 
 
 def _channel_faults(channel: Channel, sent: list[Value], received: list[Value]) -> list[Fault]:
     times_sent, times_received = Counter(sent), Counter(received)
     unequal = [value for value in sorted({*sent, *received}) if not times_sent[value] == times_received[value] == 1]
-    if not unequal and sent != received:
+    if not unequal:
         at = next(k for k, (left, arrived) in enumerate(zip(sent, received, strict=True)) if left != arrived)
         orders = f"message {at} is {sent[at]} at the sender and {received[at]} at the receiver"
         message = f"the {channel} go in two orders: {orders}; post the receives in the order of the sends"
@@ -72,27 +174,25 @@ def _times(count: int) -> str:
     return ("never", "once", "twice")[count] if count < 3 else f"{count} times"
 
 
-def _buffer_faults(program: Program, rank: int) -> list[Fault]:
-    row = program.rows[rank]
-    here: set[Value] = set()
-    gone: set[Value] = set()
+def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
+    row = numbered.rows[rank]
+    here: set[int] = set()
+    gone: set[int] = set()
     faults: list[Fault] = []
-    last_use = {value: position for position, a in enumerate(row) if isinstance(a, Compute) for value in program.uses(a.step)}
-    sent = {action.value for action in row if isinstance(action, Send)}
-    for position, action in enumerate(row):
-        if isinstance(action, Recv):
-            here.add(action.value)
-            continue
-        needed = program.uses(action.step) if isinstance(action, Compute) else [action.value]
-        faults += [_absent(rank, position, action, value, value in gone) for value in needed if value not in here]
+    last_use = {number: position for position, each in enumerate(row) if isinstance(each.action, Compute) for number in each.needed}
+    sent = {each.needed[0] for each in row if isinstance(each.action, Send)}
+    for position, (action, needed, made, _) in enumerate(row):
+        if not here.issuperset(needed):
+            absent = [number for number in needed if number not in here]
+            faults += [_absent(rank, position, action, numbered.value(number), number in gone) for number in absent]
         if isinstance(action, Compute):
-            ended = [value for value in needed if last_use[value] == position and value not in sent]
-            here.update(program.makes(action.step))
+            ended: Iterable[int] = [number for number in needed if last_use[number] == position and number not in sent]
         else:
-            ended = needed if isinstance(action, Free) else []
+            ended = needed if isinstance(action, Free) else ()
+        here.update(made)
         here.difference_update(ended)
         gone.update(ended)
-    return faults + [_leak(rank, value) for value in sorted(here)]
+    return faults + [_leak(rank, value) for value in sorted(map(numbered.value, here))]
 
 
 def _absent(rank: int, position: int, action: Action, value: Value, gone: bool) -> Fault:
@@ -108,66 +208,72 @@ def _leak(rank: int, value: Value) -> Fault:
     return Fault("leak", f"rank {rank} never frees {value}: free it after its last use", rank, None, str(value))
 
 
-def _stop_faults(program: Program, model: MessageModel) -> list[Fault]:
-    player = _Player(program, model)
+def _stop_faults(numbered: _Numbered, model: MessageModel) -> list[Fault]:
+    player = _Player(numbered, model)
     player.play()
     faults = []
     for rank, head in enumerate(player.heads):
-        if head < len(program.rows[rank]):
-            action = program.rows[rank][head]
-            blocker = player.blocker(rank, action)
+        if head < len(numbered.rows[rank]):
+            numbers = numbered.rows[rank][head]
+            action, blocker = numbers.action, player.blocker(rank, numbers)
             assert blocker is not None
-            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{blocker[0]} is not sent"
+            late = numbered.value(blocker // numbered.program.num_ranks)
+            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{late} is not sent"
             message = f"under {model} messages rank {rank} stops at position {head}, {action}: {reason}; move that earlier"
             faults.append(Fault("stop", message, rank, head, str(action)))
     return faults
 
 
-_Message = tuple[Value, int]
-"""A value on its way to a rank."""
-
-
 class _Player:
-    """Plays a program under a message model, rank by rank, as far as it goes. `heads[r]` is rank r's next action."""
+    """Plays a program under a message model, rank by rank, as far as it goes. `heads[r]` is rank r's next action.
 
-    def __init__(self, program: Program, model: MessageModel) -> None:
-        self.heads = [0] * program.num_ranks
-        self._program = program
+    A message is a number, that of its value times the number of ranks plus the rank that it goes to.
+    """
+
+    def __init__(self, numbered: _Numbered, model: MessageModel) -> None:
+        self._rows = numbered.rows
+        self._num_ranks = numbered.program.num_ranks
+        self.heads = [0] * self._num_ranks
         self._rendezvous = model is MessageModel.RENDEZVOUS
-        self._messages = {(action.value, channel.destination) for _, _, channel, action in program.channels()}
-        self._posted: set[_Message] = set()
-        self._sent: set[_Message] = set()
+        self._posted: set[int] = set()
+        self._to_come = {each.made[0] * self._num_ranks + rank for rank, each in numbered.messages() if each.made}
+        """Messages that are not sent yet."""
 
     def play(self) -> None:
         """Advance every rank until none can go on."""
-        asleep: dict[_Message, int] = {}
-        ready = list(range(self._program.num_ranks))
+        asleep: dict[int, int] = {}
+        ready = list(range(self._num_ranks))
         while ready:
             self._advance(ready.pop(), ready, asleep)
 
-    def _advance(self, rank: int, ready: list[int], asleep: dict[_Message, int]) -> None:
-        row = self._program.rows[rank]
-        while self.heads[rank] < len(row):
-            action = row[self.heads[rank]]
-            blocker = self.blocker(rank, action)
+    def _advance(self, rank: int, ready: list[int], asleep: dict[int, int]) -> None:
+        row = self._rows[rank]
+        for at in range(self.heads[rank], len(row)):
+            numbers = row[at]
+            blocker = self.blocker(rank, numbers)
             if blocker is not None:
+                self.heads[rank] = at
                 asleep[blocker] = rank
                 return
-            if isinstance(action, (Send, Recv)):
-                done, message = (
-                    (self._sent, (action.value, action.peer)) if isinstance(action, Send) else (self._posted, (action.value, rank))
-                )
-                done.add(message)
+            if numbers.peer >= 0:
+                if numbers.made:
+                    message = numbers.made[0] * self._num_ranks + rank
+                    self._posted.add(message)
+                else:
+                    message = numbers.needed[0] * self._num_ranks + numbers.peer
+                    self._to_come.discard(message)
                 if message in asleep:
                     ready.append(asleep.pop(message))
-            self.heads[rank] += 1
+        self.heads[rank] = len(row)
 
-    def blocker(self, rank: int, action: Action) -> _Message | None:
-        """The message that `action` of `rank` waits for: one still to be sent to this rank, or one whose receive is not posted yet."""
-        if isinstance(action, Compute):
-            needed = [(value, rank) for value in self._program.uses(action.step)]
-            return next((message for message in needed if message in self._messages and message not in self._sent), None)
-        if not (self._rendezvous and isinstance(action, Send)):
+    def blocker(self, rank: int, numbers: _Numbers) -> int | None:
+        """The message that an action of `rank` waits for: one still to be sent to this rank, or one whose receive is not posted yet."""
+        if numbers.peer < 0:
+            for number in numbers.needed:
+                if number * self._num_ranks + rank in self._to_come:
+                    return number * self._num_ranks + rank
             return None
-        message = action.value, action.peer
-        return message if message not in self._posted else None
+        if not self._rendezvous or numbers.made:
+            return None
+        message = numbers.needed[0] * self._num_ranks + numbers.peer
+        return None if message in self._posted else message

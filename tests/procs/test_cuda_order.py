@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from zerobubble.ir import Schedule
+from zerobubble.lowering import Compiled
 from zerobubble.program import Channel
 from zerobubble.rules import Stuff
 from zerobubble.runtime.executor.program_cache import every_channel
@@ -75,7 +76,7 @@ class Faked(NcclEndpoint):
     ids=lambda schedule: schedule.name,
 )
 def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
-    channels = [*every_channel(schedule), *(Channel(a, b, Stuff.WORK) for a, b in permutations(range(4), 2))]
+    channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, Stuff.WORK) for a, b in permutations(range(4), 2))]
     lanes = [Communicators() for _ in range(LANES)]
     with ThreadPoolExecutor(4) as ranks:
         # a rank that is told the channels in another order keeps to the same one

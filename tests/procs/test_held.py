@@ -18,6 +18,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, struck
+from zerobubble.lowering import Compiled, compiled, program_faults
 from zerobubble.runtime.executor import program_cache
 from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.transport import shared_memory
@@ -104,13 +105,13 @@ def refuse_growth(early: Held, late: Held) -> None:
 def alternate(group: Any, few: int, many: int) -> tuple[int, int, bool]:
     """How many programs `few` and `many` numbers in turns compile, and whether a number that comes back has the same loss."""
     made = []
-    compile_program = ProgramCache._compile
+    compile_program = ProgramCache._make_ready
 
-    def counting(cache: ProgramCache, schedule: zb.Schedule) -> Any:
-        made.append(schedule.num_microbatches)
-        return compile_program(cache, schedule)
+    def counting(cache: ProgramCache, compiled: Compiled) -> Any:
+        made.append(compiled.schedule.num_microbatches)
+        return compile_program(cache, compiled)
 
-    with zb.Pipeline(build, "zb-h1", 1, loss_fn, group=group) as pipe, mock.patch.object(ProgramCache, "_compile", counting):
+    with zb.Pipeline(build, "zb-h1", 1, loss_fn, group=group) as pipe, mock.patch.object(ProgramCache, "_make_ready", counting):
         first = pipe.step(*batch(1), num_microbatches=1)
         for number in 3 * list(range(1, few + 1)):
             pipe.step(*batch(number), num_microbatches=number)
@@ -216,3 +217,25 @@ def test_the_rings_of_a_rank_are_bounded_together(world: Ranks) -> None:
         channels = 1 if rank in (0, 3) else 2  # activations down and up the ranks; those of gradients are not used
         assert (1 << 16) * 4 < after <= shared_memory.ROOMY_BYTES * channels / 4 + 1024
         assert again == after
+
+
+def judged(group: Any) -> list[str]:
+    """Which programs are judged while a pipeline is made and trains, profiles nothing and evaluates twice."""
+    found = []
+
+    def counting(program: zb.Program) -> Any:
+        found.append(program.name)
+        return program_faults(program)
+
+    with mock.patch.object(compiled, "program_faults", counting), zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
+        for _ in range(2):
+            pipe.step(*batch(4))
+        found.append("evaluation")
+        for _ in range(2):
+            pipe.eval_step(*batch(4))
+    return found
+
+
+def test_a_schedule_is_compiled_once_and_its_evaluation_when_it_comes(world: Ranks) -> None:
+    for names in world.run(judged, ranks=2):
+        assert names == ["zb-h1", "every route (one by one)", "evaluation", "zb-h1 (forward only)"]

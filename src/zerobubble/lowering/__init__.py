@@ -8,18 +8,14 @@ from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.gathers import Gather, RankGathers, plan_gathers
 from zerobubble.ir import Schedule
-from zerobubble.lowering.buffers import release_points
-from zerobubble.lowering.messages import depth_needed, hoist_receives, messages_of, post_points
-from zerobubble.lowering.write import write
+from zerobubble.lowering.compiled import PREFETCH, Compiled, lowered
+from zerobubble.lowering.messages import depth_needed, messages_of
 from zerobubble.program import Program
 from zerobubble.simulation import simulate
 from zerobubble.verify import checked
 from zerobubble.verify_program import program_faults
 
-__all__ = ["PREFETCH", "Gather", "RankGathers", "lower", "plan_gathers", "prefetch_depth", "program_faults"]
-
-PREFETCH = 2
-"""Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
+__all__ = ["PREFETCH", "Compiled", "Gather", "RankGathers", "lower", "plan_gathers", "prefetch_depth", "program_faults"]
 
 
 @takes(schedule=Schedule, prefetch=WHOLE)
@@ -43,10 +39,7 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     """
     if prefetch < 0:
         raise InputError(f"prefetch counts the receives posted ahead and must be >= 0, got {prefetch}")
-    graph, _ = checked(schedule)
-    messages = messages_of(graph, schedule.num_stages)
-    posts = hoist_receives(graph, messages, post_points(graph, messages, prefetch))
-    return write(schedule, graph, messages, posts, release_points(graph, messages, schedule.num_stages))
+    return lowered(schedule, prefetch)[1]
 
 
 @takes(schedule=Schedule, costs=Costs)

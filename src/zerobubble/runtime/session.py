@@ -13,13 +13,13 @@ from functools import partial
 from torch import nn
 
 from zerobubble.errors import InputError, ZeroBubbleError
-from zerobubble.graph import resolve
 from zerobubble.ir import Schedule
+from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.pace import Pace
-from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, proved, schedule_for
+from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
 from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.patience import Patience
@@ -73,7 +73,7 @@ from zerobubble.runtime.values.random_state import drawn_seed
 class Setup:
     """What one rank has made from its options before it compares them with the others'.
 
-    `given` makes the schedules for any number of microbatches, and `schedule` is the one to begin with; `planner` is there where it will be
+    `given` makes the schedules for any number of microbatches, and `compiled` is the one to begin with; `planner` is there where it will be
     planned anew. `tied` are the groups of parameters that the user wants to be one. Of a cut model, which knows
     what it ties, stages keep the names. `whole` knows the model that this rank has as a whole, and `facts` are what others must
     have like it. `heads` are its parts of a divided head, by the stages that they go by. `ordering` is there where this rank is to order
@@ -82,7 +82,7 @@ class Setup:
     """
 
     given: str | Schedule | MakeSchedule
-    schedule: Schedule
+    compiled: Compiled
     planner: AutoPlanner | None
     stages: Stages
     gradients: Gradients
@@ -94,6 +94,11 @@ class Setup:
     offloads: Offloads | None
     heads: dict[int, HeadPart]
     choosing: list[str]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule to begin with."""
+        return self.compiled.schedule
 
 
 @dataclass(frozen=True)
@@ -158,11 +163,11 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     assert setup is not None
     _compare_models(transport, guard, patience, layout, setup)
     _refuse_empty_levels(transport, guard, patience, setup)
-    device, schedule = setup.stages.device, setup.schedule
-    channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in every_channel(schedule)]
+    device, used = setup.stages.device, every_channel(setup.compiled)
+    channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in used]
     with guard.opening("while connecting the ranks"):
         patience.bear(lambda: transport.open(device, channels), "connecting the ranks")
-    shared = SharedGradients(schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
+    shared = SharedGradients(setup.schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
     divided = _divided(transport, guard, patience, layout, setup)
     replicas = None
     if layout.data:
@@ -194,7 +199,7 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     hooks = StepHooks(setup.stages.modules, guard.during)
     room = room_for_weights(options)
     programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room, setup.offloads)
-    programs.play(setup.schedule)
+    programs.play(setup.compiled)
     elsewhere = session.shared.counted_elsewhere
     head = options.loss_fn
     parted = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
@@ -248,7 +253,7 @@ def _order_of_sums(setup: Setup, rank: int) -> list[int]:
     """
     if setup.planner is not None:
         return sorted(setup.stages.modules, reverse=True)
-    return [one.stage for one in stage_sums(resolve(setup.schedule))[rank]]
+    return [one.stage for one in stage_sums(setup.compiled.graph)[rank]]
 
 
 def _meet(transport: Transport, guard: FailureGuard, patience: Patience) -> None:
@@ -308,7 +313,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     offloads = offloads_in(options, schedule)
     # All raise where this schedule or a level cannot be run, which all ranks should hear of now and not when they are connected.
     stages.of(schedule)
-    proved(schedule)
+    compiled = Compiled.of(schedule)
     choosing = stages.levels_that_choose()
     known = build.tied(schedule.num_stages) if isinstance(build, KnowsTied) else ()
     if not isinstance(build, KnowsTied) and not options.tied:
@@ -320,7 +325,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
         ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options))
     tied_by_cut = isinstance(build, KnowsTied)
-    return Setup(given, schedule, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads, choosing)
+    return Setup(given, compiled, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads, choosing)
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:

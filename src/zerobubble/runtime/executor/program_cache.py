@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 from zerobubble.arguments import WHOLE, Wanted, require
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ProgramError
+from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.lowering import PREFETCH, lower, prefetch_depth
+from zerobubble.lowering import Compiled, prefetch_depth
+from zerobubble.lowering.compiled import sound
 from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
 from zerobubble.offload import RankOffloads
 from zerobubble.program import Channel, Program
@@ -25,7 +27,6 @@ from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.schedules import make
-from zerobubble.verify_program import program_faults
 
 MOST_KEPT = 16
 """Numbers of microbatches whose programs are kept; the one not played for longest is compiled anew when it comes back."""
@@ -37,17 +38,46 @@ MICROBATCHES = Wanted(f"a whole number of microbatches up to {_MOST}", lambda gi
 """A schedule of more would be written, checked and compiled for longer than anyone waits."""
 
 
-class CompiledProgram(NamedTuple):
-    """A schedule made ready: its stages, the executor that trains (None where it has no backward passes) and the one that evaluates."""
+class ReadyProgram:
+    """A compiled schedule made ready: its stages, and the executor that trains, None if it has no backward passes.
 
-    schedule: Schedule
-    stages: dict[int, Stage]
-    train: Executor | None
-    infer: Executor
+    `make_infer` makes the executor that evaluates, which opens its steps with `opening`. It is called for the first evaluation: most
+    pipelines have none.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        stages: dict[int, Stage],
+        train: Executor | None,
+        opening: StepHandshake,
+        make_infer: Callable[[], Executor],
+    ) -> None:
+        self.compiled = compiled
+        self.stages = stages
+        self.train = train
+        self.opening = opening
+        self._make_infer = make_infer
+
+    @property
+    def schedule(self) -> Schedule:
+        """What it plays."""
+        return self.compiled.schedule
+
+    @cached_property
+    def infer(self) -> Executor:
+        """The executor of the forwards alone, which saves nothing."""
+        return self._make_infer()
+
+    @property
+    def executor(self) -> Executor:
+        """The one that trains, or else the one that evaluates."""
+        return self.train or self.infer
 
     def close(self) -> None:
         """Give back all that its steps have left."""
-        for executor in (self.train, self.infer):
+        self.opening.clear()
+        for executor in (self.train, vars(self).get("infer")):
             if executor is not None:
                 executor.close()
 
@@ -82,43 +112,42 @@ class ProgramCache:
         self._gathered_bytes = gathered_bytes
         self._offloads = offloads
         self._has_rollback_points = False
-        self._prefetch = PREFETCH
-        self._compiled: dict[int, CompiledProgram] = {}
+        self._ready: dict[int, ReadyProgram] = {}
         self._trial: Executor | None = None
-        self.now: CompiledProgram
+        self.now: ReadyProgram
 
-    def play(self, schedule: Schedule, costs: Costs | None = None) -> None:
-        """Play `schedule` and nothing else from here on, with receives posted one message earlier than its `costs` ask for.
+    def play(self, compiled: Compiled) -> None:
+        """Play this schedule and nothing else from here on.
 
         Raises `InputError` for another one than the offloads are for.
         """
+        schedule = compiled.schedule
         if self._offloads is not None and schedule != self._offloads.schedule:
             name = self._offloads.schedule.name
             raise InputError(f"this pipeline moves what waits to the host as fits {name!r}, and cannot change to {schedule.name!r}")
-        self._prefetch = _prefetch_for(schedule, costs)
-        self._played = schedule
+        self._played = compiled
         self._close_all()
-        self._keep(self._compile(schedule))
+        self._keep(self._make_ready(compiled))
 
-    def choose(self, num_microbatches: int) -> CompiledProgram:
+    def choose(self, num_microbatches: int) -> ReadyProgram:
         """The program for this number of microbatches, played from here on; the step's handshake compares it among the ranks.
 
         Raises `InputError` where there is no such schedule, or it places the stages otherwise.
         """
-        compiled = self._compiled.pop(num_microbatches, None) or self._compile(self._schedule_of(num_microbatches))
-        self._keep(compiled)
-        return compiled
+        ready = self._ready.pop(num_microbatches, None) or self._make_ready(self._compiled_for(num_microbatches))
+        self._keep(ready)
+        return ready
 
-    def _keep(self, compiled: CompiledProgram) -> None:
-        """Play `compiled` from here on, and close the one that was not for longest where there are too many."""
-        self.now = self._compiled[compiled.schedule.num_microbatches] = compiled
-        if len(self._compiled) > MOST_KEPT:
-            self._compiled.pop(next(iter(self._compiled))).close()
+    def _keep(self, ready: ReadyProgram) -> None:
+        """Play `ready` from here on, and close the one that was not for longest where there are too many."""
+        self.now = self._ready[ready.schedule.num_microbatches] = ready
+        if len(self._ready) > MOST_KEPT:
+            self._ready.pop(next(iter(self._ready))).close()
 
-    def _schedule_of(self, num_microbatches: int) -> Schedule:
-        played = self._played
+    def _compiled_for(self, num_microbatches: int) -> Compiled:
+        played = self._played.schedule
         if num_microbatches == played.num_microbatches:
-            return played
+            return self._played
         schedule = schedule_for(self._given, self._peers.size, num_microbatches)
         if schedule.placement != played.placement:
             raise InputError(
@@ -130,7 +159,7 @@ class ProgramCache:
                 f"schedule {schedule.name!r} divides the head over the ranks of stages {list(schedule.head_parts)} for {num_microbatches} "
                 f"microbatches, and over those of {list(played.head_parts)} for {played.num_microbatches}: divide it alike"
             )
-        return schedule
+        return Compiled.of(schedule, self._played.prefetch)
 
     def offloads_of(self, schedule: Schedule) -> Sequence[RankOffloads] | None:
         """What each rank moves to the host in `schedule`; None where nothing goes."""
@@ -148,12 +177,12 @@ class ProgramCache:
         """From here on, compile every program so that its steps can start over at a rollback point."""
         if not self._has_rollback_points:
             self._has_rollback_points = True
-            now = self.now.schedule
+            now = self.now.compiled
             self._close_all()
-            self._keep(self._compile(now))
+            self._keep(self._make_ready(now))
 
     @contextmanager
-    def one_by_one(self, level: str | None = None, algorithm: int | None = None) -> Iterator[CompiledProgram]:
+    def one_by_one(self, level: str | None = None, algorithm: int | None = None) -> Iterator[ReadyProgram]:
         """Inside, a program that takes microbatches one by one through the stages of `now`, for a profile.
 
         With a `level` of recomputation all stages have it. A divided head is divided by `algorithm`, by default as in `now`. After an
@@ -164,9 +193,11 @@ class ProgramCache:
         handshake = StepHandshake(schedule, self._peers)
         if self._trial is not None:  # of a profile that was refused
             self._trial.close()
-        self._trial = Executor(proved(schedule), stages, self._peers, handshake, self._pace, gathered_bytes=self._gathered_bytes)
-        yield CompiledProgram(schedule, stages, self._trial, self._trial)
-        self._trial.close()
+        compiled = Compiled.of(schedule)
+        trial = Executor(compiled.program, stages, self._peers, handshake, self._pace, gathered_bytes=self._gathered_bytes)
+        self._trial = trial
+        yield ReadyProgram(compiled, stages, trial, handshake, lambda: trial)
+        trial.close()
         self._trial = None
 
     def close(self) -> None:
@@ -176,41 +207,44 @@ class ProgramCache:
         self._close_all()
 
     def _close_all(self) -> None:
-        for compiled in self._compiled.values():
-            compiled.close()
-        self._compiled.clear()
+        for ready in self._ready.values():
+            ready.close()
+        self._ready.clear()
 
-    def _compile(self, schedule: Schedule) -> CompiledProgram:
+    def _make_ready(self, compiled: Compiled) -> ReadyProgram:
+        schedule = compiled.schedule
         stages = self._stages.of(schedule)
         forward_only = schedule.forward_only()
         opening = StepHandshake(forward_only, self._peers)
-        infer = Executor(proved(forward_only), stages, self._peers, opening, None, gathered_bytes=self._gathered_bytes)
+        make_infer = partial(self._infer, forward_only, stages, opening)
         if schedule.is_forward_only:
-            return CompiledProgram(schedule, stages, None, infer)
-        program, rollback = self._lowered(schedule, self._prefetch)
+            return ReadyProgram(compiled, stages, None, opening, make_infer)
+        program, rollback = self._with_rollback(compiled.program)
         handshake = StepHandshake(schedule, self._peers)
         offloads = self._offloads if self.offloads_of(schedule) is not None else None
         train = Executor(
             program, stages, self._peers, handshake, self._pace, self._overlap, rollback, self._listener, self._gathered_bytes, offloads
         )
-        return CompiledProgram(schedule, stages, train, infer)
+        return ReadyProgram(compiled, stages, train, opening, make_infer)
 
-    def _lowered(self, schedule: Schedule, prefetch: int) -> tuple[Program, RollbackPoint | None]:
-        """The program that trains with `schedule`, and where this rank's row can start over if it has to be able to."""
-        program = proved(schedule, prefetch)
+    def _infer(self, schedule: Schedule, stages: dict[int, Stage], opening: StepHandshake) -> Executor:
+        return Executor(Compiled.of(schedule).program, stages, self._peers, opening, None, gathered_bytes=self._gathered_bytes)
+
+    def _with_rollback(self, program: Program) -> tuple[Program, RollbackPoint | None]:
+        """The program that trains, and where this rank's row can start over if it has to be able to."""
         if not self._has_rollback_points:
             return program, None
         program, points = with_rollback_points(program)
         return sound(program), points[self._peers.rank]
 
     def program_for(self, schedule: Schedule, costs: Costs) -> Program:
-        """What `play` would run in training."""
-        return self._lowered(schedule, _prefetch_for(schedule, costs))[0]
+        """What training runs after `play(compiled_for(schedule, costs))`."""
+        return self._with_rollback(compiled_for(schedule, costs).program)[0]
 
 
-def _prefetch_for(schedule: Schedule, costs: Costs | None) -> int:
-    """How many messages ahead receives are posted: one earlier than `costs` ask for."""
-    return PREFETCH if costs is None else 1 + prefetch_depth(schedule, costs)
+def compiled_for(schedule: Schedule, costs: Costs) -> Compiled:
+    """`schedule` compiled for what its passes cost: with receives posted one message earlier than its costs ask for."""
+    return Compiled.of(schedule, 1 + prefetch_depth(schedule, costs))
 
 
 def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
@@ -235,22 +269,10 @@ def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatc
     return made
 
 
-def proved(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
-    """The schedule's program, proved to match its messages and never to stop before a rank runs it."""
-    return sound(lower(schedule, prefetch))
-
-
-def sound(program: Program) -> Program:
-    """`program` if it is; raises `ProgramError` with every fault else."""
-    faults = program_faults(program)
-    if faults:
-        raise ProgramError(faults, program.name)
-    return program
-
-
-def every_channel(schedule: Schedule) -> list[Channel]:
+def every_channel(compiled: Compiled) -> list[Channel]:
     """The channels that any schedule of this one's placement may use, where the head is divided as in this one."""
-    placement = schedule.placement
+    placement = compiled.schedule.placement
     routes = tuple(range(len(placement.routes)))
     empty = Schedule("every route", placement, len(routes), ((),) * placement.num_ranks, routes if len(routes) > 1 else ())
-    return sorted({channel for every in (one_by_one(empty), schedule) for _, _, channel, _ in lower(every).channels()})
+    programs = (Compiled.of(one_by_one(empty)).program, compiled.program)
+    return sorted({channel for program in programs for _, _, channel, _ in program.channels()})

@@ -21,7 +21,7 @@ from zerobubble.planning.unequal.order import with_numbers
 from zerobubble.program import Program
 from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.executor import Executor
-from zerobubble.runtime.executor.program_cache import MICROBATCHES, CompiledProgram, ProgramCache
+from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
 from zerobubble.runtime.failure.frame import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
@@ -93,7 +93,7 @@ class StepRunner:
         self.step_hooks = step_hooks
         self.programs = programs
         self.schedule = programs.now.schedule
-        self.last = programs.now.train or programs.now.infer
+        self.last = programs.now.executor
         self._stages = stages
         self._losses = losses
         self._ordering = ordering
@@ -124,8 +124,7 @@ class StepRunner:
     @property
     def gathers(self) -> RankGathers:
         """What this rank gathers in a step of what is played now."""
-        now = self.programs.now
-        return (now.train or now.infer).gathering.plan
+        return self.programs.now.executor.gathering.plan
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """See `AttachedPipeline`."""
@@ -159,7 +158,7 @@ class StepRunner:
         if self.step_hooks.need_rollback_points:
             self.programs.use_rollback_points()
 
-    def choose(self, num_microbatches: int | None, *, trains: bool = True) -> CompiledProgram:
+    def choose(self, num_microbatches: int | None, *, trains: bool = True) -> ReadyProgram:
         """The program for this number of microbatches, None for that of the schedule, played from here on.
 
         Where there is none, or it has to train and cannot, the call is refused on every rank.
@@ -208,7 +207,7 @@ class StepRunner:
 
     def _refuse(self, fault: str) -> NoReturn:
         """Refuse the call with the ranks behind this one."""
-        self._tell_refused(fault, self.programs.now.infer.handshake)
+        self._tell_refused(fault, self.programs.now.opening)
         self._raise_refused(_Fault(fault))
 
     def _tell_refused(self, fault: str, handshake: StepHandshake) -> None:
@@ -274,7 +273,7 @@ class StepRunner:
             self._refuse_to_train_nothing(compiled)
         return step.loss
 
-    def _refuse_to_train_nothing(self, compiled: CompiledProgram) -> NoReturn:
+    def _refuse_to_train_nothing(self, compiled: ReadyProgram) -> NoReturn:
         """Raise why the loss of no microbatch requires a gradient: the same `InputError` on every rank, and the pipeline stays open."""
         flows = {index: tuple(stage.flow) for index, stage in compiled.stages.items()}
         told = self.gather((flows, self._losses.output_goes_back), "finding out why nothing trains")
@@ -292,7 +291,7 @@ class StepRunner:
 
     def _play(
         self,
-        compiled: CompiledProgram,
+        compiled: ReadyProgram,
         executor: Executor,
         batch: Batch,
         given: StepInputs,
@@ -306,7 +305,7 @@ class StepRunner:
         with self.draws.apart(), self._stages.training(compiled.stages, meter):
             executor.run(batch, forwards_stand)
 
-    def train_unheard(self, compiled: CompiledProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
+    def train_unheard(self, compiled: ReadyProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
         """A training step that no hook hears of."""
         executor = compiled.train
         assert executor is not None
@@ -415,7 +414,7 @@ class StepRunner:
 
     def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
         """See `AttachedPipeline`."""
-        self.programs.play(schedule, costs)
+        self.programs.play(compiled_for(schedule, costs))
         self.schedule = schedule
 
     def memory_forecast_of(self, schedule: Schedule, costs: Costs) -> MemoryForecasts:
@@ -425,7 +424,7 @@ class StepRunner:
     def memory_forecast(self, costs: Costs) -> MemoryForecasts:
         """What each rank holds in the steps that are played now; all ranks must call it."""
         now = self.programs.now
-        return self._memory_forecast(now.schedule, (now.train or now.infer).program, costs)
+        return self._memory_forecast(now.schedule, now.executor.program, costs)
 
     def _memory_forecast(self, schedule: Schedule, program: Program, costs: Costs) -> MemoryForecasts:
         messages = self.peers.bytes_for(traffic_of(program, self.rank))

@@ -1,0 +1,55 @@
+"""A schedule compiled once: its graph and its program, each judged once, for everything that reads one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerobubble.errors import ProgramError
+from zerobubble.garbage_pause import garbage_collection_paused
+from zerobubble.graph import Graph
+from zerobubble.ir import Schedule
+from zerobubble.lowering.buffers import release_points
+from zerobubble.lowering.messages import hoist_receives, messages_of, post_points
+from zerobubble.lowering.write import write
+from zerobubble.program import Program
+from zerobubble.verify import checked
+from zerobubble.verify_program import program_faults
+
+PREFETCH = 2
+"""Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A legal `schedule`, the `graph` of its passes, and the sound `program` that runs it, with receives posted `prefetch` ahead."""
+
+    schedule: Schedule
+    graph: Graph
+    program: Program
+    prefetch: int
+
+    @classmethod
+    @garbage_collection_paused()
+    def of(cls, schedule: Schedule, prefetch: int = PREFETCH) -> Compiled:
+        """Compiles `schedule`, with receives posted `prefetch` messages ahead.
+
+        Raises `ScheduleError` with every fault of a schedule that is not legal.
+        """
+        graph, program = lowered(schedule, prefetch)
+        return cls(schedule, graph, sound(program), prefetch)
+
+
+def lowered(schedule: Schedule, prefetch: int) -> tuple[Graph, Program]:
+    """The graph of `schedule` and its program; raises `ScheduleError` with every fault of a schedule that is not legal."""
+    graph, _ = checked(schedule)
+    messages = messages_of(graph, schedule.num_stages)
+    posts = hoist_receives(graph, messages, post_points(graph, messages, prefetch))
+    return graph, write(schedule, graph, messages, posts, release_points(graph, messages, schedule.num_stages))
+
+
+def sound(program: Program) -> Program:
+    """`program`, proven to match its messages and never to stop; raises `ProgramError` with every fault otherwise."""
+    faults = program_faults(program)
+    if faults:
+        raise ProgramError(faults, program.name)
+    return program
