@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
+from zerobubble.runtime.split.python_state import state
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 WIDTH = 4
@@ -296,6 +297,20 @@ def test_a_change_between_microbatches_is_seen() -> None:
     assert torch.equal(second, 2 * first)
     before, after = stage.backward(0, (torch.ones_like(first),))[0].clone(), stage.backward(1, (torch.ones_like(first),))[0]
     assert torch.equal(after, 3 * before)  # both gradients add up in one leaf
+
+
+@pytest.mark.parametrize(
+    ("attribute", "reason"),
+    [
+        (functools.reduce(lambda inner, _: [inner], range(5_000), 1.0), "nested too deeply to be compared"),
+        (list(range(30_000)), "reaches more than 20,000 Python objects, such as table\\[1"),
+    ],
+)
+def test_more_than_can_be_watched_is_refused(attribute: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MOST_PLACES", 20_000)
+    stage = make_stage("graph", Way(lambda module, x: x * len(module.table), table=attribute), 1)
+    with pytest.raises(zb.InputError, match=reason):
+        stage.forward(0, (torch.ones(2, WIDTH, requires_grad=True),))
 
 
 def test_the_backends_of_attention_are_seen() -> None:

@@ -45,6 +45,8 @@ _PLAIN = (int, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtyp
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"_output_capturing_hooks_installed"}
 """Attributes of every module: its parts, which are read one by one, and its hooks, which are judged apart, as is the mark that transformers
 leaves where it has set its own."""
+MOST_PLACES = 1_000_000
+"""Places that are watched: a model of 32 blocks has 27,000, and a forward that reaches a framework's whole state, many millions."""
 _LARGE = 256
 """Entries of a container above which it is compared once a step, and not before every pass."""
 
@@ -121,10 +123,14 @@ class State:
 def read_state(module: nn.Module) -> State:
     """The Python state that a forward of `module` may read now.
 
-    Raises `InputError` for what has a position that cannot be compared: an iterator or generator in an attribute.
+    Raises `InputError` for what has a position that cannot be compared, an iterator or generator in an attribute, and for more places than
+    can be watched.
     """
     reader = _Reader(module)
-    reader.read(module, "")
+    try:
+        reader.read(module, "")
+    except RecursionError:
+        raise InputError("its forward reaches Python objects nested too deeply to be compared; keep what it reads flat") from None
     reader.state.watched.note()
     reader.state.watched_per_step.note()
     return reader.state
@@ -149,6 +155,8 @@ class _Reader:
     def read(self, value: Any, path: str) -> None:
         """Note what is at `path`, and go on from there."""
         values = self.state.values
+        if len(values) > MOST_PLACES:
+            raise InputError(f"its forward reaches more than {MOST_PLACES:,} Python objects, such as {path}, and a graph watches them all")
         if isinstance(value, float):
             values[path] = type(value), value.hex()  # which tells 0.0 from -0.0, and is equal for NaN
         elif isinstance(value, Enum):
