@@ -1,8 +1,9 @@
 """Microbatches of unequal cost: what the plan for equal ones loses, and what the order of microbatches and of passes wins back.
 
 Writes `results.json` next to this file. 6.2B on 8 ranks with 32 microbatches, in nine cases: three ways in which lengths differ, and three
-memories. Spans are told in % beyond the span of the plan for equal microbatches of the same total. `speed`: processor time to order, and to
-order and plan, 64 microbatches on 8 ranks. One thread.
+memories. Spans are in % beyond the span of the plan for equal microbatches of the same total. `speed`: processor time to order, and to
+order and plan, 64 microbatches on 8 ranks. `tight`: spans in ms, with their bounds, where memory holds few of the largest microbatches;
+passes of a rank take 10 ms for a microbatch of share 1, and memory is in such microbatches. One thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from zerobubble.planning.search import compile_kernels
 from zerobubble.planning.unequal.plan import alike, unequal
 
 WORK = zb.Workload.uniform(8, (29.802, 29.428, 19.530), 0.577)
-PARTS = ["speed", "cases"]
+PARTS = ["speed", "cases", "tight"]
 MEMORIES = (("linear", 1.0), ("vee", 1.0), ("vee", 0.625))
 
 
@@ -37,6 +38,12 @@ def lengths(kind: str, count: int) -> tuple[float, ...]:
     }[kind]
     shares = [drawn() for _ in range(count)]
     return tuple(share / fmean(shares) for share in shares)
+
+
+def log_uniform(count: int, most: float) -> tuple[float, ...]:
+    """Shares from 1 to `most` whose logarithms are uniform."""
+    dice = Random("log-uniform")
+    return tuple(round(most ** dice.random(), 3) for _ in range(count))
 
 
 def problem_of(placement: str, share: float, kind: str, microbatches: int) -> Problem:
@@ -65,6 +72,25 @@ def case(placement: str, share: float, kind: str, seconds: float) -> dict[str, f
     assert spans["bound"] <= spans["planned"] <= spans["data_order"]
     assert spans["ordered"] <= spans["data_order"]
     return {name: round(100 * (span / equal.time - 1), 2) for name, span in spans.items()}
+
+
+TWO_SIZES = (1.0,) * 12 + (10.0,) * 4
+TIGHT: tuple[tuple[str, tuple[float, ...], float, str], ...] = (
+    ("two sizes, 40", TWO_SIZES, 40, "vee"),
+    ("two sizes, 40", TWO_SIZES, 40, "any"),
+    ("two sizes, 80", TWO_SIZES, 80, "vee"),
+    ("log-uniform, 40", log_uniform(32, 10), 40, "vee"),
+    ("log-uniform, 40", log_uniform(32, 10), 40, "linear"),
+)
+"""The name, the shares, the memory of a rank in microbatches of share 1, and the placement."""
+
+
+def tight(shares: tuple[float, ...], memory: float, placement: str, seconds: float) -> dict[str, float]:
+    """The span of the plan and its bound, in ms."""
+    work = zb.Workload.uniform(8, (10, 10, 10))
+    found = zb.plan(work, len(shares), memory, placements=placement, shares=shares, seconds=seconds)
+    assert found.time is not None
+    return {"planned_ms": round(found.time / 1e6, 1), "bound_ms": round(found.bound.time / 1e6, 1)}
 
 
 def speed(placement: str, kind: str) -> dict[str, float]:
@@ -98,6 +124,8 @@ def rows(parts: list[str], seconds: float) -> Iterator[tuple[str, str, dict[str,
     for kind in ("two lengths", "packed", "heavy tail") if "cases" in parts else ():
         for placement, share in MEMORIES:
             yield "cases", f"{kind}, {placement} {share:g}p", case(placement, share, kind, seconds)
+    for name, shares, memory, placement in TIGHT if "tight" in parts else ():
+        yield "tight", f"{name}, {placement}", tight(shares, memory, placement, 2 * seconds)
 
 
 def main() -> None:

@@ -152,6 +152,39 @@ def test_the_compiled_search_plays_what_it_finds_for_microbatches_that_are_compu
         assert not memory_faults(named, costs, limits)
 
 
+def tight(seed: int) -> Problem:
+    """A problem whose ranks have the bytes of its largest microbatch and hardly more, some with R."""
+    dice = random.Random(seed)
+    placement = dice.choice((Placement.linear(3), Placement.vee(3), zb.planning.placements.family("looped-3", 2)))
+    stages, count = placement.num_stages, dice.randint(2, 7)
+    held = tuple(dice.randint(3, 40) for _ in range(stages))
+    times = [tuple(dice.randint(1, 20) for _ in range(stages)) for _ in range(3)]
+    pending = tuple(dice.randint(0, size) for size in held)
+    costs = Costs(*times, tuple(dice.randint(0, 3) for _ in range(stages - 1)), held, pending)
+    costs = replace(costs, shares=tuple(dice.choice((0.5, 1.0, 2.5, 6.0)) for _ in range(count)))
+    problem = Problem(placement, count, costs, Limits((MOST_ROOM,) * placement.num_ranks), dice.choice(list(Objective)))
+    if dice.random() < 0.5:
+        level = Level("some", 0.7, 0.3)
+        problem = replace(problem, costs=costs.with_recompute(level), recomputation=Recomputation((level,), (level,) * stages))
+    alone = zb.planning.seeds.computed_again(zb.planning.seeds.serial_schedule(placement, count), problem)
+    return replace(problem, limits=Limits(tuple(round(dice.uniform(1, 2.5) * peak) for peak in peak_memory(alone, problem.costs))))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) -> None:
+    problem, kernels = tight(seed), load_kernels()
+    tables, shuffled = kernels.tables_of(problem), random.Random(seed).sample(range(problem.num_microbatches), problem.num_microbatches)
+    alone = min(kernels.search_takers(tables, [shuffled], 0, kernels.BudgetMeter(0.0, 0), 0, 1), key=lambda order: order.time)
+    found = kernels.search_takers(tables, [shuffled], 0, kernels.BudgetMeter(0.0, 300), 0, 5)
+    assert found[0].time <= alone.time
+    for each in (alone, *found):
+        schedule = kernels.schedule_of_order("listed", problem, tables, each.order, each.takers.tolist())
+        assert not schedule_faults(schedule)
+        assert not memory_faults(schedule, problem.costs, problem.limits)
+        assert each.time == problem.objective.of(metrics(schedule, problem.costs))
+        assert each.time >= problem.bound().time
+
+
 @pytest.mark.parametrize(("mode", "memory"), [("full", 5), ("auto", 5), ("auto", 6.5), ("auto", 12)])
 def test_plans_with_recomputation_are_sound_and_no_slower_than_without_or_in_the_order_of_the_data(mode: str, memory: float) -> None:
     found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES, recompute=mode)

@@ -7,6 +7,7 @@ from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_o
 from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
 from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
+from zerobubble.planning.kernels.size_aware import search_takers
 from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
 from zerobubble.planning.kernels.windows import sharper_bound
 
@@ -25,6 +26,7 @@ __all__ = [
     "rows_of",
     "schedule_of_order",
     "search_portfolio",
+    "search_takers",
     "seed_random",
     "sharper_bound",
     "tables_of",

@@ -18,10 +18,10 @@ from zerobubble.planning.kernels.tables import Ints, Tables
 ROUNDS = 3
 """How often the search begins anew from the best, with a temperature that falls."""
 
-HOT, COLD = 0.5, 0.02
+HOT, COLD = 0.1, 0.005
 """Temperatures at the beginning and at the end of a round, in mean pass times."""
 
-SWAPPED_PASSES, MOVED_PASSES = 300_000, 600_000
+SWAPPED_PASSES, MOVED_PASSES = 50_000, 1_000_000
 """Passes of rows with swapped places, and of rows with a moved pass, between two looks at the clock: some milliseconds."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, reduce
 from statistics import fmean
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from zerobubble.costs import UNIT_BYTES, Costs, Level, Limits
 from zerobubble.ir import Placement
@@ -14,8 +15,11 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, shorter
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
-from zerobubble.planning.seeds import fits_memory, serial_schedule, split
+from zerobubble.planning.seeds import fits_memory, split
 from zerobubble.planning.unequal.order import first_choices
+
+if TYPE_CHECKING:
+    from zerobubble.planning.kernels import BudgetMeter, JointOrder
 
 
 def alike(problem: Problem, levels: Sequence[Level] = ()) -> Problem:
@@ -39,12 +43,22 @@ def compile_joint_search() -> None:
     """Compile what `unequal` searches with, or load what was compiled before; once in a process."""
     kernels, costs = load_kernels(), replace(Costs.uniform(2), shares=(1, 2))
     tables = kernels.tables_of(Problem(Placement.linear(2), 2, costs, Limits((8 * UNIT_BYTES,) * 2)))
-    (start,) = kernels.first_orders(tables, kernels.order_of(split(serial_schedule(Placement.linear(2), 2))), [range(2)])
+    (start,) = kernels.search_takers(tables, [range(2)], 0, kernels.BudgetMeter(0.0, 2), 0, 1)
     kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, 1), 0, moves_passes=True)
 
 
+LISTED_SHARE = 0.3
+"""The share of the budget for list schedules of microbatches in many orders."""
+
+MOST_STARTS = 3
+"""Orders that the search is begun from: the best list schedules, and the best that the plan for equal microbatches leads to."""
+
+TRIAL_SHARE = 0.4
+"""The share of the budget for all of these; what is left is for the best of them."""
+
+
 def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
-    """The best answer to `problem`, whose microbatches have shares, that the answer `found` to `alike(problem)` leads to.
+    """The best answer to `problem`, whose microbatches have shares: from the answer `found` to `alike(problem)`, and from list schedules.
 
     It is never longer than the schedule of `found` with the microbatches in the order of the data. Where nothing was found there, it
     is infeasible for the same reason. Stages have the levels of recomputation that they have there; in another order, those that compute
@@ -56,26 +70,46 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
     bound = problem.bound()
     if found.order is None:
         return replace(found, problem=problem, bound=bound, reason=problem.shortage_reason or found.reason)
+    compile_joint_search()
     started, kernels, base = perf_counter(), load_kernels(), split(found.schedule)
     base = base if fits_memory(base, problem) else found.schedule
     given = Plan.of(problem, bound, found.schedule, found.seconds, found.how)
-    tables, order = kernels.tables_of(problem), kernels.order_of(base)
-    starts = kernels.first_orders(tables, order, [range(problem.num_microbatches), *first_choices(problem.costs.shares)])
-    if not starts or problem.costs.shares == (1,) * problem.num_microbatches:
+    if problem.costs.shares == (1,) * problem.num_microbatches:
         return given
-    best = min(starts, key=lambda start: start.time)
-
-    def answer(how: str) -> Plan:
-        schedule = kernels.schedule_of_order(f"{given.how}, {how}", problem, tables, best.order, best.takers.tolist())
-        return Plan.of(problem, bound, schedule, given.seconds, schedule.name)
-
-    answers = [given]
+    tables, several = kernels.tables_of(problem), [range(problem.num_microbatches), *first_choices(problem.costs.shares)]
+    starts = [(given.how, start) for start in kernels.first_orders(tables, kernels.order_of(base), several)]
+    listing = _part_of(budget, LISTED_SHARE)
+    listed = kernels.search_takers(tables, several, bound.time, _meter(listing), seed, MOST_STARTS)
+    starts += [("list scheduling by size", start) for start in listed]
+    if not starts:
+        return given
+    how, best = min(starts, key=_time_of)
     if budget.is_empty:
-        answers.append(answer("microbatches ordered"))
+        ending = "microbatches ordered"
     else:
-        compile_joint_search()
-        for part, moves_passes in ((budget.share(4), False), (budget.share(4)._replace(seconds=0.75 * budget.seconds), True)):
-            meter = kernels.BudgetMeter(part.seconds, part.evaluations)
-            best = kernels.improve_jointly(tables, best, bound.time, meter, seed, moves_passes=moves_passes)
-        answers.append(answer("passes and microbatches ordered"))
+        ending = "passes and microbatches ordered"
+        tried = sorted({start.time: (name, start) for name, start in reversed(starts)}.values(), key=_time_of)[:MOST_STARTS]
+        part = _part_of(budget, TRIAL_SHARE / len(tried))
+        improved = [
+            (name, kernels.improve_jointly(tables, start, bound.time, _meter(part), seed, moves_passes=True)) for name, start in tried
+        ]
+        how, best = min(improved, key=_time_of)
+        left = _part_of(budget, 1 - LISTED_SHARE - TRIAL_SHARE)
+        best = kernels.improve_jointly(tables, best, bound.time, _meter(left), seed + 1, moves_passes=True)
+    name = f"{how}, {ending}"
+    schedule = kernels.schedule_of_order(name, problem, tables, best.order, best.takers.tolist())
+    answers = [given, Plan.of(problem, bound, schedule, given.seconds, name)]
     return replace(reduce(shorter, answers), seconds=found.seconds + perf_counter() - started)
+
+
+def _part_of(budget: Budget, share: float) -> Budget:
+    """A share of the budget."""
+    return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
+
+
+def _meter(budget: Budget) -> BudgetMeter:
+    return load_kernels().BudgetMeter(budget.seconds, budget.evaluations)  # type: ignore[no-any-return]
+
+
+def _time_of(start: tuple[str, JointOrder]) -> int:
+    return start[1].time

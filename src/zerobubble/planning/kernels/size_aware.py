@@ -1,0 +1,312 @@
+"""List scheduling for microbatches of unequal cost: a rank admits a forward only if the bytes of that very microbatch leave it a way out.
+
+A rank may hold any microbatches as long as it can complete them one after another, the first in the row first: each in the bytes that those
+before it have given back. This is the banker's rule of operating systems, and no order that keeps it runs into a dead end of memory.
+
+The search is for the order of the microbatches and for how eagerly ranks fill memory and run W: each try is one list schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zerobubble.planning.kernels.anneal import seed_random
+from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.joint_search import JointOrder
+from zerobubble.planning.kernels.list_scheduler import FAR
+from zerobubble.planning.kernels.place_swaps import exchange, with_takers
+from zerobubble.planning.kernels.play import copy_into
+from zerobubble.planning.kernels.search_state import BudgetMeter
+from zerobubble.planning.kernels.tables import Floats, Ints, Tables
+
+FILL, GAP, WAIT = 0, 1, 2
+"""What a policy says: the share of its memory that a rank fills with forwards beyond the oldest microbatch; the idle time, in times of W,
+that W fills; how long a rank waits for a B rather than start an F, in mean pass times of the schedule."""
+
+LISTED_PASSES = 200_000
+"""Passes of listed schedules between two looks at the clock: some hundredths of a second."""
+
+HOT, COLD = 0.02, 0.0005
+"""Temperatures at the beginning and at the end of the search, as shares of the time of the schedule."""
+
+
+class Listing(NamedTuple):
+    """Room for one list schedule, and its `order`: made once for a problem."""
+
+    order: Ints
+    runs: Ints
+    """How often each code has run."""
+    end: Ints
+    """When code c ended for the microbatch in place j, at `c * microbatches + j`; `FAR` before."""
+    queue: Ints
+    """The codes of W whose B has run, in that order, at the places of their rank's row."""
+    ranks: NDArray[np.void]
+
+
+_RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "pending", "weight_from", "weight_to", "choice", "start")])
+"""Of a rank.
+
+- `filled`: the number of passes it has run.
+- `free`: when it is free, and `idle` how long it has idled, in ns.
+- `held`: the bytes it holds, and `pending` those of them that W gives back.
+- `weight_from`, `weight_to`: where its queue of W begins and ends.
+- `choice`: the code that it runs next, -1 for none, and `start` when, in ns.
+"""
+
+
+def listing(tables: Tables) -> Listing:
+    """Room to schedule the problem of `tables`."""
+    size, codes, ranks = tables.size, len(tables.codes), len(tables.ranks)
+    order, runs, end, queue = (np.zeros(count, np.int64) for count in (size, codes, size, size))
+    return Listing(order, runs, end, queue, np.zeros(ranks, _RANK))
+
+
+def search_takers(
+    tables: Tables, starts: Sequence[Sequence[int]], bound: int, budget: BudgetMeter, seed: int, most: int
+) -> list[JointOrder]:
+    """The best orders that list scheduling finds, best first, not more than `most`: first those of `starts`, then what is near the best.
+
+    `tables` have the microbatches in the order of their numbers. With an empty budget only `starts` are tried.
+    """
+    room, mean = listing(tables), float(tables.time.mean())
+    found: list[JointOrder] = []
+    policy = np.array([1.0, 0.0, 0.0])
+    for start in starts:
+        longest = int(list_by_size(with_takers(tables, start), policy, mean, room)[0])
+        budget.used += 1
+        if longest >= 0:
+            found.append(JointOrder(room.order.copy(), np.array(start, np.int64), longest))
+    if not found or budget.spent >= 1:
+        return sorted(found, key=_time)[:most]
+    seed_random(seed)
+    best = min(found, key=_time)
+    arranged, takers = with_takers(tables, best.takers.tolist()), best.takers.copy()
+    cost = float(best.time) + list_by_size(arranged, policy, mean, room)[1] / len(tables.ranks)
+    order, best_takers, goal = best.order.copy(), best.takers.copy(), best.time
+    while budget.spent < 1 and goal > bound:
+        temperature = best.time * HOT * (COLD / HOT) ** budget.spent
+        tries = max(4, LISTED_PASSES // tables.size)
+        before = goal
+        goal, cost, used = improve_takers(arranged, takers, policy, mean, room, order, best_takers, goal, bound, cost, temperature, tries)
+        budget.used += used
+        if goal < before:
+            found.append(JointOrder(order.copy(), best_takers.copy(), int(goal)))
+    return sorted(found, key=_time)[:most]
+
+
+def _time(order: JointOrder) -> int:
+    return order.time
+
+
+@compiled
+def improve_takers(
+    tables: Tables,
+    takers: Ints,
+    policy: Floats,
+    mean: float,
+    room: Listing,
+    best: Ints,
+    best_takers: Ints,
+    goal: int,
+    target: int,
+    cost: float,
+    temperature: float,
+    tries: int,
+) -> tuple[int, float, int]:
+    """Change the places of microbatches or the policy, `tries` times, where that shortens the schedule, and now and then where not.
+
+    `tables` have the microbatches in the places of `takers`, of which the schedule takes `cost`, its time and the mean over ranks in ns.
+    `best` is the shortest order, with `best_takers`, of `goal` ns. Gives goal, cost and the number of tries.
+    """
+    before = np.float64(0.0)
+    for tried in range(tries):
+        one, other, which = np.random.randint(len(takers)), np.random.randint(len(takers)), -1
+        draw = np.random.random()
+        if draw < 0.2:
+            which = np.random.randint(3)
+            before = policy[which]
+            if which == FILL:
+                policy[which] = 1.0 if np.random.random() < 0.5 else 0.4 + 0.6 * np.random.random()
+            else:
+                policy[which] = 0.0 if np.random.random() < 0.3 else 2.0 * np.random.random()
+        elif draw < 0.6:
+            exchanged(tables, takers, one, other)
+        else:
+            rotate(tables, takers, one, other)
+        longest, total = list_by_size(tables, policy, mean, room)
+        new_cost = longest + total / len(tables.ranks)
+        if longest < 0 or new_cost > cost - temperature * np.log(np.random.random() + 1e-300):
+            if which >= 0:
+                policy[which] = before
+            elif draw < 0.6:
+                exchanged(tables, takers, one, other)
+            else:
+                rotate(tables, takers, other, one)
+            continue
+        cost = new_cost
+        if longest < goal:
+            goal = longest
+            copy_into(best, room.order)
+            copy_into(best_takers, takers)
+            if goal <= target:
+                return goal, cost, tried + 1
+    return goal, cost, tries
+
+
+@compiled
+def exchanged(tables: Tables, takers: Ints, one: int, other: int) -> None:
+    """`exchange` as a call, which compiles once."""
+    exchange(tables, takers, one, other)
+
+
+@compiled
+def rotate(tables: Tables, takers: Ints, start: int, stop: int) -> None:
+    """Let the microbatch in one place take another one, past those between."""
+    step = 1 if stop > start else -1
+    at = start
+    while at != stop:
+        exchanged(tables, takers, at, at + step)
+        at += step
+
+
+@compiled
+def list_by_size(tables: Tables, policy: Floats, mean: float, room: Listing) -> tuple[int, float]:
+    """Write into `room.order` the schedule that a policy leads to; the time of the longest rank and the sum over ranks (ns), -1 if none."""
+    for code in range(len(tables.codes)):
+        room.runs[code] = 0
+    for at in range(len(room.end)):
+        room.end[at] = FAR
+    for rank in range(len(tables.ranks)):
+        state = room.ranks[rank]
+        state.filled = 0
+        state.free = 0
+        state.idle = 0
+        state.held = 0
+        state.pending = 0
+        state.weight_from = 0
+        state.weight_to = 0
+    for rank in range(len(tables.ranks)):
+        choose(tables, policy, mean, room, rank)
+    for _ in range(len(room.order)):
+        first, rank = FAR, -1
+        for other in range(len(tables.ranks)):
+            if room.ranks[other].choice >= 0 and room.ranks[other].start < first:
+                first, rank = room.ranks[other].start, other
+        if rank < 0:
+            return -1, 0.0
+        user = run(tables, room, rank)
+        choose(tables, policy, mean, room, rank)
+        if user >= 0 and tables.codes[user].rank != rank:
+            choose(tables, policy, mean, room, tables.codes[user].rank)
+    longest, total = 0, 0.0
+    for rank in range(len(tables.ranks)):
+        time = tables.ranks[rank].work + room.ranks[rank].idle
+        longest = max(longest, time)
+        total += time
+    return longest, total
+
+
+@inlined
+def run(tables: Tables, room: Listing, rank: int) -> int:
+    """Let `rank` run what it chose; the code that waits for its message, -1 if none does."""
+    state, m = room.ranks[rank], tables.microbatches
+    code = state.choice
+    one = code * m + room.runs[code]
+    ahead = tables.ahead[one]
+    if state.filled > 0 or tables.from_start:
+        state.idle += state.start - ahead - state.free
+    state.free = state.start + tables.time[one]
+    room.end[one] = state.free
+    room.order[tables.ranks[rank].first + state.filled] = code
+    room.runs[code] += 1
+    state.filled += 1
+    state.held += tables.held[one]
+    weight = tables.codes[code].successor
+    if weight < 0:  # a W
+        state.pending += tables.held[one]
+        state.weight_from += 1
+    elif tables.codes[weight].successor < 0:  # a B, which leaves work to a W
+        state.pending -= tables.held[weight * m + room.runs[code] - 1]
+        room.queue[tables.ranks[rank].first + state.weight_to] = weight
+        state.weight_to += 1
+    return int(tables.codes[code].user)
+
+
+@compiled
+def choose(tables: Tables, policy: Floats, mean: float, room: Listing, rank: int) -> None:
+    """Find what `rank` runs next, and when."""
+    state, m, limit = room.ranks[rank], tables.microbatches, tables.ranks[rank].limit
+    weight = -1
+    if state.weight_from < state.weight_to:
+        weight = room.queue[tables.ranks[rank].first + state.weight_from]
+    state.choice, state.start = -1, FAR
+    begin, stop = tables.ranks[rank].forward, tables.ranks[rank].forward_stop
+    oldest = m
+    for at in range(begin, stop):
+        oldest = min(oldest, room.runs[tables.codes[tables.forwards[at]].successor])
+    is_full = False
+    for at in range(stop - 1, begin - 1, -1):
+        forward = tables.forwards[at]
+        for turn in range(2):
+            code = tables.codes[forward].successor if turn == 0 else forward
+            place = room.runs[code]
+            if place >= m or (turn == 0 and place >= room.runs[forward]):
+                continue
+            one, arrival = code * m + place, 0
+            maker = tables.codes[code].maker
+            if maker >= 0:
+                if room.end[maker * m + place] == FAR:
+                    continue
+                arrival = room.end[maker * m + place] + tables.codes[code].lag
+            begins = max(state.free + tables.ahead[one], arrival)
+            # A B is preferred to an F that could start a little earlier.
+            better = begins + (0 if turn == 0 else policy[WAIT] * mean)
+            if state.choice >= 0 and better >= state.start:
+                continue
+            if turn == 1 and place > oldest:
+                filled = state.held + tables.held[one]
+                if filled > policy[FILL] * limit and filled - state.pending > policy[FILL] * limit:
+                    continue
+                if not is_safe(tables, room, rank, forward, oldest):
+                    continue
+            if state.held + tables.held[one] + tables.over[one] > limit:
+                is_full = True
+                continue
+            state.choice, state.start = code, begins
+    if weight >= 0:
+        one = weight * m + room.runs[weight]
+        gap = state.start - state.free
+        if state.choice < 0 or is_full or (gap > 0 and gap >= policy[GAP] * tables.time[one]):
+            state.choice, state.start = weight, state.free
+
+
+@inlined
+def is_safe(tables: Tables, room: Listing, rank: int, forward: int, oldest: int) -> bool:
+    """Whether `rank` can complete all its microbatches one after another once the next one of `forward` has run."""
+    m, state = tables.microbatches, room.ranks[rank]
+    begin, stop = tables.ranks[rank].forward, tables.ranks[rank].forward_stop
+    free = tables.ranks[rank].limit - state.held + state.pending - tables.held[forward * m + room.runs[forward]]
+    newest = room.runs[forward] + 1
+    for at in range(begin, stop):
+        newest = max(newest, room.runs[tables.forwards[at]])
+    for place in range(oldest, newest):
+        now, most = 0, 0
+        for at in range(begin, stop):
+            code = tables.forwards[at]
+            if place >= room.runs[code] and not (code == forward and place == room.runs[forward]):
+                now += tables.held[code * m + place]
+                most = max(most, now + tables.over[code * m + place])
+        for at in range(stop - 1, begin - 1, -1):
+            back = tables.codes[tables.forwards[at]].successor
+            if place >= room.runs[back]:
+                now += tables.held[back * m + place]
+                most = max(most, now + tables.over[back * m + place])
+                now += tables.held[tables.codes[back].successor * m + place]
+        if most > free:
+            return False
+        free -= now
+    return True
