@@ -1,4 +1,4 @@
-"""What passes cost in time and memory, and how much memory there is. Exact integers: nanoseconds and bytes."""
+"""What passes cost in time and memory. Exact integers: nanoseconds and bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from zerobubble.level import FULL as FULL
 from zerobubble.level import NONE as NONE
 from zerobubble.level import SELECTIVE as SELECTIVE
 from zerobubble.level import Level as Level
+from zerobubble.limits import MOST_ROOM as MOST_ROOM
+from zerobubble.limits import Limits as Limits
 from zerobubble.rules import given_to, message_receiver, recomputed
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range
 from zerobubble.units import NS_PER_MS as NS_PER_MS
@@ -23,12 +25,12 @@ UNIT_BYTES = 1_000_000
 """Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
 CELL = 14
 """Characters of a printed value, more where the name of its column is longer."""
-MOST_ROOM = 2**62
-"""The most bytes that `Limits` can have, more than any sum of what passes hold."""
 LARGEST_SHARE = 1_000_000
 """The largest factor on the costs of a microbatch."""
 KEPT = "parameters_bytes"
 """The further column of bytes that a stage keeps on its rank throughout: parameters, gradients, optimizer state. No pass uses it."""
+FUSED = "fused"
+"""The further column with the ns of a BW where it takes less than B and W: what B makes its rank wait for can hide behind W in one pass."""
 COLLECTIVE = "collective"
 """The further column of ns from a pass that gives to a collective until the other ranks have gathered it."""
 OFFLOADABLE = "offloadable"
@@ -50,7 +52,8 @@ class Costs(Displayed):
     """Per stage: `forward`, `backward` (B) and `weight` (W) times in ns, bytes held from F until B and from B until W.
 
     `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
-    A fused BW takes backward + weight, and nothing that B would leave for W stays after it. `hidden[s]` is the time in ns that an
+    A fused BW takes `fused[s]` if the costs have that further column and it is less, else backward + weight, and nothing that B would leave
+    for W stays after it. `hidden[s]` is the time in ns that an
     overlapped step whose first pass is of stage s saves against its two passes one after the other. `reduce[s]` is the time in ns to sum
     the gradients of stage s over replicas, alongside passes. `buckets[s]` is the number of parts in which they leave during the stage's
     last W's; without buckets they leave after these. Every tuple has one entry per stage, `comm` one less; an empty one stands for zeros.
@@ -86,8 +89,7 @@ class Costs(Displayed):
     def __post_init__(self) -> None:
         for name in _COLUMNS:
             object.__setattr__(self, name, as_tuple(f"{name} of the costs", getattr(self, name)))
-        stages = len(self.forward)
-        if stages == 0:
+        if (stages := len(self.forward)) == 0:
             raise InputError("costs need at least one stage")
         for name in _OPTIONAL:
             object.__setattr__(self, name, getattr(self, name) or (0,) * stages)
@@ -129,6 +131,7 @@ class Costs(Displayed):
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
+        times += f", BW {show_range(self.fused, show_ms)}" if self.fused else ""
         sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
         sums += f", {counted(len(self.shares), 'microbatch')} of shares {show_range(self.shares, '{:g}'.format)}" if self.shares else ""
         return f"of {counted(self.num_stages, 'stage')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
@@ -177,12 +180,24 @@ class Costs(Displayed):
     def num_stages(self) -> int:
         return len(self.forward)
 
+    @property
+    def fused(self) -> tuple[int, ...]:
+        """The time in ns of a BW of each stage that has its own; empty where it takes as long as B and W.
+
+        >>> import zerobubble as zb
+        >>> zb.Costs.uniform(2, times=(10, 10, 8)).with_columns(fused=(16_000_000, 18_000_000)).time(zb.Kind.BW, 0)
+        16000000
+        """
+        return dict(self.further).get(FUSED, ())
+
     def time(self, kind: Kind, stage: int, microbatch: int | None = None) -> int:
         """Nanoseconds a pass takes; costs with shares must be asked for a microbatch.
 
         Raises `InputError` for a kind outside the table of kinds, and where the microbatch is missing.
         """
-        return sum([self._sized(name, stage, microbatch) for name in traits_of(kind).times])
+        traits = traits_of(kind)
+        apart = sum([self._sized(name, stage, microbatch) for name in traits.times])
+        return min(apart, self._sized(traits.in_one, stage, microbatch)) if self._has(traits.in_one) else apart
 
     def _sized(self, name: str, stage: int, microbatch: int | None) -> int:
         """What stands in a column, times the share of the microbatch."""
@@ -195,7 +210,9 @@ class Costs(Displayed):
 
     def times(self, kind: Kind, stage: int) -> list[int]:
         """What `time` gives for each microbatch of the shares, all at once."""
-        return _sums([self._sized_each(name, stage) for name in traits_of(kind).times], len(self.shares))
+        traits = traits_of(kind)
+        apart = _sums([self._sized_each(name, stage) for name in traits.times], len(self.shares))
+        return list(map(min, apart, self._sized_each(traits.in_one, stage))) if self._has(traits.in_one) else apart
 
     def _sized_each(self, name: str, stage: int) -> list[int]:
         value = self.column(name)[stage]
@@ -209,8 +226,8 @@ class Costs(Displayed):
 
     def _sized_columns(self) -> dict[str, tuple[int, ...]]:
         """The columns that the share of a microbatch is a factor on."""
-        names = {*self.time_columns, "hidden", *HELD.values(), OFFLOADABLE}
-        return {name: values for name, values in self._columns().items() if name in names or name.startswith((_LEVEL_TIME, _LEVEL_BYTES))}
+        names, levels = {*self.time_columns, "hidden", *HELD.values(), OFFLOADABLE}, (_LEVEL_TIME, _LEVEL_BYTES)
+        return {name: values for name, values in self._columns().items() if name in names or name.startswith(levels)}
 
     def column(self, name: str) -> tuple[int, ...]:
         """The column `name`, one that every costs have or a further one; raises `InputError` where there is none."""
@@ -312,7 +329,7 @@ class Costs(Displayed):
     @property
     def time_columns(self) -> tuple[str, ...]:
         """The names of the columns that tell times of passes."""
-        asked = {name for traits in KINDS.values() for name in traits.times}
+        asked = {name for traits in KINDS.values() for name in (*traits.times, traits.in_one)}
         return tuple(name for name in self._columns() if name in asked)
 
     def kept_bytes(self, placement: Placement) -> tuple[int, ...]:
@@ -332,7 +349,7 @@ class Costs(Displayed):
         return self.column(COLLECTIVE)[stage] if given_to(kind, stage, self.num_stages) and self._has(COLLECTIVE) else 0
 
     def _has(self, name: str) -> bool:
-        return any(known == name for known, _ in self.further)
+        return name in dict(self.further)
 
     def step_time(self, step: Step) -> int:
         """Nanoseconds a step takes; two overlapped passes never less than the longer of them.
@@ -375,12 +392,14 @@ class Costs(Displayed):
         stages_per_rank: int = 1,
         held: float = 1.0,
         overlap: float | None = None,
+        fused: float | None = None,
         reduce: float = 0.0,
         buckets: int = 0,
     ) -> Costs:
         """Equal stages. `times` are F, B, W in ms of a whole rank and microbatch; a stage takes 1/stages_per_rank of them.
 
-        `overlap` is the time of F and the whole backward overlapped, in ms of a whole rank; without it overlapping saves nothing. `reduce`
+        `overlap` is the time of F and the whole backward overlapped, and `fused` that of a BW, in ms of a whole rank; without them
+        overlapping saves nothing, and a BW takes as long as B and W. `reduce`
         is the time to sum the gradients of a whole rank over replicas, in ms, of which a stage takes as large a part; they leave in so many
         `buckets` a stage while its last W's run.
         Memory counts `UNIT_BYTES` per stage after F and `held` times that after B, so peaks come out in stage activations.
@@ -389,7 +408,8 @@ class Costs(Displayed):
         if stages_per_rank < 1:
             raise InputError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
         together = sum(times) if overlap is None else overlap
-        for name, value in zip(("F", "B", "W", "comm", "held", "overlap", "reduce"), (*times, comm, held, together, reduce), strict=True):
+        named = {"comm": comm, "held": held, "overlap": together, "fused": fused or 0.0, "reduce": reduce}
+        for name, value in {**dict(zip("FBW", times, strict=True)), **named}.items():
             require_ms(f"the cost of {name}", value)
         per_stage = [round(t * NS_PER_MS / stages_per_rank) for t in times]
         forward, backward, weight = ((t,) * num_stages for t in per_stage)
@@ -398,7 +418,8 @@ class Costs(Displayed):
         hidden = max(0, sum(per_stage) - round(together * NS_PER_MS / stages_per_rank))
         sums = (round(reduce * NS_PER_MS / stages_per_rank),) * num_stages
         pending = (round(held * UNIT_BYTES),) * num_stages
-        return cls(forward, backward, weight, links, kept, pending, (hidden,) * num_stages, reduce=sums, buckets=(buckets,) * num_stages)
+        costs = cls(forward, backward, weight, links, kept, pending, (hidden,) * num_stages, reduce=sums, buckets=(buckets,) * num_stages)
+        return costs if fused is None else costs.with_columns(fused=(round(fused * NS_PER_MS / stages_per_rank),) * num_stages)
 
     @classmethod
     def unit(cls, num_stages: int) -> Costs:
@@ -419,6 +440,7 @@ class Costs(Displayed):
         held_after_b: Sequence[int] | None = None,
         hidden: Sequence[float] = (),
         reduce: Sequence[float] = (),
+        fused: Sequence[float] = (),
     ) -> Costs:
         """Costs stage by stage, times in ms, memory in bytes (default: one `UNIT_BYTES` each). One `comm` serves every link.
 
@@ -427,12 +449,14 @@ class Costs(Displayed):
         stages = len(as_tuple("forward of the costs", forward))
         links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else comm
         columns = {"forward": forward, "backward": backward, "weight": weight, "comm": links, "hidden": hidden, "reduce": reduce}
+        columns[FUSED] = fused
         for name, values in columns.items():
             for index, value in enumerate(as_tuple(f"{name} of the costs", values)):
                 require_ms(f"{name} of stage {index}", value, "a finite number", -MOST_MS)
         unit = (UNIT_BYTES,) * stages
-        f, b, w, c, h, r = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
-        return cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h, reduce=r)
+        f, b, w, c, h, r, in_one = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
+        costs = cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h, reduce=r)
+        return costs.with_columns(fused=in_one) if in_one else costs
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns and bytes; `from_dict` reads it back."""
@@ -469,30 +493,6 @@ def _used_up(traits: Traits) -> list[Stuff]:
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     return default if values is None else tuple(values)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Limits(Displayed):
-    """Bytes of activation memory each rank may hold.
-
-    >>> import zerobubble as zb
-    >>> zb.Limits((40 * 10**9,) * 8)
-    <Limits of 8 ranks: 40 GB>
-    """
-
-    memory: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "memory", as_tuple("memory of Limits", self.memory, "a list or tuple with the bytes of each rank"))
-        for rank, value in enumerate(self.memory):
-            require(f"the memory limit of rank {rank}, in bytes,", value, WHOLE)
-            if value <= 0:
-                raise InputError(f"the memory limit of rank {rank} must be positive, got {value}")
-            if value > MOST_ROOM:
-                raise InputError(f"the memory limit of rank {rank} must be at most {MOST_ROOM:.0e} bytes, got {shown(value)}")
-
-    def _summary(self) -> str:
-        return f"of {counted(len(self.memory), 'rank')}: {show_range(self.memory, show_bytes)}"
 
 
 def _sums(columns: Sequence[list[int]], length: int) -> list[int]:

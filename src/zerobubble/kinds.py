@@ -138,6 +138,7 @@ class Traits:
     - `uses`: the values without which it cannot start, as (stuff, hop): what stage `s + hop` made, for a pass of stage `s`.
     - `makes`: what it leaves for other passes; at most one that travels between ranks.
     - `times`: the columns of `Costs` whose sum is its duration.
+    - `in_one`: the further column of `Costs` with its duration where that is less than the sum, in costs that have it; empty for none.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
     - `lost`: what goes wrong without it, as a clause, such as `no gradient flows back`.
     - `colour`: its colour in pictures, `#rrggbb`, on the first stage of a rank.
@@ -164,6 +165,7 @@ class Traits:
     torch_letter: str | None = None
     gathers: tuple[Collective, ...] = field(default=(), repr=False)
     gives: tuple[Collective, ...] = field(default=(), repr=False)
+    in_one: str = ""
     forward: LeanForward | None = field(default=None, repr=False)
 
 
@@ -235,6 +237,7 @@ KINDS: dict[Kind, Traits] = {
         uses=((Stuff.SAVED, 0), (Stuff.GRADIENT, +1)),
         makes=(Stuff.GRADIENT,),
         times=("backward", "weight"),
+        in_one="fused",
         run="backward with weight",
         lost="no gradient flows back",
         colour="#96284f",

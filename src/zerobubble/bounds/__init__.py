@@ -10,7 +10,7 @@ Microbatches of unequal cost (`Costs.shares`) are not alike. A schedule of them 
 shorter than one of as many of the smallest share among them; and every rank has all its work to do.
 
 A pass that computes B and W in one is a B with its W at once. It never holds more than F saved, so no bound counts pending work as
-more than that. Overlapped passes count without the time that they can hide (`overlap`).
+more than that. Overlapped passes count without the time that they can hide, and W with no more than a BW takes beyond its B (`overlap`).
 """
 
 from zerobubble.bounds.certificate import Bound, Bounds, lower_bounds, shortage

@@ -16,9 +16,8 @@ from zerobubble.bounds.chain import ChainNeeds, RankPasses, Window, chain_needs,
 from zerobubble.bounds.memory import memory_energy, memory_wait
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.bounds.one_machine import busy_ranks
-from zerobubble.bounds.overlap import without_hidden
+from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import (
-    HIDDEN,
     busy_reason,
     energy_reason,
     head_and_tail_reason,
@@ -74,7 +73,8 @@ class Bounds(NamedTuple):
 def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
     """Times that no schedule can beat; `limits=None` stands for unlimited memory.
 
-    Where overlapped passes hide time (`Costs.hidden`), bounds hold for schedules with such pairs, too. Where `shortage` finds that nothing
+    Where overlapped passes hide time (`Costs.hidden`), or a BW takes less than B and W (`Costs.fused`), bounds hold for schedules of such
+    steps, too. Where `shortage` finds that nothing
     fits, the bounds are those of a limit that holds one microbatch. Microbatches with shares may come in any order. Raises `InputError` for
     parts that do not fit each other, and for a placement of several routes.
     """
@@ -88,9 +88,9 @@ def bounds_with_turn(placement: Placement, num_microbatches: int, costs: Costs, 
         raise InputError(f"a bound needs at least 1 microbatch, got {num_microbatches}")
     if costs.shares and len(costs.shares) != num_microbatches:
         raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
-    if any(costs.hidden):
-        alone = bounds_with_turn(placement, num_microbatches, without_hidden(placement, costs), limits, turn)
-        return alone.with_remark(HIDDEN)
+    if saves_time(costs):
+        alone = bounds_with_turn(placement, num_microbatches, without_savings(placement, costs), limits, turn)
+        return alone.with_remark(remark_on_savings(costs))
     if not costs.shares:
         return _of_alike(placement, num_microbatches, costs, limits, turn)
     return bounds_of_unequal(placement, costs, WORK, lambda count, share: _of_alike(placement, count, costs.scaled(share), limits))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_turn, check_parts
 from zerobubble.bounds.chain import first_starts
-from zerobubble.bounds.overlap import without_hidden
-from zerobubble.bounds.reasons import HIDDEN, work_reason
+from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
+from zerobubble.bounds.reasons import work_reason
 from zerobubble.costs import Costs, Limits
 from zerobubble.ir import Kind, Placement
 
@@ -26,8 +26,9 @@ def bounds_divided(placement: Placement, num_microbatches: int, costs: Costs, li
     at least 370 ms: rank 1 has 360 ms of work and cannot begin before 10 ms, its part of the head included
     """
     check_parts(placement, costs, limits)
-    if any(costs.hidden):
-        return bounds_divided(placement, num_microbatches, without_hidden(placement, costs), limits).with_remark(HIDDEN)
+    if saves_time(costs):
+        alone = bounds_divided(placement, num_microbatches, without_savings(placement, costs), limits)
+        return alone.with_remark(remark_on_savings(costs))
     alone = bounds_with_turn(placement, num_microbatches, costs, limits, _turn(placement, costs))
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):

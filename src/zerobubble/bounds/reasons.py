@@ -10,6 +10,9 @@ from zerobubble.bounds.microbatch_starts import ROOM, WAY, WORK, MicrobatchStart
 from zerobubble.bounds.one_machine import Busy
 from zerobubble.costs import NS_PER_MS
 
+FUSED = "with W in what a BW takes beyond its B"
+"""What reasons add where a BW takes less than B and W (`Costs.fused`): W counts with less than its time."""
+
 HIDDEN = "leaving out all the time that overlapped passes can hide"
 """What reasons add where `Costs.hidden` has something: their figures are less than the times of passes."""
 

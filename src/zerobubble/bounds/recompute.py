@@ -22,9 +22,9 @@ from typing import NamedTuple
 from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, check_parts, lower_bounds, told_lacks
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
-from zerobubble.bounds.overlap import without_hidden
+from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
 from zerobubble.bounds.rank_load import MOST_SUMS, RankLoad, worth
-from zerobubble.bounds.reasons import HIDDEN, first_backward_reason
+from zerobubble.bounds.reasons import first_backward_reason
 from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 
@@ -52,11 +52,11 @@ def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limi
     286.308725
     """
     check_parts(placement, costs, limits)
-    plain = replace(costs, further=())
-    if any(costs.hidden):
-        plain = without_hidden(placement, plain)
-        by_level = [without_hidden(placement, replace(costs, further=()).with_recompute(level)) for level in levels]
-        return _bounds_by_level(placement, num_microbatches, plain, limits, by_level).with_remark(HIDDEN)
+    plain = replace(without_fused(costs), further=())
+    if saves_time(costs):
+        by_level = [without_savings(placement, plain.with_recompute(level)) for level in levels]
+        alone = _bounds_by_level(placement, num_microbatches, without_savings(placement, plain), limits, by_level)
+        return alone.with_remark(remark_on_savings(costs))
     return _bounds_by_level(placement, num_microbatches, plain, limits, [plain.with_recompute(level) for level in levels])
 
 

@@ -171,7 +171,9 @@ def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:
     from zerobubble.planning.search import load_kernels
 
     started = perf_counter()
-    bound = load_kernels().sharper_bound(solved.problem, solved.bound)
+    bound = load_kernels().sharper_bound(solved.problem.without_savings, solved.bound)
+    if bound.time > solved.bound.time and (remark := solved.problem.remark_on_savings):
+        bound = bound._replace(reason=f"{bound.reason}, {remark}")
     status = Status.OPTIMAL if solved.time == bound.time else solved.status
     return replace(attempt, solved=replace(solved, bound=bound, status=status, seconds=solved.seconds + perf_counter() - started))
 

@@ -176,6 +176,9 @@ held_option = click.option(
 )
 
 
+fused_option = click.option(
+    "--fused", callback=milliseconds_or_none, metavar="T", help="Time of B and W in one pass in ms, where it is less; B+W if not given."
+)
 reduce_option = click.option(
     "--reduce", callback=milliseconds, default="0", metavar="R", help="Time to sum the gradients of a rank over replicas in ms."
 )
@@ -246,6 +249,7 @@ class CostOptions:
     comm: float
     held: float
     overlap: float | None
+    fused: float | None
     reduce: float
     buckets: int
     costs_file: str | None
@@ -264,10 +268,11 @@ cost_options = option_group(
         metavar="T",
         help="Time of an F overlapped with a whole backward in ms; F+B+W if not given.",
     ),
+    fused_option,
     reduce_option,
     buckets_option,
     click.option(
-        "--costs", "costs_file", metavar="FILE", help="Costs of each stage, from a costs file or a plan, instead of the six above."
+        "--costs", "costs_file", metavar="FILE", help="Costs of each stage, from a costs file or a plan, instead of the seven above."
     ),
     microbatch_costs_option,
 )
@@ -276,5 +281,5 @@ cost_options = option_group(
 A plan brings its own costs where none but the last of them is given.
 """
 
-EQUAL_COSTS = ("times", "comm", "held", "overlap", "reduce", "buckets")
+EQUAL_COSTS = ("times", "comm", "held", "overlap", "fused", "reduce", "buckets")
 """The parameters that describe equal stages."""

@@ -171,19 +171,23 @@ def equal_costs(
     overlap: float | None = None,
     reduce: float = 0.0,
     buckets: int = 0,
+    fused: float | None = None,
 ) -> Costs:
     """Costs of equal stages in which a microbatch takes `times` ms of F, B and W on each rank, however many stages the schedule has.
 
-    `overlap` is what F and the whole backward take together on a rank, and `reduce` the sum of its gradients over replicas, in ms; these
-    leave in so many `buckets`. A bidirectional schedule's second copy of a stage is for other microbatches, so it does not count. R takes
-    as long as F, which keeps 6 % of its bytes until then.
+    `overlap` is what F and the whole backward take together on a rank, `fused` what B and W take in one pass, and `reduce` the sum of its
+    gradients over replicas, in ms; these leave in so many `buckets`. A bidirectional schedule's second copy of a stage is for other
+    microbatches, so it does not count. R takes as long as F, which keeps 6 % of its bytes until then.
     """
     stages_passed = schedule.num_stages / schedule.num_ranks
     forward, backward, weight = (time / stages_passed for time in times)
     together = None if overlap is None else overlap / stages_passed
     summed, parts = reduce / stages_passed, ceil(buckets / stages_passed)
     times_of_stage = (forward, backward, weight)
-    costs = Costs.uniform(schedule.num_stages, times_of_stage, comm, held=held, overlap=together, reduce=summed, buckets=parts)
+    in_one = None if fused is None else fused / stages_passed
+    costs = Costs.uniform(
+        schedule.num_stages, times_of_stage, comm, held=held, overlap=together, fused=in_one, reduce=summed, buckets=parts
+    )
     return costs.completed_for(schedule)
 
 
@@ -214,13 +218,14 @@ def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[C
         return _as_planned(inputs, plans)
     forward, backward, weight = given.times
     source = f"F {forward:g} ms, B {backward:g} ms, W {weight:g} ms, messages {given.comm:g} ms"
+    source += f", BW {given.fused:g} ms" if given.fused is not None else ""
     source += f", sums over replicas {given.reduce:g} ms" if given.reduce else ""
     source += f" in {counted(given.buckets, 'bucket')}" if given.reduce and given.buckets else ""
     return [Costed(each.schedule, equal_costs(each.schedule, *_equal(given)), source) for each in inputs]
 
 
-def _equal(given: CostOptions) -> tuple[tuple[float, float, float], float, float, float | None, float, int]:
-    return given.times, given.comm, given.held, given.overlap, given.reduce, given.buckets
+def _equal(given: CostOptions) -> tuple[tuple[float, float, float], float, float, float | None, float, int, float | None]:
+    return given.times, given.comm, given.held, given.overlap, given.reduce, given.buckets, given.fused
 
 
 def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
@@ -284,7 +289,7 @@ def _shared(work: Workload, given: Given, plan: str) -> Costs:
 
 def _of_rank(work: Workload, rank: int) -> tuple[int, ...]:
     parts = (work.forward, work.backward, work.weight, work.held_after_f, work.held_after_b, work.reduce, work.buckets)
-    return tuple(part[rank] for part in parts)
+    return tuple(part[rank] for part in (*parts, *filter(None, [work.fused])))
 
 
 def equal_times(problem: Problem, name: str) -> tuple[tuple[float, float, float], float]:

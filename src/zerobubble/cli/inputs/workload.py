@@ -14,6 +14,7 @@ from zerobubble.cli.inputs.options import (
     buckets_option,
     bytes_with_unit,
     comm_option,
+    fused_option,
     held_option,
     microbatches_option,
     option_group,
@@ -43,6 +44,7 @@ class WorkOptions:
     times: Times
     comm: float
     held: float
+    fused: float | None
     reduce: float
     buckets: int
     per_rank: str | None
@@ -58,6 +60,7 @@ work_options = option_group(
     times_option,
     comm_option,
     held_option,
+    fused_option,
     reduce_option,
     buckets_option,
     click.option("--per-rank", metavar="FILE", help="JSON with the times of each rank in ms, instead of --times."),
@@ -147,7 +150,7 @@ class Question:
 
 def read_question(verb: str, work: WorkOptions, search: SearchOptions) -> Question:
     """What the options ask for; raises `InputError` for what is missing or contradicts a file."""
-    refuse_beside("costs_file", "times", "comm", "held", "reduce", "buckets", "per_rank", "microbatch_bytes")
+    refuse_beside("costs_file", "times", "comm", "held", "fused", "reduce", "buckets", "per_rank", "microbatch_bytes")
     if work.costs_file is None:
         ranks = None if work.per_rank is None else read_workload(work.per_rank, work)
         return _of_ranks(verb, work, search, ranks, work.per_rank)
@@ -166,7 +169,7 @@ def _of_ranks(verb: str, work: WorkOptions, search: SearchOptions, ranks: Worklo
     count, microbatches = require_shape(verb, ranks.num_ranks if work.ranks is None and ranks else work.ranks, work.microbatches)
     if ranks is not None and ranks.num_ranks != count:
         raise InputError(f"--ranks {count} does not fit {file}, which has times for {ranks.num_ranks}: leave the option out")
-    known = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets)
+    known = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets, work.fused)
     return Question(known, microbatches, named_placements(search, count, microbatches))
 
 
@@ -293,11 +296,12 @@ def _workload(data: Any, given: WorkOptions) -> Workload:
     links = links if isinstance(links, list) else [links] * ranks
     links = links + [given.comm] * (len(links) == ranks - 1)
     sums, buckets = data.get("reduce", [given.reduce] * ranks), data.get("buckets", [given.buckets] * ranks)
-    return Workload.from_ms(forward, backward, weight, links, data.get("held", given.held), sums, buckets)
+    in_one = data.get("fused", None if given.fused is None else [given.fused] * ranks)
+    return Workload.from_ms(forward, backward, weight, links, data.get("held", given.held), sums, buckets, in_one)
 
 
-_OTHERS = ("comm", "held", "reduce", "buckets")
-_FORM = "give the lists forward, backward and weight in ms, an entry per rank, and comm, held, reduce and buckets if need be"
+_OTHERS = ("comm", "held", "fused", "reduce", "buckets")
+_FORM = "give the lists forward, backward and weight in ms, an entry per rank, and comm, held, fused, reduce and buckets if need be"
 
 
 def _columns(rows: Sequence[Any]) -> dict[str, list[Any]]:

@@ -177,7 +177,7 @@ def _entries(costs: Costs) -> Iterator[Entry]:
 
 def _passes(costs: Costs) -> dict[str, str]:
     """The columns that tell times of passes, each with the kind that takes it alone."""
-    return {name: next(kind for kind, traits in KINDS.items() if traits.times == (name,)) for name in costs.time_columns}
+    return {name: next(kind for kind, row in KINDS.items() if name == row.in_one or row.times == (name,)) for name in costs.time_columns}
 
 
 def _spread(time: int, sampled: list[int]) -> Spread:

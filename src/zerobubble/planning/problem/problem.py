@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 from zerobubble.arguments import WHOLE, Wanted, optional, require
 from zerobubble.bounds import Bound, Bounds, bounds_again, bounds_divided, lower_bounds, shortage, shortage_again
+from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
 from zerobubble.costs import NONE, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
@@ -141,6 +142,18 @@ class Problem(Displayed):
         """Whether ranks divide the head by its vocabulary: the costs have what their parts take."""
         return self.head is not None and has_parts(self.costs)
 
+    @property
+    def without_savings(self) -> Problem:
+        """The problem with passes one at a time so short that no schedule takes longer with them: bounds for it hold here, too."""
+        if not saves_time(self.costs):
+            return self
+        return replace(self, costs=without_savings(self.placement, self.costs), workload=None, cut=None)
+
+    @property
+    def remark_on_savings(self) -> str:
+        """What a bound from `without_savings` counts with less than its time, as the end of a sentence; empty where it is the same."""
+        return remark_on_savings(self.costs)
+
     def recomputes(self, stage: int) -> bool:
         """Whether forwards of `stage` may be computed again."""
         return self.recomputation is not None and self.recomputation.chosen[stage] != NONE
@@ -163,8 +176,9 @@ class Problem(Displayed):
 
     @property
     def work(self) -> int:
-        """The time of all passes of all ranks, in ns."""
-        columns = [self.costs.forward, self.costs.backward, self.costs.weight]
+        """The least time of all passes of all ranks, in ns: where a BW takes less than B and W, that."""
+        least = without_fused(self.costs)
+        columns = [least.forward, least.backward, least.weight]
         if self.costs.shares:
             return sum(round(time * share) for share in self.costs.shares for times in columns for time in times)
         if self.has_divided_head:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, as_tuple, require_amount, require_ms, takes
-from zerobubble.costs import MOST_BUCKETS, NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
+from zerobubble.arguments import NUMBER, WHOLE, as_tuple, optional, require_amount, require_ms, takes
+from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
@@ -25,7 +25,8 @@ class Workload(Displayed):
 
     `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first. `reduce[r]`
     is the time to sum the gradients of all its stages over replicas; empty stands for nothing. `buckets[r]` is the number of parts in which
-    these leave while the last W's of their stages run, which its stages share, each at least one; empty stands for none.
+    these leave while the last W's of their stages run, which its stages share, each at least one; empty stands for none. `fused[r]` is the
+    time of all its BW, where they take less than B and W; empty stands for as long as those.
 
     >>> import zerobubble as zb
     >>> zb.Workload.uniform(8, times=(18.5, 18.1, 9.3), comm=0.6)
@@ -42,6 +43,7 @@ class Workload(Displayed):
     held_after_b: tuple[int, ...]
     reduce: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
+    fused: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for column in fields(self):
@@ -53,6 +55,8 @@ class Workload(Displayed):
             raise InputError("a workload needs at least one rank")
         for column in fields(self):
             values = getattr(self, column.name)
+            if column.name == FUSED and not values:
+                continue
             if len(values) != ranks:
                 raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
             for rank, value in enumerate(values):
@@ -61,6 +65,7 @@ class Workload(Displayed):
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
         sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
+        times += f", BW {show_range(self.fused, show_ms)}" if self.fused else ""
         return f"of {counted(self.num_ranks, 'rank')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
 
     @property
@@ -68,7 +73,7 @@ class Workload(Displayed):
         return len(self.forward)
 
     @classmethod
-    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER, reduce=NUMBER, buckets=WHOLE)
+    @takes(num_ranks=WHOLE, times=TIMES, comm=NUMBER, held=NUMBER, reduce=NUMBER, buckets=WHOLE, fused=optional(NUMBER))
     def uniform(
         cls,
         num_ranks: int,
@@ -77,12 +82,13 @@ class Workload(Displayed):
         held: float = 1.0,
         reduce: float = 0.0,
         buckets: int = 0,
+        fused: float | None = None,
     ) -> Workload:
         """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms, `held` what B leaves of what F saved, `buckets` those of a rank.
 
-        Raises `InputError` as `Costs` does.
+        `fused` is the time of a BW in ms, where it takes less than B and W. Raises `InputError` as `Costs` does.
         """
-        costs = Costs.uniform(1, times, held=held, reduce=reduce)
+        costs = Costs.uniform(1, times, held=held, reduce=reduce, fused=fused)
         link = Costs.uniform(2, times, comm).comm[0]
         columns = (
             costs.forward[0],
@@ -94,7 +100,7 @@ class Workload(Displayed):
             costs.reduce[0],
             buckets,
         )
-        return cls(*((value,) * num_ranks for value in columns))
+        return replace(cls(*((value,) * num_ranks for value in columns)), fused=costs.fused * num_ranks)
 
     @classmethod
     def from_ms(
@@ -106,21 +112,27 @@ class Workload(Displayed):
         held: float = 1.0,
         reduce: Sequence[float] | None = None,
         buckets: Sequence[int] = (),
+        fused: Sequence[float] | None = None,
     ) -> Workload:
         """Times in ms per rank; `comm` between neighbours and, last, between the last rank and the first; `reduce` nothing if not given.
+
+        `fused` are the times of BW, as long as B and W if not given.
 
         Raises `InputError` for a time that is missing, negative or not finite, naming its rank.
         """
         ranks = len(as_tuple("forward of the workload", forward))
         sums = [0.0] * ranks if reduce is None else reduce
         named = {"forward": forward, "backward": backward, "weight": weight, "comm": comm, "held": [held] * ranks, "reduce": sums}
+        named |= {} if fused is None else {FUSED: fused}
         for name, values in named.items():
             if len(as_tuple(f"{name} of the workload", values)) < ranks:
                 raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
             for rank, value in enumerate(values):
                 require_ms(f"{name} of rank {rank}", value)
-        f, b, w, c, r = (tuple(round(value * NS_PER_MS) for value in values) for values in (forward, backward, weight, comm, sums))
-        return cls(f, b, w, c, (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks, r, as_tuple("buckets of the workload", buckets))
+        times = (forward, backward, weight, comm, sums, fused or ())
+        f, b, w, c, r, in_one = (tuple(round(value * NS_PER_MS) for value in values) for values in times)
+        after_f, after_b = (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks
+        return cls(f, b, w, c, after_f, after_b, r, as_tuple("buckets of the workload", buckets), in_one)
 
     @takes(placement=Placement)
     def costs(self, placement: Placement) -> Costs:
@@ -133,7 +145,8 @@ class Workload(Displayed):
         forward, backward, weight, after_f, after_b, sums = (tuple(part[r] // count[r] for r in home) for part in parts)
         comm = tuple(self.comm[_link(here, there, self.num_ranks)] for here, there in pairwise(home))
         buckets = tuple(-(-self.buckets[r] // count[r]) for r in home)
-        return Costs(forward, backward, weight, comm, after_f, after_b, reduce=sums, buckets=buckets)
+        costs = Costs(forward, backward, weight, comm, after_f, after_b, reduce=sums, buckets=buckets)
+        return costs.with_columns(fused=[self.fused[r] // count[r] for r in home]) if self.fused else costs
 
     @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
@@ -147,17 +160,20 @@ class Workload(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns and bytes; `from_dict` reads it back."""
-        return {"format": "zerobubble workload 1", **{column.name: list(getattr(self, column.name)) for column in fields(self)}}
+        columns = {column.name: list(getattr(self, column.name)) for column in fields(self) if column.name != FUSED or self.fused}
+        return {"format": "zerobubble workload 1", **columns}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Workload:
         """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
         with reading("workload", data):
-            return cls(*(tuple(map(whole, (_SUMS | data)[column.name])) for column in fields(cls)))
+            return cls(*(tuple(map(whole, (_OPTIONAL | data)[column.name])) for column in fields(cls)))
 
 
 _SUMS: dict[str, tuple[int, ...]] = {"reduce": (), "buckets": ()}
 """The columns of a workload that may be left out, with what stands for zeros."""
+_OPTIONAL: dict[str, tuple[int, ...]] = {**_SUMS, FUSED: ()}
+"""These and the times that are those of other columns where they are left out."""
 
 
 def _link(here: int, there: int, ranks: int) -> int:

@@ -1,0 +1,69 @@
+"""The price of splitting: a BW that takes less than its B and W, in costs, simulation, bounds and files."""
+
+from dataclasses import replace
+
+import pytest
+
+import zerobubble as zb
+from zerobubble import Costs, Kind, Placement
+from zerobubble.bounds import lower_bounds
+from zerobubble.planning import Problem, Workload
+from zerobubble.units import NS_PER_MS
+
+
+@pytest.mark.parametrize(("times", "exchange"), [((8, 8, 6), 2), ((10, 10, 10), 3), ((9, 9, 6), 3)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 16), (8, 16)])
+def test_table_of_stp(times: tuple[int, int, int], exchange: int, ranks: int, microbatches: int) -> None:
+    # arXiv 2510.27257: times of a stage without its all-reduce, which F and B wait for and a BW hides behind W.
+    forward, backward, weight = times
+    costs = Costs.uniform(2 * ranks, (forward + exchange, backward + exchange, weight)).with_columns(
+        fused=[(backward + weight) * NS_PER_MS] * 2 * ranks
+    )
+    work = 2 * microbatches * sum(times)
+    bubble = {
+        "interleaved-1f1b": (ranks - 1) * (forward + exchange + backward + weight) + 2 * microbatches * exchange,
+        "zb-v": (ranks - 1) * (forward + 2 * exchange + backward - 2 * weight) + 4 * microbatches * exchange,
+    }
+    for name, idle in bubble.items():
+        assert zb.simulate(zb.make(name, ranks, microbatches), costs).span == (work + idle) * NS_PER_MS
+
+
+def test_pass_in_one_piece_never_takes_longer_than_apart() -> None:
+    costs = Costs.from_ms([3, 3], [3, 3], [2, 2], fused=[4, 9])
+    assert [costs.time(Kind.BW, stage) // NS_PER_MS for stage in range(2)] == [4, 5]
+    assert costs.fused == (4 * NS_PER_MS, 9 * NS_PER_MS)
+    assert costs.time(Kind.B, 0) == 3 * NS_PER_MS
+    assert Costs.uniform(2).fused == ()
+
+
+def test_shares_scale_it() -> None:
+    costs = replace(Costs.from_ms([3], [3], [2], fused=[4]), shares=(1, 2))
+    assert costs.times(Kind.BW, 0) == [costs.time(Kind.BW, 0, j) for j in range(2)] == [4 * NS_PER_MS, 8 * NS_PER_MS]
+
+
+def test_files_keep_it() -> None:
+    costs = Costs.from_ms([3, 3], [3, 3], [2, 2], fused=[4, 4])
+    assert Costs.from_dict(costs.to_dict()) == costs
+    work = Workload.uniform(2, (3, 3, 2), fused=4)
+    assert Workload.from_dict(work.to_dict()) == work
+    assert "fused" not in Workload.uniform(2, (3, 3, 2)).to_dict()
+    assert work.costs(Placement.vee(2)).fused == (2 * NS_PER_MS,) * 4
+
+
+def test_bounds_hold_for_it() -> None:
+    placement, costs = Placement.linear(3), Costs.uniform(3, (10, 10, 8), fused=14)
+    bounds = lower_bounds(placement, 6, costs, None)
+    assert bounds.span.time == (20 + 6 * 24) * NS_PER_MS
+    assert "BW" in bounds.span.reason
+    assert zb.simulate(zb.make("1f1b", 3, 6), costs).span >= bounds.span.time
+
+
+def test_as_long_as_apart_changes_no_bound() -> None:
+    costs = Costs.uniform(4, (10, 10, 8))
+    plain, same = (lower_bounds(Placement.linear(4), 8, each, None) for each in (costs, costs.with_columns(fused=[18 * NS_PER_MS] * 4)))
+    assert plain == same
+
+
+def test_least_work_of_a_problem_is_what_bubbles_are_shares_of() -> None:
+    problem = Problem(Placement.linear(2), 2, Costs.uniform(2, (10, 10, 8), fused=14), zb.Limits((10**9,) * 2))
+    assert problem.work == 2 * 2 * 24 * NS_PER_MS
