@@ -519,9 +519,9 @@ REFUSALS = [
     ("fewer rows than ranks", "InputError", "the head has 1 rows, fewer than the 2 parts"),
     ("a scripted stage", "InputError", "stage 0 is TorchScript, which takes no further parameters, and has a part of a divided head"),
     ("rows of another size", "InputError", "head(6, 11) must give an nn.Linear with 5 outputs, got a weight of (11, 6)"),
-    ("much beside", "InputError", "a DividedHead does not go with order_by, which plays plans"),
-    ("much beside", "InputError", "; cuda_graphs, for nobody has tried both together: leave one of both out"),
-    ("auto", "InputError", "a DividedHead does not go with 'auto'"),
+    ("much beside", "InputError", "order_by excludes a DividedHead"),
+    ("much beside", "InputError", "; a DividedHead excludes cuda_graphs: its collectives have not been tested in CUDA graphs"),
+    ("auto", "InputError", "'auto' excludes a DividedHead"),
     ("a target of no row", "PipelineError", "target 11 of microbatch 1 is neither a row of the head, which has 11, nor ignore_index=-100"),
     ("targets of another shape", "PipelineError", "a divided head needs a target for each token, (2, 5), of microbatch 0, got (2, 4)"),
     (

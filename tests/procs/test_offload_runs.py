@@ -314,7 +314,7 @@ def refused(group: Any, wrong: str) -> str:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("auto", "offload is for one order of passes, and 'auto' finds another"),
+        ("auto", "'auto' excludes offload"),
         ("other steps", "cannot be played with these offloads: rank 0 offloads what 0F0 saves"),
         ("recompute", "computed again: do one of both"),
         ("too few", "has 2 ranks, offloads are given for 1"),

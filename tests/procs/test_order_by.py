@@ -246,7 +246,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"order_by": "lengths"}, "order_by must be 'tokens' or a function (microbatch) that gives what it costs beside the others, or None"),
     ({"schedule": "chimera"}, "schedule 'chimera' has 2 routes, and microbatches are put in order along one: give one whose stages"),
     ({"schedule": "dualpipe-v"}, "schedule 'dualpipe-v' overlaps passes, and microbatches are ordered for passes one at a time"),
-    ({"schedule": "auto"}, "order_by takes no 'auto', which plans for microbatches that are alike: plan before with zb.plan"),
+    ({"schedule": "auto"}, "'auto' excludes order_by: it plans for microbatches that are alike: plan before with zb.plan"),
 ]
 
 

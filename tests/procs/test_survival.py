@@ -440,8 +440,8 @@ def test_what_cannot_survive_is_refused_on_every_rank() -> None:
     needs = "survive needs replicas that hold the same stages: give a mesh with a dimension 'dp' of at least 2 ranks, or leave it out"
     assert needs in first[0]
     assert needs in first[1]
-    assert "along 'dp_shard' ranks cannot do without each other" in first[2]
-    assert "survive takes no hooks" in first[3]
-    assert all("survive takes no 'auto'" in told for told in first[4:6])
+    assert "survive excludes stages divided over ranks (along 'dp_shard')" in first[2]
+    assert "survive excludes hooks" in first[3]
+    assert all("survive excludes 'auto'" in told for told in first[4:6])
     assert all("a pipeline made with survive takes no hooks, which would end with a rank" in told for told in first[6:8])
     assert "with survive every rank is given the inputs and targets of its replica" in first[8]

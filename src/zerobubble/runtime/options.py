@@ -38,7 +38,7 @@ Plays = str | Schedule | Plan | MakeSchedule | Auto
 """What a pipeline can be given to play."""
 LOSS, GRADIENTS = "loss", "gradients"
 """What is scaled for the mean over microbatches."""
-_ALIKE = frozenset({"dp", "dp_replicate"})
+ALIKE = frozenset({"dp", "dp_replicate"})
 """Dimensions of a mesh along which ranks hold the same."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
 """The timeouts that make sense: a rank looks for failures ten times a second, and backends count in numbers that do not hold years."""
@@ -187,47 +187,32 @@ def _faults(name: str, value: Any) -> list[str]:
     return []
 
 
-def survival_fault(options: PipelineOptions) -> str:
-    """Why a pipeline with these options cannot survive the end of a rank, empty where it can."""
-    names = () if options.mesh is None else options.mesh.mesh_dim_names or ()
-    replicas = [options.mesh.size(place) for place, name in enumerate(names) if name in _ALIKE] if options.mesh is not None else []
-    if max(replicas, default=1) < 2:
-        return "survive needs replicas that hold the same stages: give a mesh with a dimension 'dp' of at least 2 ranks, or leave it out"
-    other = [name for name in names if name not in {"pp", *_ALIKE}]
-    if other:
-        named = ", ".join(map(repr, other))
-        return f"survive knows meshes of 'pp', 'dp' and 'dp_replicate', and along {named} ranks cannot do without each other: leave it out"
-    if options.hooks:
-        return "survive takes no hooks, which are part of the pipeline that ends with a rank: leave one of both out"
-    if options.schedule == "auto" or isinstance(options.schedule, Auto):
-        return "survive takes no 'auto', whose planner is part of the pipeline that ends with a rank: plan before, or leave it out"
-    if options.order_by is not None:
-        return "survive takes no order_by: the ranks that are left share out the microbatches by their places; leave one of both out"
-    return ""
+def lone_faults(options: PipelineOptions) -> str:
+    """What is wrong with arguments that need another one, or say the same twice, in one sentence; empty where nothing is."""
+    faults = []
+    if options.survive and max(_replicas(options), default=1) < 2:
+        faults.append(
+            "survive needs replicas that hold the same stages: give a mesh with a dimension 'dp' of at least 2 ranks, or leave it out"
+        )
+    if options.link is not None and not moves_to_host(options):
+        faults.append("link is for the copies of offloads: give offload, or leave link out")
+    if options.offload is not None and _planned_offloads(options):
+        faults.append(
+            "the plan says already what goes to the host: leave offload out, or give the plan's schedule in the place of the plan"
+        )
+    return "; ".join(faults)
 
 
-def ordering_fault(options: PipelineOptions) -> str:
-    """Why microbatches cannot be ordered in a pipeline with these options, empty where they can."""
-    if options.schedule == "auto" or isinstance(options.schedule, Auto):
-        alike = "order_by takes no 'auto', which plans for microbatches that are alike"
-        return f"{alike}: plan before with zb.plan and the costs of profile, and give the plan"
-    return ""
+def _replicas(options: PipelineOptions) -> list[int]:
+    """The sizes of the dimensions of the mesh along which ranks hold the same stages."""
+    if options.mesh is None:
+        return []
+    return [options.mesh.size(place) for place, name in enumerate(options.mesh.mesh_dim_names or ()) if name in ALIKE]
 
 
-def offload_fault(options: PipelineOptions) -> str:
-    """Why a pipeline with these options cannot move to the host what waits, empty where it can or is not to."""
-    is_planned = bool(_planned_offloads(options))
-    if options.offload is None and not is_planned:
-        return "" if options.link is None else "link is for the copies of offloads: give offload, or leave link out"
-    if options.offload is not None and is_planned:
-        return "the plan says already what goes to the host: leave offload out, or give the plan's schedule in the place of the plan"
-    if options.schedule == "auto" or isinstance(options.schedule, Auto):
-        return "offload is for one order of passes, and 'auto' finds another: plan before with zb.plan(host=...), and give that"
-    if options.survive:
-        return "survive takes no offload, which is for one order of passes: when a rank goes the others play another; leave one of both out"
-    if options.cuda_graphs:
-        return "passes that are replayed as CUDA graphs save in memory that stays theirs: leave out cuda_graphs or offload"
-    return ""
+def moves_to_host(options: PipelineOptions) -> bool:
+    """Whether ranks are to move to the host what waits for its backward pass."""
+    return options.offload is not None or bool(_planned_offloads(options))
 
 
 def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None:
@@ -239,37 +224,10 @@ def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None
     return Offloads(schedule, tuple(ranks), options.link)
 
 
-def divided_head_fault(options: PipelineOptions) -> str:
-    """Why the head cannot be divided in a pipeline with these options, all reasons together, empty where it can."""
-    names = () if options.mesh is None else options.mesh.mesh_dim_names or ()
-    other = [name for name in names if name not in {"pp", *_ALIKE}]
-    reasons = {
-        "'auto', which plans for the head in the last stage": options.schedule == "auto" or isinstance(options.schedule, Auto),
-        "order_by, which plays plans without passes of the head": options.order_by is not None,
-        "offload, which is for schedules of stages alone": options.offload is not None or bool(_planned_offloads(options)),
-        "survive, for the parts of ranks that are gone are nowhere else": options.survive,
-        "cuda_graphs, for nobody has tried both together": options.cuda_graphs,
-        f"a mesh with {', '.join(map(repr, other))}, where stages themselves are divided": bool(other),
-    }
-    found = "; ".join(reason for reason, holds in reasons.items() if holds)
-    return f"a DividedHead does not go with {found}: leave one of both out" if found else ""
-
-
 def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     """What is known of the costs of the stages, and what bounds their memory: the plan's, or else the pace of a rehearsal."""
     plan = planned(options)
     return (options.pace, None) if plan is None else (plan.costs, plan.problem.limits)
-
-
-def lockstep_fault(options: PipelineOptions, layout: Layout) -> str:
-    """Why pipelines whose stages talk to each other cannot have these options, empty where they can."""
-    if layout.lockstep and (options.schedule == "auto" or isinstance(options.schedule, Auto)):
-        named = ", ".join(map(repr, sorted(layout.lockstep)))
-        return (
-            f"'auto' plans each pipeline by itself, and along {named} stages talk to each other in every pass, so that all must run the "
-            "same passes: plan before with zb.plan and the costs of profile, and give the plan"
-        )
-    return ""
 
 
 def usable_timeout(options: PipelineOptions) -> float:

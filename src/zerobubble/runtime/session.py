@@ -17,6 +17,7 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
+from zerobubble.runtime.exclusions import excluded_options
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
@@ -31,19 +32,15 @@ from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName,
 from zerobubble.runtime.options import (
     GRADIENTS,
     PipelineOptions,
-    divided_head_fault,
     faults_in,
     layout_for,
-    lockstep_fault,
-    offload_fault,
+    lone_faults,
     offloads_in,
-    ordering_fault,
     planned_cut,
     priced_by,
     recompute_levels,
     refuse_wrong,
     room_for_weights,
-    survival_fault,
     usable_timeout,
 )
 from zerobubble.runtime.split.stage_with_loss import stage_alone, with_loss
@@ -287,11 +284,9 @@ def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) ->
 
 def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> Setup:
     refuse_wrong(options)
-    fault = survival_fault(options) if options.survive else lockstep_fault(options, layout)
-    fault = fault or (divided_head_fault(options) if isinstance(options.loss_fn, DividedHead) else "")
-    fault = fault or (ordering_fault(options) if options.order_by is not None else "") or offload_fault(options)
-    if fault:
-        raise InputError(fault)
+    faults = [fault for fault in (lone_faults(options), excluded_options(options, layout)) if fault]
+    if faults:
+        raise InputError("; ".join(faults))
     if isinstance(options.transport, str):
         refuse_unknown(options.transport)
     given, planner = _what_to_play(options, peers.size)
