@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import ceil
 from typing import NamedTuple
 
-from zerobubble.arguments import takes
+from zerobubble.arguments import WHOLE, each, optional, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -18,7 +20,7 @@ from zerobubble.rules import recomputed
 from zerobubble.timeline import Cause, Span, Timeline, Why
 from zerobubble.verify import checked
 
-__all__ = ["Metrics", "memory_faults", "memory_steps", "metrics", "peak_memory", "simulate"]
+__all__ = ["Metrics", "memory_faults", "memory_steps", "metrics", "peak_memory", "period", "simulate"]
 
 
 @takes(schedule=Schedule, costs=Costs)
@@ -75,6 +77,93 @@ def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
     ]
     start = min((first for first, _ in rows), default=0)
     return Metrics(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
+
+
+@takes(schedule=Schedule, costs=Costs, meets_at=each(optional(WHOLE)))
+@garbage_collection_paused()
+def period(schedule: Schedule, costs: Costs, meets_at: Sequence[int | None] = ()) -> int:
+    """The time per step, in ns, of consecutive steps of `schedule` under `costs`, rounded up: what a run pays.
+
+    A rank begins the next step as soon as it has ended its own part of this one, unless something global comes between, such as the norm of
+    all gradients. So steps overlap. In max-plus algebra, a matrix maps the times at which ranks begin a step to those at which they begin
+    the next; the period is the largest mean weight of a cycle in it (Baccelli et al., Synchronization and Linearity, 1992).
+
+    If nothing global comes between steps it is at most the longest span of a rank in one step alone, hardly ever less, and never below the
+    lower bound on spans. If all ranks meet before every step it is the makespan. Raises as `simulate` does, and `InputError` for a place
+    that is none in its row.
+
+    Arguments:
+        schedule: the order of each step.
+        costs: what its passes and messages take, one entry per stage; sums over replicas end before their rank's next step.
+        meets_at: per rank, the position in its row of the pass before which all ranks must have ended the step before: 0 where they sum a
+            norm of all gradients before the optimizer, the rollback point with post-update validation, None for nowhere. By default
+            nothing global comes between steps.
+
+    >>> import zerobubble as zb
+    >>> schedule, costs = zb.make("zb-v", 4, 8), zb.Costs.uniform(8, times=(10, 10, 8), comm=0.5, stages_per_rank=2)
+    >>> zb.simulation.period(schedule, costs), zb.simulation.period(schedule, costs, [0] * 4)
+    (238000000, 245500000)
+    """
+    costs.require_schedule(schedule)
+    graph, order = checked(schedule)
+    steps = _Steps(graph, order, costs, _meeting(schedule, meets_at))
+    history = [steps.begins]
+    for _ in steps.ranks:
+        history.append(steps.ends(history[-1]))
+        grown = {after - before for before, after in zip(history[-2], history[-1], strict=True)}
+        if len(grown) == 1:  # the largest mean lies between the least and the most that a step adds
+            return grown.pop()
+    return _largest_mean(history)
+
+
+def _largest_mean(history: Sequence[Sequence[int]]) -> int:
+    """The largest mean weight of a cycle, rounded up, by Karp's formula: `history[k]` has the longest walks of k steps to each rank."""
+    *before, last = history
+    steps = len(before)
+    means = [min(Fraction(last[rank] - ends[rank], steps - k) for k, ends in enumerate(before)) for rank in range(len(last))]
+    return ceil(max(means, default=0))
+
+
+def _meeting(schedule: Schedule, meets_at: Sequence[int | None]) -> Sequence[int | None]:
+    if meets_at and len(meets_at) != schedule.num_ranks:
+        raise InputError(f"meets_at has {len(meets_at)} places, the schedule has {schedule.num_ranks} ranks: give one for each, or None")
+    for rank, (place, row) in enumerate(zip(meets_at, schedule.rows, strict=False)):
+        if place is not None and not 0 <= place <= len(row):
+            raise InputError(f"meets_at of rank {rank} is {place}, its row has {len(row)} passes: give a place in it, or None")
+    return meets_at or (None,) * schedule.num_ranks
+
+
+class _Steps:
+    """Plays a step from the times at which ranks are free. `ranks` are those that have passes."""
+
+    def __init__(self, graph: Graph, order: Sequence[int], costs: Costs, meets_at: Sequence[int | None]) -> None:
+        self._graph, self._order, self._costs = graph, order, costs
+        self._takes, self._delays = pass_times(graph, costs)
+        rows = list(pairwise(graph.first))
+        self.ranks = [rank for rank, (first, stop) in enumerate(rows) if first < stop]
+        self._firsts = [rows[rank][0] for rank in self.ranks]
+        self._lasts = [rows[rank][1] - 1 for rank in self.ranks]
+        self._meets = {rows[rank][0] + place for rank, place in enumerate(meets_at) if place is not None}
+
+    @property
+    def begins(self) -> list[int]:
+        """When each of `ranks` begins the first step, in ns."""
+        played = self._play([0] * len(self.ranks))
+        return [played.begin[first] for first in self._firsts]
+
+    def _play(self, free: Sequence[int]) -> Played:
+        begins, last = dict(zip(self._firsts, free, strict=True)), max(free, default=0)
+
+        def earliest(number: int, _: Sequence[int]) -> int:
+            return max(begins.get(number, 0), last if number in self._meets else 0)
+
+        return play(self._graph, self._order, self._takes, self._delays, earliest=earliest)
+
+    def ends(self, free: Sequence[int]) -> list[int]:
+        """When each of `ranks` is free again after a step, in ns, if it is free then."""
+        played = self._play(free)
+        sums = play_sums(planned_sums(self._graph, self._costs), played.end)
+        return [max([played.end[end], *(one.end for one in sums[rank])]) for rank, end in zip(self.ranks, self._lasts, strict=True)]
 
 
 def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, Played]:
