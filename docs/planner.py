@@ -76,9 +76,10 @@ def one_f_one_b(model: Model) -> str:
 
 
 HEADER = "| model | ranks, microbatches | 1F1B | ZB-1p | ZB-V | plan | on | its bound |\n|---|---|---|---|---|---|---|---|"
-WORDS = """Bubbles of the span: ZB-1p and ZB-V are the papers' planners (`--baseline zb-heuristic`, `--baseline zb-v-greedy`), and the
-bounds prove that each is the best on its placement. The plans are those of `benchmarks/planner`, 10 s each on two cores that do nothing
-else. A search with `--budget` finds more or less on another machine; one with `--evaluations` finds the same everywhere:"""
+WORDS = """The bubbles are those of the period, the time per step if nothing global comes between steps. ZB-1p and ZB-V are the papers'
+planners (`--baseline zb-heuristic`, `--baseline zb-v-greedy`), and the bounds prove that each is the best on its placement. The plans are
+those of `benchmarks/planner`, 10 s each on two cores that do nothing else. A search with `--budget` finds more or less on another machine;
+one with `--evaluations` finds the same everywhere:"""
 
 
 def row(model: Model) -> str:
@@ -106,13 +107,11 @@ def summary(page: str) -> str:
     model = next(model for model in MODELS if model.name == IN_README)
     table = next(line for line in page.splitlines() if line.startswith(f"| {IN_README} |"))
     one_f_one_b = table.split("|")[3].strip()
-    found = re.search(rf"{re.escape(model.command)}\n.*\n\S+ +([\d.]+ %) +([\d.]+ %) +([\d.]+ %)", page)
+    found = re.search(rf"{re.escape(model.command)}\n.*\n\S+ +[\d,.]+ ms +([\d.]+ %) +([\d.]+ %)", page)
     assert found is not None
-    span, makespan, bound = found.groups()
-    beside = f"({IN_README} on {model.ranks} ranks in its memory; no schedule on that placement has a span bubble below {bound})"
-    return (
-        f"planned, with a proof: a span bubble of {span} and a makespan bubble of {makespan} where 1F1B has {one_f_one_b} in both {beside}"
-    )
+    bubble, bound = found.groups()
+    where = f"({IN_README} on {model.ranks} ranks in its memory; no schedule on that placement has a bubble below {bound})"
+    return f"planned, with a proof: a bubble of {bubble} where 1F1B has {one_f_one_b} {where}"
 
 
 def main() -> None:

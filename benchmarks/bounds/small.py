@@ -89,7 +89,7 @@ def optimum(problem: Problem) -> int | None:
                 stay = [model.new_int_var(0, horizon, "") for _ in range(2)]
                 held.append((model.new_interval_var(start["F", stage, j], stay[0], end["W", stage, j], ""), pending))
                 held.append((model.new_interval_var(start["F", stage, j], stay[1], end["B", stage, j], ""), saved - pending))
-                begin = start["F", own[0], 0] if problem.objective is Objective.SPAN else 0
+                begin = start["F", own[0], 0] if problem.objective is Objective.PERIOD else 0
                 model.add(longest >= end["W", stage, j] - begin)
         model.add_no_overlap(busy)
         model.add_cumulative([one for one, _ in held], [size for _, size in held], problem.limits.memory[rank])

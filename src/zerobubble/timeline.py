@@ -226,16 +226,17 @@ class Timeline(Displayed):
     def work(self) -> int:
         return sum(figures.work for figures in self.ranks)
 
+    def bubble_at(self, time: int) -> float:
+        """The share of `time` ns of all ranks in which they are idle."""
+        return 1 - self.work / (self.num_ranks * time) if time else 0.0
+
     @property
     def bubble_makespan(self) -> float:
-        return self._idle_share(self.makespan)
+        return self.bubble_at(self.makespan)
 
     @property
     def bubble_span(self) -> float:
-        return self._idle_share(self.span)
-
-    def _idle_share(self, metric: int) -> float:
-        return 1 - self.work / (self.num_ranks * metric) if metric else 0.0
+        return self.bubble_at(self.span)
 
     @property
     def peak_bytes(self) -> int | None:

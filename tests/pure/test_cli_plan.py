@@ -63,7 +63,7 @@ def test_json_has_the_figures_and_a_csv_that_gives_them_again() -> None:
 
 def test_a_budget_of_0_gives_the_best_seed_of_each_placement() -> None:
     lines = printed("plan", *SHAPE, "--memory", "8", "--budget", "0").splitlines()
-    assert lines[0].split()[:3] == ["placement", "span", "bubble"]
+    assert lines[0].split()[:3] == ["placement", "step", "bubble"]
     assert {line.split()[0] for line in lines[1:8]} == set(FAMILIES)
     assert lines[1].endswith("interleaved-zb")
     linear = next(line.split() for line in lines[1:8] if line.startswith("linear"))
@@ -88,7 +88,7 @@ def test_a_saved_plan_is_loaded_and_read_by_every_verb(tmp_path: Path) -> None:
 
 def test_makespan_is_an_objective_too() -> None:
     shape = ("--ranks", "4", "--microbatches", "8", "--memory", "8", "--placement", "linear", "--budget", "0", "--json")
-    span, makespan = (json.loads(printed("plan", *shape, "--objective", aim)) for aim in ("span", "makespan"))
+    span, makespan = (json.loads(printed("plan", *shape, "--objective", aim)) for aim in ("period", "makespan"))
     assert span["bubble_span"] == 0 < span["bubble_makespan"]
     assert makespan["bubble_makespan"] <= span["bubble_makespan"]
     assert makespan["gap"] == pytest.approx((1 - makespan["lower_bound_makespan"]) / (1 - makespan["bubble_makespan"]) - 1, abs=1e-9)

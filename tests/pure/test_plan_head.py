@@ -52,7 +52,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize("objective", ["period", "makespan"])
 @pytest.mark.parametrize("memory", [None, 6, 4, 2])
 def test_every_way_is_legal_fits_and_takes_what_it_says(memory: float | None, objective: str) -> None:
     found = planned(memory, objective=objective, held=0.4, collective=0.2, slowdown=1.2)

@@ -78,7 +78,7 @@ def test_a_heavy_head_is_planned_shorter_with_other_cuts() -> None:
 def test_the_plan_runs_on_its_cuts_within_all_memory() -> None:
     placement, limits = Placement.vee(2), Limits((30_000, 26_000))
     layers = [layer(3, 3, 1.6, parameters=1500)] * 9 + [layer(8, 9, 4, parameters=6000)]
-    found = together(layers, placement, 6, limits, Objective.SPAN)
+    found = together(layers, placement, 6, limits, Objective.PERIOD)
     schedule, cuts = found.schedule, savings_of(found).cut.cuts
     costs = stage_costs(layers, cuts)
     kept = parameter_bytes(layers, cuts, placement)
@@ -91,7 +91,7 @@ def test_the_plan_runs_on_its_cuts_within_all_memory() -> None:
 def test_small_models_come_near_the_best_of_all_cuts() -> None:
     placement, limits = Placement.linear(3), Limits((9_000,) * 3)
     layers = [layer(1, 1, 1), layer(4, 3, 1), layer(1, 2, 2), layer(2, 2, 2), layer(5, 5, 2), layer(1, 1, 0)]
-    found = together(layers, placement, 6, limits, Objective.SPAN)
+    found = together(layers, placement, 6, limits, Objective.PERIOD)
     times = []
     for cuts in combinations(range(1, len(layers)), 2):
         problem = Problem(placement, 6, stage_costs(layers, cuts), limits)
@@ -101,7 +101,7 @@ def test_small_models_come_near_the_best_of_all_cuts() -> None:
 
 
 def test_the_same_budget_and_seed_give_the_same_plan() -> None:
-    one, other = (together(HEADED, Placement.vee(2), 4, Limits((60_000,) * 2), Objective.SPAN) for _ in range(2))
+    one, other = (together(HEADED, Placement.vee(2), 4, Limits((60_000,) * 2), Objective.PERIOD) for _ in range(2))
     assert (one.cut, one.schedule, savings_of(one).cuts_planned) == (other.cut, other.schedule, savings_of(other).cuts_planned)
 
 
@@ -116,7 +116,7 @@ def test_parameters_that_fill_every_rank_are_an_input_error() -> None:
 
 
 def test_the_json_form_names_both_cuts_and_the_gain() -> None:
-    found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.SPAN)
+    found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.PERIOD)
     savings = savings_of(found)
     data = savings.to_dict()
     assert (data["cuts"], data["balanced_cuts"]) == (list(savings.cut.cuts), list(savings.balanced_cut.cuts))
@@ -124,7 +124,7 @@ def test_the_json_form_names_both_cuts_and_the_gain() -> None:
 
 
 def test_the_file_of_a_plan_keeps_its_cut_and_old_files_of_layers_are_read() -> None:
-    found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.SPAN)
+    found = together(HEADED, Placement.linear(4), 6, Limits((22_000,) * 4), Objective.PERIOD)
     data = json.loads(json.dumps(found.to_dict()))
     read = loads(json.dumps(data))
     assert isinstance(read, Plan)
@@ -136,7 +136,7 @@ def test_the_file_of_a_plan_keeps_its_cut_and_old_files_of_layers_are_read() -> 
 
 
 def test_a_cut_with_other_costs_is_refused() -> None:
-    found = together(HEADED, Placement.linear(2), 3, Limits((60_000,) * 2), Objective.SPAN)
+    found = together(HEADED, Placement.linear(2), 3, Limits((60_000,) * 2), Objective.PERIOD)
     with pytest.raises(InputError, match="other costs of the stages"):
         replace(found.problem, costs=found.problem.costs.scaled(2))
 
@@ -154,7 +154,7 @@ def test_placements_compete_and_the_winner_moves_its_cuts() -> None:
     names = [choice.name for choice in found.choices]
     assert sorted(names) == ["line", "vee"]
     assert savings_of(found).left_out == ("fine: 23 layers cannot be cut into 24 stages: a stage is at least one layer",)
-    apart = {name: one_after_the_other(HEADED, placements[name], 6, Limits((60_000,) * 2), Objective.SPAN) for name in names}
+    apart = {name: one_after_the_other(HEADED, placements[name], 6, Limits((60_000,) * 2), Objective.PERIOD) for name in names}
     assert found.problem.placement == placements[names[0]]
     assert found.problem.costs == stage_costs(HEADED, savings_of(found).cut.cuts)
     assert found.time is not None
@@ -171,7 +171,7 @@ def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.Monke
         return replace(search(*parts, **options), interrupted=True)
 
     monkeypatch.setattr(engine, "search", interrupted)
-    found = together(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), Objective.SPAN)
+    found = together(HEADED, Placement.linear(4), 12, Limits((22_000,) * 4), Objective.PERIOD)
     assert times == [2]
     assert savings_of(found).cuts_planned == 2
     assert savings_of(found).gain >= 0

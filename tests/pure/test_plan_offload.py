@@ -114,8 +114,8 @@ def test_what_cannot_be_planned_is_told() -> None:
         zb.plan(work, 2, 0.5, host=LINK, placements="linear", seconds=0)
     with pytest.raises(zb.InputError, match="shares is not planned together with host"):
         zb.plan(replace(costs, shares=(1, 2)), 2, limits, host=LINK, placements=linear)
-    with pytest.raises(zb.InputError, match="host is not planned together with objective='span'"):
-        zb.plan(costs, 2, limits, host=LINK, placements=linear, objective="span")
+    with pytest.raises(zb.InputError, match="host is not planned together with objective='period'"):
+        zb.plan(costs, 2, limits, host=LINK, placements=linear, objective="period")
     with pytest.raises(zb.InputError, match=r"up to 20,000 passes, and there are 24,000 on linear: plan fewer"):
         zb.plan(work, 4000, 2, host=LINK, placements="linear")
     with pytest.raises(zb.InputError, match="memory"):
@@ -281,7 +281,7 @@ def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
             "--recompute is not planned together with --offload",
         ),
         (("--offload", "1", "--weights", "1GB"), "--weights is not planned together with --offload"),
-        (("--offload", "1", "--objective", "span"), "--offload is not planned together with --objective span"),
+        (("--offload", "1", "--objective", "period"), "--offload is not planned together with --objective period"),
         (("--offload", "25GB"), "times tell none: give --microbatch-bytes, or the ms"),
         (("--offload", "fast"), "'fast' is neither bytes a second with their unit"),
     ],

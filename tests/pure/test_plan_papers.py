@@ -42,7 +42,7 @@ def profiled(profile: Profile, placement: Placement, microbatches: float) -> Pro
     return Problem(placement, profile.microbatches, costs, Limits((limit,) * placement.num_ranks))
 
 
-def unit_problem(placement: Placement, microbatches: int, slots: int, objective: Objective = Objective.SPAN, **costs: float) -> Problem:
+def unit_problem(placement: Placement, microbatches: int, slots: int, objective: Objective = Objective.PERIOD, **costs: float) -> Problem:
     """Every pass takes 1 ms, every rank has room for so many stage activations."""
     return Problem(placement, microbatches, Costs.uniform(placement.num_stages, **costs), slotted(placement, slots), objective)
 
@@ -340,7 +340,7 @@ def test_random_unequal_problems(planner: str, number: int) -> None:
     except InputError:
         return
     bounds = lower_bounds(placement, problem.num_microbatches, problem.costs, problem.limits)
-    least = bounds.span if problem.objective is Objective.SPAN else bounds.makespan
+    least = bounds.span if problem.objective is Objective.PERIOD else bounds.makespan
     assert checked_time(problem, schedule) >= least.time
 
 

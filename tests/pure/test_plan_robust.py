@@ -45,7 +45,7 @@ def test_a_replay_is_the_simulation(problem: tuple[Schedule, Costs]) -> None:
     schedule, costs = problem
     timeline = simulate(schedule, costs)
     replay = Replay.of(schedule)
-    assert replay.time(Objective.SPAN, costs) == timeline.span
+    assert replay.time(Objective.PERIOD, costs) == timeline.span
     assert replay.time(Objective.MAKESPAN, costs) == timeline.makespan
 
 
@@ -56,7 +56,7 @@ def test_a_replay_with_other_times_is_the_simulation_with_them(name: str) -> Non
     for _ in range(5):
         columns = [[dice.uniform(0.5, 2) for _ in range(schedule.num_stages)] for _ in range(3)]
         costs = Costs.from_ms(*columns, 0.1, hidden=[dice.uniform(0, 1) for _ in range(schedule.num_stages)])
-        assert replay.time(Objective.SPAN, costs) == simulate(schedule, costs).span
+        assert replay.time(Objective.PERIOD, costs) == simulate(schedule, costs).span
 
 
 @pytest.mark.parametrize("objective", Objective)
@@ -190,7 +190,7 @@ def test_a_problem_without_a_plan_has_nothing_to_examine() -> None:
         what_if(nothing, 0.1)
 
 
-def problem_of(schedule: Schedule, costs: Costs, objective: Objective = Objective.SPAN) -> Problem:
+def problem_of(schedule: Schedule, costs: Costs, objective: Objective = Objective.PERIOD) -> Problem:
     """The problem whose memory `schedule` just fits."""
     return Problem(schedule.placement, schedule.num_microbatches, costs, Limits(peak_memory(schedule, costs)), objective)
 

@@ -83,14 +83,14 @@ def with_pieces(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=rows, overlaps=frozenset())
 
 
-def paper(placement: Placement, memory: float, microbatches: int = 24, objective: Objective = Objective.SPAN) -> Problem:
+def paper(placement: Placement, memory: float, microbatches: int = 24, objective: Objective = Objective.PERIOD) -> Problem:
     work = Workload.uniform(placement.num_ranks, MODEL, 0.601, 32 / 34)
     return Problem(placement, microbatches, work.costs(placement), work.limits(memory), objective)
 
 
 def bound(problem: Problem) -> int:
     bounds = lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits)
-    return (bounds.span if problem.objective is Objective.SPAN else bounds.makespan).time
+    return (bounds.span if problem.objective is Objective.PERIOD else bounds.makespan).time
 
 
 @pytest.mark.parametrize("name", TRAINING)

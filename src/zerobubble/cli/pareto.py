@@ -81,7 +81,7 @@ def pareto_verb(work: WorkOptions, search: SearchOptions, memories: Range | None
     p = question.num_ranks
     limits = memories.in_microbatches(work) if memories else [p * eighth / 8 for eighth in range(2, 17)]
     with progress_bar(search, searches=len(limits)) as progress:
-        arguments = search.arguments(search.objective or question.objective or Objective.SPAN, progress)
+        arguments = search.arguments(search.objective or question.objective or Objective.PERIOD, progress)
         front = pareto(question.work, question.microbatches, limits, placements=question.tried, **arguments)
     last = front.points[-1].plan
     if last.order is None:

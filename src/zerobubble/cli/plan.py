@@ -286,7 +286,7 @@ _FLAGS = {
     "recompute": "--recompute",
     "head": "--head",
     "host": "--offload",
-    "span": "--objective span",
+    "period": "--objective period",
     "noise": "--noise",
     "what_if": "--what-if",
 }
@@ -308,7 +308,7 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
         "sharded": sharded.weights is not None,
         "shares": bool(options.shares),
         "recompute": options.recompute in ("full", "auto") or options.levels is not None,
-        "span": search.objective == Objective.SPAN,
+        "period": search.objective == Objective.PERIOD,
         "noise": options.noise is not None,
         "what_if": options.error is not None,
     }
@@ -488,6 +488,7 @@ def solved_to_dict(name: str, solved: Plan) -> dict[str, object]:
         "bubble_makespan": timeline and solved.bubble_at(timeline.makespan),
         "lower_bound_span": problem.least_bubble(bounds.span),
         "lower_bound_makespan": problem.least_bubble(bounds.makespan),
+        "period_ms": None if solved.period is None else ms(solved.period),
         "span_ms": timeline and ms(timeline.span),
         "makespan_ms": timeline and ms(timeline.makespan),
         "gap": solved.gap,

@@ -35,6 +35,7 @@ from zerobubble.cli.outputs.page import write_page
 from zerobubble.cli.outputs.terminal import is_coloured
 from zerobubble.export.svg import timeline_svg
 from zerobubble.gathers import RankGathers
+from zerobubble.simulation import period
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 from zerobubble.whole_files import write_text
@@ -43,7 +44,8 @@ TABLE_WIDTH = 72
 
 NOTE = (
     "Times in ms. Lead and tail: idle before the first and after the last pass of the rank; gaps: idle between them. Span: from the "
-    "rank's first start to its last end. Bubble: the rank's idle share of the makespan."
+    "rank's first start to its last end. Bubble: the rank's idle share of the makespan. Period: the time per step of consecutive steps if "
+    "nothing global comes between them; if ranks meet, as for a norm of all gradients, it is the makespan."
 )
 
 REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last sum of gradients over replicas."
@@ -134,6 +136,7 @@ def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "costs": costed.source,
+        "period": ms(_period(costed, timeline)),
         "makespan": ms(timeline.makespan),
         "span": ms(timeline.span),
         "bubble_makespan": timeline.bubble_makespan,
@@ -142,6 +145,11 @@ def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
         **({"peak_bytes": timeline.peak_bytes} if costed.in_bytes else {}),
         "ranks": ranks,
     }
+
+
+def _period(costed: Costed, timeline: Timeline) -> int:
+    """The time per step in ns if nothing global comes between steps; with copies to the host, the longest span of a rank."""
+    return period(costed.schedule, costed.costs) if costed.link is None else timeline.span
 
 
 def _rank_as_dict(costed: Costed, figures: RankFigures) -> dict[str, float]:
@@ -199,7 +207,7 @@ def _memory(costed: Costed, microbatches: float, peak_bytes: int) -> str:
 
 
 def _totals(costed: Costed, timeline: Timeline) -> str:
-    metrics = (("makespan", timeline.makespan, timeline.bubble_makespan), ("longest rank span", timeline.span, timeline.bubble_span))
-    lines = [f"{name:<18} {show_ms(time):>15}   bubble {show_percent(bubble)}" for name, time, bubble in metrics]
+    steps = (("period", _period(costed, timeline)), ("makespan", timeline.makespan))
+    lines = [f"{name:<18} {show_ms(time):>15}   bubble {show_percent(timeline.bubble_at(time))}" for name, time in steps]
     peak = _memory(costed, max(_peaks(costed, timeline)), timeline.peak_bytes or 0)
     return "\n".join([*lines, f"{'peak memory':<18} {peak:>15}"])

@@ -20,7 +20,7 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import find, make
-from zerobubble.simulation import simulate
+from zerobubble.simulation import period, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import show_bytes, show_ms, show_percent
 from zerobubble.view import Viewed
@@ -186,11 +186,11 @@ def answer_to_dict(made: Answer) -> dict[str, Any]:
 
 def _figures(made: Answer) -> Iterator[tuple[str, str, str]]:
     """Label, value and a line of detail for each figure."""
-    timeline = made.timeline
+    timeline, step = made.timeline, period(made.schedule, made.costs)
     bounds = _bounds(made)
     for label, time, bubble, bound in (
-        ("makespan", timeline.makespan, timeline.bubble_makespan, bounds and bounds.makespan),
-        ("longest span of a rank", timeline.span, timeline.bubble_span, bounds and bounds.span),
+        ("step, nothing global between steps", step, timeline.bubble_at(step), bounds and bounds.span),
+        ("step, ranks meet before each", timeline.makespan, timeline.bubble_makespan, bounds and bounds.makespan),
     ):
         above = f", {show_percent(time / bound.time - 1)} above the bound of {show_ms(bound.time)}" if bound and bound.time else ""
         yield label, show_ms(time), f"bubble {show_percent(bubble)}{above}"

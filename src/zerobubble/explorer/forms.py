@@ -17,6 +17,7 @@ from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.lowering import lower
+from zerobubble.simulation import period
 from zerobubble.units import show_ms
 from zerobubble.view import comparison_html
 
@@ -59,8 +60,8 @@ def _times_csv(made: Answer) -> str:
 
 def _page(made: Answer) -> str:
     """The picture as a page of its own that opens offline."""
-    figures = [show_ms(made.timeline.makespan), show_ms(made.timeline.span)]
-    return comparison_html(made.schedule.name, ["makespan", "longest span"], [figures], [made.viewed], "")
+    figures = [show_ms(period(made.schedule, made.costs)), show_ms(made.timeline.makespan)]
+    return comparison_html(made.schedule.name, ["period", "makespan"], [figures], [made.viewed], "")
 
 
 FORMS: dict[str, Form] = {

@@ -96,7 +96,7 @@ def read_search(data: Any) -> dict[str, Any]:
     own = {name: data[name] for name in ("seconds", "evaluations", "objective", "limits") if name in data}
     question = read_question({name: value for name, value in data.items() if name not in own})
     of_stages = bool(question.costs or question.file or question.model)
-    objective = own.get("objective") or Objective.SPAN.value
+    objective = own.get("objective") or Objective.PERIOD.value
     if objective not in list(Objective):
         raise FieldError("objective", f"there is no objective {objective!r:.40}: give {' or '.join(Objective)}")
     return {

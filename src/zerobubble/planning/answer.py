@@ -26,7 +26,7 @@ from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.table import NOTE_WIDTH, Line, comparison_table, percent
 from zerobubble.schedules import SCHEDULES
-from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, simulate
+from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, period, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_ms
 
@@ -119,6 +119,8 @@ class Plan(Displayed):
         """
         played = _played(problem, schedule, offloads)
         time = problem.objective.of(played)
+        if time > bound.time and not offloads:  # a span that meets its bound is the period
+            time = problem.objective.time_of(schedule, problem.costs, played)
         if schedule.has_divided_head != problem.has_divided_head:
             has, of = ("a divided head", "a whole one or none") if schedule.has_divided_head else ("no divided head", "one")
             raise InputError(f"the schedule has {has}, and the problem {of}: plan with the head that the schedule has")
@@ -207,7 +209,7 @@ class Plan(Displayed):
             return ""
         longer = percent(simple.time / self.time - 1 if self.time else 0.0)
         than = "as short as the winner" if longer == percent(0) else f"{longer} longer than the winner"
-        bubbles = f"span bubble {percent(simple.timeline.bubble_span)}, makespan bubble {percent(simple.timeline.bubble_makespan)}"
+        bubbles = f"bubble {percent(simple.bubble_at(simple.time))}"
         stages = f" --stages-per-rank {simple.placement.stages_per_rank}" if SCHEDULES[simple.how].any_stages else ""
         shape = f"--ranks {simple.placement.num_ranks} --microbatches {simple.problem.num_microbatches}{stages}"
         show = f"zerobubble show {simple.how} {shape}"
@@ -226,8 +228,8 @@ class Plan(Displayed):
         if self.timeline is None or self.gap is None:
             return "–", "–", bound, "–", "–", "–", "nothing fits"
         over_bound = "optimal" if self.status is Status.OPTIMAL else percent(self.gap)
-        rates = percent(self.bubble_at(self.timeline.span)), percent(self.bubble_at(self.timeline.makespan))
-        return *rates, bound, over_bound, f"{self.peak_microbatches:.4g}", f"{self.problem.messages:,}", self.how
+        step = show_ms(self.time or 0), percent(self.bubble_at(self.time or 0))
+        return *step, bound, over_bound, f"{self.peak_microbatches:.4g}", f"{self.problem.messages:,}", self.how
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -236,6 +238,15 @@ class Plan(Displayed):
             return None
         played = _played(self.problem, self.order, self.offloads)
         return played if isinstance(played, Timeline) else simulate(self.order, self.problem.costs)
+
+    @property
+    def period(self) -> int | None:
+        """The time per step in ns if nothing global comes between steps; None without a schedule. Copies to the host count by the span."""
+        if self.order is None or self.timeline is None:
+            return None
+        if self.problem.objective is Objective.PERIOD:
+            return self.time
+        return self.timeline.span if self.offloads else period(self.order, self.problem.costs)
 
     @property
     def gap(self) -> float | None:
@@ -296,6 +307,7 @@ class Plan(Displayed):
             "objective": self.problem.objective.value,
             "bound": {"time": self.bound.time, "reason": self.bound.reason},
             "figures": {
+                "period": self.period,
                 "span": self.timeline.span,
                 "makespan": self.timeline.makespan,
                 "bubble_span": self.timeline.bubble_span,
@@ -322,7 +334,7 @@ class Plan(Displayed):
     @property
     def _version(self) -> int:
         """The oldest version of the JSON form that says all."""
-        if self.problem.cut is not None:
+        if self.problem.cut is not None or self.problem.objective is Objective.PERIOD:
             return 5
         if self.problem.head is not None or self.problem.host is not None:
             return 4
@@ -374,7 +386,7 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
         schedule.num_microbatches,
         Costs.from_dict(data["costs"]),
         Limits(tuple(map(whole, data["limits"]))),
-        Objective(data["objective"]),
+        Objective.PERIOD if data["objective"] == "span" else Objective(data["objective"]),  # its name in older files
         None if workload is None else Workload.from_dict(workload),
         tuple(map(whole, data.get("layers_per_stage", ()))),
         tuple(map(line, data.get("layer_names", ()))),

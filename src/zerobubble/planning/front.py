@@ -79,8 +79,8 @@ def plan(
             takes. For layers it is for their parameters, too: in microbatches that of an equal share of the layers.
         placements: where to look, such as "vee" or ["linear", "looped-2"], or placements by names of your own; "any", all families, by
             default for a `Workload` and layers. For layers, a placement or `Limits` say how many ranks there are.
-        objective: "span", the longest time of a rank from its first pass to its last, or "makespan", where ranks meet after each step.
-            By default the span, and with a host the makespan.
+        objective: "period", the time per step if nothing global comes between steps, as with plain optimizers and `PostValidation`, or
+            "makespan", that if all ranks meet before each, as for `clip_grad_norm_`. By default the period, and with a host the makespan.
         seconds: how long to search, over all placements; 0 takes the best published schedule.
         evaluations: how many schedules to play instead, so that the answer is the same on every machine and rank.
         seed: another one makes other random choices.
@@ -100,11 +100,11 @@ def plan(
     >>> work = zb.Workload.uniform(4, times=(10, 10, 8), comm=0.3)
     >>> found = zb.plan(work, 8, memory=4, placements=["linear", "vee"], seconds=0)
     >>> found
-    <Plan of 2 placements, the best on vee over 4 ranks: zb-v-greedy, span 232.2 ms, bubble 3.53 % (bound 3.20 %), feasible>
+    <Plan of 2 placements, the best on vee over 4 ranks: zb-v-greedy, period 232.2 ms, bubble 3.53 % (bound 3.20 %), feasible>
     >>> found.schedule.placement.name
     'vee'
     """
-    objective = (Objective.SPAN if host is None else Objective.MAKESPAN) if objective is None else objective
+    objective = (Objective.PERIOD if host is None else Objective.MAKESPAN) if objective is None else objective
     aim, budget = Objective.named(objective), as_budget(seconds, evaluations)
     if isinstance(work, Costs) and work.shares:
         shares, work = shares or work.shares, replace(work, shares=())
@@ -118,7 +118,7 @@ def plan(
         "recompute": bool(offered) and "recompute",
         "head": (head is not None and "head") or (isinstance(work, Costs) and has_parts(work) and "the head in the costs"),
         "host": host is not None and "host",
-        "span": aim is Objective.SPAN and "objective='span'",
+        "period": aim is Objective.PERIOD and "objective='period'",
     }
     refuse_pairs({axis: name for axis, name in asked.items() if name})
     if not isinstance(work, (Workload, Costs)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from textwrap import fill
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
@@ -15,7 +16,8 @@ from zerobubble.planning.problem.problem import Objective, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import published
-from zerobubble.planning.table import aligned, percent
+from zerobubble.planning.table import NOTE_WIDTH, STEPS, aligned, percent
+from zerobubble.units import show_ms
 
 
 @dataclass(frozen=True)
@@ -37,34 +39,32 @@ class Front:
     interrupted: bool = False
 
     def __str__(self) -> str:
-        objective = self.points[0].plan.problem.objective
-        told = [LEGEND.format(objective=objective), *(["", CUT_SHORT] if self.interrupted else [])]
-        return "\n".join([*aligned([titles(objective), *map(point_cells, self.points)], left=(1, 7)), "", *told])
+        steps = STEPS[self.points[0].plan.problem.objective]
+        told = [fill(LEGEND.format(steps=steps), NOTE_WIDTH), *(["", CUT_SHORT] if self.interrupted else [])]
+        return "\n".join([*aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)), "", *told])
 
 
 CUT_SHORT = "Ctrl-C cut the front short: limits beyond these were not planned, and the last one was not searched to its end."
 
 
-def titles(objective: str) -> tuple[str, ...]:
-    """What stands above the columns of the table, where plans were made for `objective`."""
-    return "memory", "placement", "span bubble", "makespan bubble", f"{objective} bound", "peak", "messages", "schedule"
-
+TITLES = ("memory", "placement", "step", "bubble", "bound", "peak", "messages", "schedule")
+"""What stands above the columns of the table."""
 
 LEGEND = (
-    "Memory and peak: in microbatches of all the stages of a rank. Bubbles: the idle share of the longest span of a rank, and\n"
-    "of the makespan. Bound: with so much memory no schedule on a placement tried has a smaller bubble of the {objective}."
+    "Memory and peak: in microbatches of all the stages of a rank. Step: the time per step if {steps}. Bubble: its idle share. Bound: with "
+    "so much memory no schedule on a placement tried has a smaller bubble."
 )
 
 
 def point_cells(point: Point) -> tuple[str, ...]:
-    """The figures of one point, under `titles`."""
+    """The figures of one point, under `TITLES`."""
     solved, memory = point.plan, f"{point.memory:g}"
     bound = percent(point.plan.lower_bound)
-    if solved.timeline is None:
+    if solved.time is None:
         return memory, "nothing fits", "–", "–", "–", "–", "–", "–"
-    rates = percent(solved.timeline.bubble_span), percent(solved.timeline.bubble_makespan)
+    step = show_ms(solved.time), percent(solved.bubble_at(solved.time))
     name, peak = point.plan.choices[0].name, f"{solved.peak_microbatches:.4g}"
-    return memory, name, *rates, bound, peak, f"{solved.problem.messages:,}", solved.how
+    return memory, name, *step, bound, peak, f"{solved.problem.messages:,}", solved.how
 
 
 def pareto(
@@ -73,7 +73,7 @@ def pareto(
     memories: Iterable[float],
     *,
     placements: str | Placement | Iterable[str | Placement] | None = None,
-    objective: str = Objective.SPAN,
+    objective: str = Objective.PERIOD,
     seconds: float = SECONDS,
     seed: int = 0,
     evaluations: int | None = None,

@@ -109,7 +109,7 @@ def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, b
     """
     kernels = load_kernels()
     order = kernels.order_of(schedule)
-    both = [kernels.tables_of(replace(problem, objective=one), joins=True) for one in (Objective.SPAN, Objective.MAKESPAN)]
+    both = [kernels.tables_of(replace(problem, objective=one), joins=True) for one in (Objective.PERIOD, Objective.MAKESPAN)]
     rows = [kernels.rows_of(tables, order) for tables in both]
     fits, _ = map(kernels.all_ranks_fit, both, rows)  # which also finds out what is in one piece
     span, makespan = map(kernels.longest_time, both, rows)

@@ -11,17 +11,21 @@ NOTE_WIDTH = 118
 
 AGAIN = " Forwards computed again count as idle."
 LEGEND = (
-    "Bubbles: the idle share of the longest span of a rank, and of the makespan. Bound: no schedule on the placement has a smaller bubble "
-    "of the {objective}. Over bound: how much longer the {objective} is than with that bubble. Peak: microbatches held by a rank."
+    "Step: the time per step if {steps}. Bubble: its idle share. Bound: no schedule on the placement has a smaller bubble. Over bound: how "
+    "much longer a step is than with that bubble. Peak: microbatches held by a rank."
 )
+STEPS = {
+    "period": "nothing global comes between steps (for ranks that meet, --objective makespan)",
+    "makespan": "ranks meet before each (if nothing global comes between them, --objective period)",
+}
+"""What the time per step stands for, by the objective."""
 
 NOT_SEARCHED = "not searched, a first schedule that fits:"
 NONE_SEARCHED = " Nothing was searched: each line is the best published schedule that fits."
 
 
-def titles(objective: str) -> tuple[str, ...]:
-    """What stands above the columns of the table, where plans were made for `objective`."""
-    return "placement", "span bubble", "makespan bubble", f"{objective} bound", f"{objective} over bound", "peak", "messages", "schedule"
+TITLES = ("placement", "step", "bubble", "bound", "over bound", "peak", "messages", "schedule")
+"""What stands above the columns of the table."""
 
 
 def percent(share: float) -> str:
@@ -46,11 +50,11 @@ def comparison_table(lines: Sequence[Line], objective: str, *, again: bool) -> s
     results, rest = [each for each in lines if each.is_result], [each for each in lines if not each.is_result]
     if lines[0] in rest:  # the winner is no result, so neither is anything else
         results, rest = list(lines), []
-    head, *rows = aligned([titles(objective), *((each.name, *each.cells) for each in (*results, *rest))], left=(0, 7))
+    head, *rows = aligned([TITLES, *((each.name, *each.cells) for each in (*results, *rest))], left=(0, 7))
     between = ["", NOT_SEARCHED] if rest else []
     width = max(len(each.name) for each in lines)
     paragraphs = [fill(f"{each.name.ljust(width)}  {each.note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for each in lines]
-    legend = LEGEND.format(objective=objective) + (AGAIN if again else "")
+    legend = LEGEND.format(steps=STEPS[objective]) + (AGAIN if again else "")
     legend = fill(legend + ("" if lines[0].is_result else NONE_SEARCHED), NOTE_WIDTH)
     return "\n".join([head, *rows[: len(results)], *between, *rows[len(results) :], "", legend, "", *paragraphs])
 

@@ -358,7 +358,7 @@ class Pipeline:
         """The norm by which gradients are clipped, which all ranks know when one of them begins to scale its own."""
         with self._session.guard.during("in clip_grad_norm_"):
             self._steps.settle()
-            self._steps.before_optimizer()
+            self._steps.before_optimizer(ranks_meet=True)
             return clip.norm_to_clip_by(self._steps, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, losses=self.losses)
 
     @called_by_all

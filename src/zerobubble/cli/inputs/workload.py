@@ -101,7 +101,8 @@ search_options = option_group(
     click.option(
         "--objective",
         type=click.Choice([aim.value for aim in Objective]),
-        help="What to make short: the longest span of a rank (if not given), or the makespan over all ranks.",
+        help="What to make short: the time per step if nothing global comes between steps (if not given), or the makespan, which it is if "
+        "all ranks meet before each step, as for a norm of all gradients.",
     ),
     click.option("--budget", callback=seconds, default="5", metavar="SECONDS", help="Time to search, such as 20 or 2min; 0: no search."),
     click.option(

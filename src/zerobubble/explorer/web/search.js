@@ -18,7 +18,7 @@ export class Search {
     const bar = element("div", "", { class: "search-bar" });
     this.seconds = element("input", "", { type: "text", inputmode: "decimal", id: "search-seconds", value: "5" });
     this.objective = element("select", "", { id: "search-objective" });
-    for (const [value, text] of [["span", "longest span of a rank"], ["makespan", "makespan"]]) this.objective.append(element("option", text, { value }));
+    for (const [value, text] of [["period", "steps with nothing global between them"], ["makespan", "steps before which ranks meet"]]) this.objective.append(element("option", text, { value }));
     const button = (id, text, act) => {
       const made = element("button", text, { type: "button", id });
       made.addEventListener("click", act);

@@ -139,7 +139,7 @@ def is_refuted(passes: Passes, objective: Objective, time: int) -> bool:
     windows = Windows(
         np.zeros(size, np.int64), np.full(size, NEVER), passes.before.copy(), np.zeros(1, np.int64), np.zeros((SCRATCH, widest), np.int64)
     )
-    if objective is Objective.SPAN:
+    if objective is Objective.PERIOD:
         windows.latest[passes.spans[passes.spans[:, 2] == 1, 0]] = 0
         return not _narrow(passes, windows, time, MOST_ROUNDS)
     windows.latest[passes.spans[:, 1]] = time - passes.time[passes.spans[:, 1]]

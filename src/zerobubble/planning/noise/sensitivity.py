@@ -104,7 +104,7 @@ def sensitivity(
     costs: Costs,
     error: float = 0.1,
     *,
-    objective: Objective = Objective.SPAN,
+    objective: Objective = Objective.PERIOD,
     limits: Limits | None = None,
     samples: int = 100,
     seed: int = 0,

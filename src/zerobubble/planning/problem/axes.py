@@ -11,8 +11,8 @@ _IN_TURN = "plan the layers alone, and give the costs of that plan with the rest
 _HEAD_ALONE = "both ways to place a head are planned for stages alone"
 _HOST_ALONE = "what goes to the host is chosen for passes that are alike, of stages alone"
 
-AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "span", "noise", "what_if")
-"""What a plan may be asked for beyond costs, placements and memory; `span` is that objective, asked for by its name."""
+AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "period", "noise", "what_if")
+"""What a plan may be asked for beyond costs, placements and memory; `period` is that objective, asked for by its name."""
 
 NOT_TOGETHER = {
     ("layers", "baseline"): f"the planners of the papers cut no layers: {_IN_TURN}",
@@ -45,7 +45,7 @@ NOT_TOGETHER = {
     ("head", "host"): _HEAD_ALONE,
     ("head", "noise"): _HEAD_ALONE,
     ("head", "what_if"): "the passes of a divided head are not varied",
-    ("host", "span"): "copies to the host are played to the end of a step, so that offload is planned for the makespan",
+    ("host", "period"): "copies to the host are played to the end of a step, so that offload is planned for the makespan",
     ("host", "noise"): _HOST_ALONE,
     ("host", "what_if"): "copies to the host are not varied",
 }
@@ -56,10 +56,10 @@ def refuse_pairs(asked: Mapping[str, str]) -> None:
     """Raise `InputError` with all pairs of the axes `asked`, each under the name that it was asked by, that are not planned together.
 
     >>> refuse_pairs({"shares": "shares", "recompute": "recompute"})
-    >>> refuse_pairs({"host": "--offload", "span": "--objective span"})
+    >>> refuse_pairs({"host": "--offload", "period": "--objective period"})
     Traceback (most recent call last):
     ...
-    zerobubble.errors.InputError: --offload is not planned together with --objective span (copies to the host are played to the end of a \
+    zerobubble.errors.InputError: --offload is not planned together with --objective period (copies to the host are played to the end of a \
 step, so that offload is planned for the makespan): leave one of the two out
     """
     pairs = [(one, other) for one, other in combinations([axis for axis in AXES if axis in asked], 2) if (one, other) in NOT_TOGETHER]

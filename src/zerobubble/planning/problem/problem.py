@@ -13,7 +13,7 @@ from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fus
 from zerobubble.costs import NONE, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
-from zerobubble.ir import Kind, Placement
+from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.offload import HostLink
 from zerobubble.partition import LayerCut, stage_costs
@@ -21,7 +21,7 @@ from zerobubble.planning.problem.head import Head, has_parts, parts_on
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.simulation import Metrics
+from zerobubble.simulation import Metrics, period
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted
 
@@ -33,14 +33,22 @@ PARTS_OF_HEAD = tuple(dict.fromkeys((*traits_of(Kind.S).times, *traits_of(Kind.T
 
 
 class Objective(StrEnum):
-    """What to make short: the longest span of a rank (no barrier at the optimizer step), or the makespan."""
+    """What to make short: the time per step of consecutive steps, by what comes between them.
 
-    SPAN = "span"
+    - `PERIOD`: nothing global, as with plain optimizers and `PostValidation`. A rank begins its next step when it has ended this one.
+    - `MAKESPAN`: all ranks meet, as for a norm of all gradients (`clip_grad_norm_`) or the overflow check of a `GradScaler`.
+    """
+
+    PERIOD = "period"
     MAKESPAN = "makespan"
 
     def of(self, played: Timeline | Metrics) -> int:
-        """The time that counts of a schedule that was played, in ns."""
-        return played.span if self is Objective.SPAN else played.makespan
+        """What a search makes short in a schedule that was played, in ns: for the period the longest span, which is no less."""
+        return played.span if self is Objective.PERIOD else played.makespan
+
+    def time_of(self, schedule: Schedule, costs: Costs, played: Timeline | Metrics) -> int:
+        """The time per step in ns, where `schedule` was played with nothing but its passes."""
+        return period(schedule, costs) if self is Objective.PERIOD else played.makespan
 
     @classmethod
     def named(cls, name: str) -> Objective:
@@ -71,7 +79,7 @@ class Problem(Displayed):
     num_microbatches: int
     costs: Costs
     limits: Limits
-    objective: Objective = Objective.SPAN
+    objective: Objective = Objective.PERIOD
     workload: Workload | None = None
     layers_per_stage: tuple[int, ...] = ()
     layer_names: tuple[str, ...] = ()
@@ -234,7 +242,7 @@ class Problem(Displayed):
     def bound(self) -> Bound:
         """The proven lower bound on the objective."""
         bounds = self.bounds()
-        return bounds.span if self.objective is Objective.SPAN else bounds.makespan
+        return bounds.span if self.objective is Objective.PERIOD else bounds.makespan
 
     @property
     def messages(self) -> int:

@@ -110,7 +110,7 @@ def least_time(problem: Problem, bound: int, sharded: Sharded) -> int:
     A makespan has the gather of stage 0 before all passes, and all gathers of a rank one after another; a span has one before its passes.
     """
     times, home = sharded.times(problem.placement), problem.placement.routes[0]
-    if problem.objective is Objective.SPAN:
+    if problem.objective is Objective.PERIOD:
         return bound + min(times)
     loads = [sum(time for time, rank in zip(times, home, strict=True) if rank == here) for here in range(problem.placement.num_ranks)]
     return max(bound + times[0], *loads)

@@ -38,7 +38,7 @@ def order_microbatches(
     costs: Costs,
     *,
     limits: Limits | None = None,
-    objective: str = Objective.SPAN,
+    objective: str = Objective.PERIOD,
     seconds: float = SECONDS,
     evaluations: int | None = None,
     seed: int = 0,
@@ -54,7 +54,7 @@ def order_microbatches(
         schedule: the order of passes.
         costs: what stages take, with a share for each microbatch.
         limits: bytes of activations that each rank may hold; None for as much as it takes.
-        objective: "span", the longest time of a rank from its first pass to its last, or "makespan".
+        objective: "period", for which the longest span of a rank is made short, or "makespan".
         seconds: how long to search.
         evaluations: how many orders to play instead.
         seed: another one makes other random choices.

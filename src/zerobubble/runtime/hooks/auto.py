@@ -165,7 +165,7 @@ class AutoPlanner(StepHook):
         placement = self.schedule.placement
         costs = costs_of(placement, self._measured[0], self._measured[1:])
         limits = Limits((_plenty(costs, self.schedule.num_microbatches),) * placement.num_ranks)
-        self._problem = Problem(placement, self.schedule.num_microbatches, costs, limits, Objective.MAKESPAN)
+        self._problem = Problem(placement, self.schedule.num_microbatches, costs, limits, self._objective)
         if self._limits is not None:
             told = self._pipeline.memory_forecast_of(self.schedule, costs)
             self._problem = self._problem_beside(told)
@@ -177,6 +177,11 @@ class AutoPlanner(StepHook):
         self._is_waiting = True
         published = self._published_that_fits()
         return None if published is None else self._change(published)
+
+    @property
+    def _objective(self) -> Objective:
+        """The time per step as this run pays it."""
+        return Objective.MAKESPAN if self._pipeline.ranks_meet else Objective.PERIOD
 
     def _problem_beside(self, forecasts: MemoryForecasts) -> Problem:
         """The problem with what the messages of these forecasts leave of the memory limit."""
@@ -293,7 +298,7 @@ class AutoPlanner(StepHook):
         if late > DRIFT:
             _log.info("messages come later than planned, by up to %.0f %% of the passes of a microbatch: planning anew", 100 * late)
             self._has_bad_links = True
-        self._problem = replace(self._problem, costs=now)
+        self._problem = replace(self._problem, costs=now, objective=self._objective)
         self._is_waiting, self._drifted = True, False
         return self._wait()
 

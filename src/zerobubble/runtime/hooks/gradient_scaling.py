@@ -36,7 +36,7 @@ class Unscaling:
             self._are_enabled = _are_enabled(pipeline, scaler)
         if not self._are_enabled:
             return
-        pipeline.before_optimizer()
+        pipeline.before_optimizer(ranks_meet=True)
         with pipeline.activity("while unscaling gradients"):
             mine = unscale_own(pipeline, scaler, optimizers)
             found = _found_on_any(pipeline, scaler, is_found=mine)

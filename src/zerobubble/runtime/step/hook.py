@@ -79,7 +79,8 @@ class AttachedPipeline(Protocol):
     `modules` are this rank's, by stage. `gradients` tells where their gradients are summed (`.grad` or `.main_grad`).
     `schedule` is what is played now. `counted_elsewhere` are shared parameters that another rank, or another stage, already counts in the
     norm of the whole model, `divided` tells of which ranks hold parts. `scaling` is what the last training step did to the gradients,
-    `optimizers` are those that step them.
+    `optimizers` are those that step them. `ranks_meet` says whether all ranks have met between steps, as for a norm of all
+    gradients.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class AttachedPipeline(Protocol):
     schedule: Schedule
     scaling: GradientScaling
     optimizers: SteppingOptimizers
+    ranks_meet: bool
 
     @property
     def hooks(self) -> Sequence[StepHook]:
@@ -116,8 +118,8 @@ class AttachedPipeline(Protocol):
     def timeline(self) -> Timeline:
         """What every rank did in the last step; all ranks must call it."""
 
-    def before_optimizer(self) -> None:
-        """Tell every hook that gradients are about to be used."""
+    def before_optimizer(self, *, ranks_meet: bool = False) -> None:
+        """Tell every hook that gradients are about to be used, all ranks meeting for it or each rank by itself."""
 
     def record_optimizer(self) -> AbstractContextManager[None]:
         """Put what runs inside into the timeline of the last step as a step of the optimizer."""

@@ -90,6 +90,7 @@ class StepRunner:
         self.draws = draws
         self.recording = True
         self.measures_memory = False
+        self.ranks_meet = False
         self.step_hooks = step_hooks
         self.programs = programs
         self.schedule = programs.now.schedule
@@ -430,8 +431,9 @@ class StepRunner:
         messages = self.peers.bytes_for(traffic_of(program, self.rank))
         return forecasts(schedule, costs, self.gather(messages, "forecasting its memory"), self.programs.offloads_of(schedule))
 
-    def before_optimizer(self) -> None:
-        """Tell every hook that gradients are about to be used."""
+    def before_optimizer(self, *, ranks_meet: bool = False) -> None:
+        """Tell every hook that gradients are about to be used, all ranks meeting for it or each rank by itself."""
+        self.ranks_meet |= ranks_meet
         self.step_hooks.before_optimizer()
 
     def settle(self) -> None:

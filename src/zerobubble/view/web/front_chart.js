@@ -12,7 +12,7 @@ const HINT = "Click a point to see its schedule. Ctrl and wheel, or pinch, to zo
 export class FrontChart {
   constructor(host, front, opened) {
     Object.assign(this, { host, points: front.points, knee: front.knee, opened, at: null, shown: null, down: new Map() });
-    const label = `Bubble of the ${front.objective} over memory, ${this.points.length} limits`;
+    const label = `Bubble over memory, ${this.points.length} limits`;
     this.svg = shape("svg", { class: "front", tabindex: "0", role: "application", "aria-label": label, "aria-describedby": "front-keys" });
     this.told = element("p", "", { class: "told-point", role: "status", id: "front-told" });
     host.append(this.bar(), this.svg, this.told, element("p", HINT, { class: "hint", id: "front-keys" }));
@@ -101,7 +101,7 @@ export class FrontChart {
     }
     const middle = PLOT.top + (HEIGHT - PLOT.top - PLOT.bottom) / 2;
     marks.push(shape("text", { x: (PLOT.left + width) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "memory of a rank, in microbatches of all its stages"));
-    marks.push(shape("text", { transform: `translate(13 ${middle}) rotate(-90)`, "text-anchor": "middle" }, `bubble of the ${this.objective}`));
+    marks.push(shape("text", { transform: `translate(13 ${middle}) rotate(-90)`, "text-anchor": "middle" }, `bubble`));
     return marks;
   }
 
