@@ -10,7 +10,7 @@ from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require,
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Schedule, Step
-from zerobubble.kinds import HELD, KINDS, Kind, Stuff, Traits, made_where, traits_of
+from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Stuff, Traits, made_where, traits_of
 from zerobubble.level import FULL as FULL
 from zerobubble.level import NONE as NONE
 from zerobubble.level import SELECTIVE as SELECTIVE
@@ -53,10 +53,10 @@ class Costs(Displayed):
 
     `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
     A fused BW takes `fused[s]` if the costs have that further column and it is less, else backward + weight, and nothing that B would leave
-    for W stays after it. `hidden[s]` is the time in ns that an
-    overlapped step whose first pass is of stage s saves against its two passes one after the other. `reduce[s]` is the time in ns to sum
-    the gradients of stage s over replicas, alongside passes. `buckets[s]` is the number of parts in which they leave during the stage's
-    last W's; without buckets they leave after these. Every tuple has one entry per stage, `comm` one less; an empty one stands for zeros.
+    for W stays after it. `hidden[s]` is the time in ns that an overlapped step of F with B or BW, whose first pass is of stage s, saves
+    against these one after the other. `reduce[s]` is the time in ns to sum the gradients of stage s over replicas, alongside passes.
+    `buckets[s]` is the number of parts in which they leave during the stage's last W's; without buckets they leave after these. Every tuple
+    has one entry per stage, `comm` one less; an empty one stands for zeros.
 
     `placement` says on which ranks the stages were measured. With it the costs are for schedules on that placement only; None, where
     it does not matter or is not known, fits every placement of so many stages. `further` are columns, by name, that kinds of passes
@@ -352,13 +352,13 @@ class Costs(Displayed):
         return name in dict(self.further)
 
     def step_time(self, step: Step) -> int:
-        """Nanoseconds a step takes; two overlapped passes never less than the longer of them.
+        """Nanoseconds a step takes; F overlapped with B or BW never less than the longer of them, other passes as long as one by one.
 
         Two of microbatches with different shares save what two of the smaller share would.
         """
-        if len(step) == 1:
-            return self.time(*step[0])
         apart = [self.time(*op) for op in step]
+        if len(step) == 1 or not {stuff for op in step for stuff in traits_of(op.kind).makes} >= MOVES:
+            return sum(apart)
         return max(*apart, sum(apart) - min(self._sized("hidden", step[0].stage, op.microbatch) for op in step))
 
     def held(self, stuff: Stuff, stage: int, microbatch: int | None = None) -> int:

@@ -9,7 +9,7 @@ from statistics import median_low
 from typing import NamedTuple, TypeVar
 
 from zerobubble.arguments import NUMBER, each, takes
-from zerobubble.costs import MOST_BUCKETS, NS_PER_MS, UNIT_BYTES, Costs
+from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
 from zerobubble.kinds import HELD, MOVES, Kind, Stuff, head_kinds, kinds_making, made_where, traits_of
 from zerobubble.rules import makers, recomputed, uses
@@ -38,6 +38,8 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
     overlapping hides and are left out of the rest. The further columns that added kinds of passes ask for are fitted alike, with 0 for
     stages without such passes.
 
+    Where a stage ran both BW and B and W, and BW took less, the costs have `fused`; a stage without both has B and W there.
+
     What the sums of a stage's gradients over replicas took together is its `reduce`, of ranks that share it the median.
 
     With `shares`, one factor for each microbatch, as in `Costs`, times and bytes are fitted to be those of a microbatch of share 1.
@@ -61,7 +63,8 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
     saved = tuple(_held(changes, Stuff.SAVED, stage, UNIT_BYTES) for stage in stages)
     work = tuple(_held(changes, Stuff.WORK, stage, saved[stage]) for stage in stages)
     apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), saved, work)
-    apart = replace(apart.with_columns(**_further(times, changes, stages)), shares=tuple(shares))
+    fused = _fused(times, apart)
+    apart = replace(apart.with_columns(**_further(times, changes, stages), **fused), shares=tuple(shares))
     sums = tuple(_reduce(timeline, stage) for stage in stages)
     buckets = tuple(_buckets(timeline, stage) for stage in stages)
     return replace(apart, hidden=tuple(_hidden(timeline, apart)), reduce=sums, buckets=buckets)
@@ -75,6 +78,17 @@ def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[st
     for stuff in made - {Stuff.SAVED, Stuff.WORK}:
         found[HELD[stuff]] = [_held(changes, stuff, stage, 0) for stage in stages]
     return found
+
+
+def _fused(times: Durations, apart: Costs) -> dict[str, list[int]]:
+    """The column with the times of BW, where some stage ran BW and B, and BW took less than its B and W; none where not."""
+    both = [b + w for b, w in zip(apart.backward, apart.weight, strict=True)]
+    columns = [traits_of(kind).times for kind in (Kind.B, Kind.W, Kind.BW)]
+    found = list(both)
+    for stage, time in enumerate(both):
+        if all((each, stage) in times for each in columns):
+            found[stage] = min(time, _median(times, columns[-1], stage))
+    return {} if found == both else {FUSED: found}
 
 
 @takes(timeline=Timeline)

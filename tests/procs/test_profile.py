@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,24 @@ def test_a_rehearsal_is_profiled_at_its_pace(world: Ranks) -> None:
         return [time / 1e6 for times in (costs.forward, costs.backward, costs.weight) for time in times]
 
     assert_least_within(measure, [(wanted, wanted + 2) for wanted in (6, 3, 8, 4, 4, 2)])
+
+
+def profile_mixed(group: Any) -> zb.Costs:
+    """Backwards in one piece, and the last one apart, at a pace at which a BW takes less."""
+    pace = zb.Costs.from_ms([6.0, 3.0], [8.0, 4.0], [4.0, 2.0], fused=[9.0, 4.5])
+    whole = zb.make("1f1b", 2, 4)
+    rows = tuple((*row[:-1], *(row[-1]._replace(kind=kind) for kind in (zb.Kind.B, zb.Kind.W))) for row in whole.rows)
+    with zb.Pipeline(build, replace(whole, name="mixed", rows=rows), 4, loss_fn, group=group, pace=pace) as pipe:
+        return pipe.profile(*batch(4), steps=2)
+
+
+def test_backwards_in_one_piece_are_measured_where_a_schedule_has_both(world: Ranks) -> None:
+    def measure() -> list[float]:
+        costs, other = world.run(profile_mixed, ranks=2)
+        assert costs == other
+        return [time / 1e6 for times in (costs.backward, costs.weight, costs.fused) for time in times]
+
+    assert_least_within(measure, [(wanted, wanted + 1.4) for wanted in (8, 4, 4, 2, 9, 4.5)])
 
 
 def profile_bytes(group: Any) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
     "head": {"head": Head((1, 1, 1))},
     "host": {"host": HostLink(1e9, 1e9)},
+    "fused": {"work": zb.Workload.uniform(2, (3, 3, 2), fused=4)},
     "period": {"objective": "period"},
 }
 """What asks `zb.plan` for each axis; noise and errors of times are asked of what is planned."""

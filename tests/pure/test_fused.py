@@ -67,3 +67,14 @@ def test_as_long_as_apart_changes_no_bound() -> None:
 def test_least_work_of_a_problem_is_what_bubbles_are_shares_of() -> None:
     problem = Problem(Placement.linear(2), 2, Costs.uniform(2, (10, 10, 8), fused=14), zb.Limits((10**9,) * 2))
     assert problem.work == 2 * 2 * 24 * NS_PER_MS
+
+
+def test_fit_finds_it_where_a_stage_ran_both() -> None:
+    costs = Costs.uniform(2, (10, 10, 8), fused=14)
+    rows = [[zb.Op(Kind.F, 0, j) for j in range(2)], [zb.Op(Kind.F, 1, 0), zb.Op(Kind.B, 1, 0), zb.Op(Kind.F, 1, 1), zb.Op(Kind.BW, 1, 1)]]
+    rows[0] += [zb.Op(Kind.BW, 0, 0), zb.Op(Kind.B, 0, 1), zb.Op(Kind.W, 0, 1)]
+    rows[1] += [zb.Op(Kind.W, 1, 0)]
+    schedule = zb.Schedule("mixed", Placement.linear(2), 2, tuple(map(tuple, rows)))
+    found = zb.fit.fit_costs(zb.simulate(schedule, costs))
+    assert (found.fused, found.backward, found.weight) == (costs.fused, costs.backward, costs.weight)
+    assert zb.fit.fit_costs(zb.simulate(schedule, replace(costs, further=()))).fused == ()

@@ -69,6 +69,11 @@ class Bounds(NamedTuple):
         return f"span {self.span}\nmakespan {self.makespan}"
 
 
+def strongest(known: Sequence[Bounds]) -> Bounds:
+    """Of several bounds that all hold, the strongest on the span and on the makespan."""
+    return Bounds(*(max(each, key=lambda bound: bound.time) for each in zip(*known, strict=True)))
+
+
 @takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))
 def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
     """Times that no schedule can beat; `limits=None` stands for unlimited memory.
@@ -89,8 +94,8 @@ def bounds_with_turn(placement: Placement, num_microbatches: int, costs: Costs, 
     if costs.shares and len(costs.shares) != num_microbatches:
         raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
     if saves_time(costs):
-        alone = bounds_with_turn(placement, num_microbatches, without_savings(placement, costs), limits, turn)
-        return alone.with_remark(remark_on_savings(costs))
+        alone = [bounds_with_turn(placement, num_microbatches, each, limits, turn) for each in without_savings(placement, costs)]
+        return strongest(alone).with_remark(remark_on_savings(costs))
     if not costs.shares:
         return _of_alike(placement, num_microbatches, costs, limits, turn)
     return bounds_of_unequal(placement, costs, WORK, lambda count, share: _of_alike(placement, count, costs.scaled(share), limits))

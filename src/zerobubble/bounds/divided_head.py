@@ -7,7 +7,7 @@ part of the head before the forwards of all stages; after that it has all its wo
 
 from __future__ import annotations
 
-from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_turn, check_parts
+from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_turn, check_parts, strongest
 from zerobubble.bounds.chain import first_starts
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import work_reason
@@ -27,8 +27,8 @@ def bounds_divided(placement: Placement, num_microbatches: int, costs: Costs, li
     """
     check_parts(placement, costs, limits)
     if saves_time(costs):
-        alone = bounds_divided(placement, num_microbatches, without_savings(placement, costs), limits)
-        return alone.with_remark(remark_on_savings(costs))
+        shorter = [bounds_divided(placement, num_microbatches, each, limits) for each in without_savings(placement, costs)]
+        return strongest(shorter).with_remark(remark_on_savings(costs))
     alone = bounds_with_turn(placement, num_microbatches, costs, limits, _turn(placement, costs))
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):

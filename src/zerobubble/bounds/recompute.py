@@ -19,7 +19,7 @@ from itertools import combinations, product
 from math import ceil, floor
 from typing import NamedTuple
 
-from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, check_parts, lower_bounds, told_lacks
+from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, check_parts, lower_bounds, strongest, told_lacks
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
@@ -54,9 +54,10 @@ def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limi
     check_parts(placement, costs, limits)
     plain = replace(without_fused(costs), further=())
     if saves_time(costs):
-        by_level = [without_savings(placement, plain.with_recompute(level)) for level in levels]
-        alone = _bounds_by_level(placement, num_microbatches, without_savings(placement, plain), limits, by_level)
-        return alone.with_remark(remark_on_savings(costs))
+        by_level = zip(*(without_savings(placement, plain.with_recompute(level)) for level in levels), strict=True)
+        shorter = zip(without_savings(placement, plain), by_level, strict=True)
+        alone = [_bounds_by_level(placement, num_microbatches, each, limits, each_by_level) for each, each_by_level in shorter]
+        return strongest(alone).with_remark(remark_on_savings(costs))
     return _bounds_by_level(placement, num_microbatches, plain, limits, [plain.with_recompute(level) for level in levels])
 
 

@@ -232,9 +232,8 @@ def plan_verb(
     require_model(cluster)
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    refuse_beside("layers", "per_rank", "num_layers")
-    refuse_beside("costs_file", "layers")
-    refuse_beside("memory", "memory_bytes")
+    for options_that_exclude in (("layers", "per_rank", "num_layers"), ("costs_file", "layers"), ("memory", "memory_bytes")):
+        refuse_beside(*options_that_exclude)
     if options.inside_blocks and options.layers is None:
         raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
     answer = _answer(work, search, options, sharded, head, offload)
@@ -260,7 +259,7 @@ def _answer(
         head.require_times()
         return _plan_layers(options.layers, work, search, options)
     question = read_question("plan", work, search)
-    known = {"shares": bool(question.shares), "head": has_head(question)}
+    known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
     if question.problem is not None:
         again = question.problem.recomputation if options.recompute is None else None
         others = {"sharded": question.problem.sharded, "host": question.problem.host, "recompute": again}
@@ -286,6 +285,7 @@ _FLAGS = {
     "recompute": "--recompute",
     "head": "--head",
     "host": "--offload",
+    "fused": "--fused",
     "period": "--objective period",
     "noise": "--noise",
     "what_if": "--what-if",
@@ -297,6 +297,7 @@ _WORDS = {
     "recompute": "the recomputation",
     "head": "the head",
     "host": "the offload",
+    "fused": "the time of BW",
 }
 """What a file has that asks for an axis."""
 
@@ -312,7 +313,7 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
         "noise": options.noise is not None,
         "what_if": options.error is not None,
     }
-    given |= {axis: bool(given_flags(option)) for axis, option in (("layers", "layers"), ("head", "head"), ("host", "offload"))}
+    given |= {axis: bool(given_flags({"host": "offload"}.get(axis, axis))) for axis in ("layers", "head", "host", "fused")}
     in_file = {axis: f"{words} in {file}" for axis, words in _WORDS.items() if known.get(axis)}
     refuse_pairs(in_file | {axis: flag for axis, flag in _FLAGS.items() if given[axis]})
 

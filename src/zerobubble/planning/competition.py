@@ -20,7 +20,6 @@ from zerobubble.planning.attempt import (
     Budget,
     ProgressCallback,
     attempt_by_baseline,
-    improve,
     shorter,
     start_attempt,
     with_list_schedule,
@@ -28,6 +27,7 @@ from zerobubble.planning.attempt import (
     with_serial_schedule,
     with_sharper_bound,
 )
+from zerobubble.planning.in_steps import improve_in_steps
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
 from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
 from zerobubble.planning.problem.problem import Objective, Problem
@@ -90,7 +90,7 @@ def solve(
         attempt = with_sharper_bound(attempt, budget)
         spent = perf_counter() - started - compiling
         if not budget.is_empty:
-            attempt = with_list_schedule(improve(attempt, budget.share(1, spent=spent), seed, progress))
+            attempt = with_list_schedule(improve_in_steps(attempt, budget.share(1, spent=spent), seed, progress))
     attempt = with_serial_schedule(attempt)
     return with_paired_schedule(replace(attempt, solved=with_weights_ordered(attempt.solved))).solved
 

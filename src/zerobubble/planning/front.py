@@ -118,6 +118,7 @@ def plan(
         "recompute": bool(offered) and "recompute",
         "head": (head is not None and "head") or (isinstance(work, Costs) and has_parts(work) and "the head in the costs"),
         "host": host is not None and "host",
+        "fused": isinstance(work, (Workload, Costs)) and bool(work.fused) and "fused",
         "period": aim is Objective.PERIOD and "objective='period'",
     }
     refuse_pairs({axis: name for axis, name in asked.items() if name})

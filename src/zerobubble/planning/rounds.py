@@ -8,7 +8,8 @@ from math import ceil
 from time import perf_counter
 from typing import Self
 
-from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_list_schedule, with_sharper_bound
+from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, with_list_schedule, with_sharper_bound
+from zerobubble.planning.in_steps import improve_in_steps
 from zerobubble.planning.reasons import can_beat
 
 
@@ -54,7 +55,7 @@ def _search_rounds(known: Mapping[str, Attempt], budget: Budget, seed: int, on_p
     for turn in range(rounds):
         left = contenders(known.values())[:keep]
         for done, attempt in enumerate(left, turn * len(left)):
-            yield improve(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, on_progress)
+            yield improve_in_steps(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, on_progress)
         keep = ceil(len(left) / 2)
 
 
@@ -74,10 +75,10 @@ def with_sharper_bounds(attempts: Sequence[Attempt], budget: Budget) -> list[Att
 def rank_key(attempt: Attempt) -> tuple[float, float, int, float]:
     """Less is better: the bubble to nine digits, then that of the makespan, then messages, then memory."""
     solved = attempt.solved
-    if solved.bubble is None or solved.makespan is None or solved.peak_microbatches is None:
+    if solved.time is None or solved.makespan is None or solved.peak_microbatches is None:
         return float("inf"), 0.0, 0, 0.0
-    of_makespan = solved.problem.bubble(solved.makespan)
-    return round(solved.bubble, 9), round(of_makespan, 9), solved.problem.messages, solved.peak_microbatches
+    of_makespan = solved.problem.bubble(solved.makespan)  # of the same work whatever steps save, so that a shorter one has less
+    return round(solved.problem.bubble(solved.time), 9), round(of_makespan, 9), solved.problem.messages, solved.peak_microbatches
 
 
 def compile_search(attempts: Sequence[Attempt], budget: Budget) -> float:
@@ -86,4 +87,4 @@ def compile_search(attempts: Sequence[Attempt], budget: Budget) -> float:
         return 0.0
     from zerobubble.planning.search import compile_kernels
 
-    return compile_kernels()
+    return compile_kernels(steps=any(attempt.solved.problem.plans_steps for attempt in attempts))

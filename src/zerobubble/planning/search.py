@@ -101,13 +101,31 @@ def search_again(
     return found
 
 
+def search_in_steps(
+    problem: Problem, bound: int, schedules: Sequence[Schedule], *, seconds: float, seed: int = 0, evaluations: int | None = None
+) -> SearchResult | None:
+    """The best that annealing makes of `schedules` in the budget where passes may share steps, or sooner where it meets `bound` (ns).
+
+    Which B and W are one BW, and which F overlaps which B or BW, changes with the order. None where no schedule fits the limits.
+    """
+    kernels = load_kernels()
+    budget = kernels.BudgetMeter(seconds, evaluations)
+    found = kernels.anneal_in_steps(problem, schedules, bound, budget, seed)
+    return None if found is None else SearchResult(found.schedule, "annealing of steps", budget.used, budget.elapsed, found.interrupted)
+
+
 def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
     """Span and makespan of `schedule` in ns by the compiled simulator, and whether it fits the limits.
 
-    A backward in one piece is played as B and W where there is room for what B leaves to W. Raises `InputError` for a schedule that
-    cannot run.
+    A backward in one piece is played as B and W where there is room for what B leaves to W, unless steps of several passes save time: then
+    all steps are played as they are. Raises `InputError` for a schedule that cannot run.
     """
     kernels = load_kernels()
+    if problem.plans_steps:
+        span, makespan, fits = kernels.play_in_steps(problem, schedule)
+        if span < 0:
+            raise InputError(f"the schedule {schedule.name!r} cannot run: see schedule_faults")
+        return span, makespan, fits
     order = kernels.order_of(schedule)
     both = [kernels.tables_of(replace(problem, objective=one), joins=True) for one in (Objective.PERIOD, Objective.MAKESPAN)]
     rows = [kernels.rows_of(tables, order) for tables in both]
@@ -118,14 +136,20 @@ def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, b
     return span, makespan, fits
 
 
-def compile_kernels(again: bool = False) -> float:
-    """The seconds it took to compile what `search` uses, and `search_again` if asked for, or to load it where it was compiled before."""
+def compile_kernels(again: bool = False, steps: bool = False) -> float:
+    """The seconds it took to compile what `search` uses, and `search_again` or `search_in_steps` if asked for.
+
+    Or to load it where it was compiled before.
+    """
     start = perf_counter()
     problem = Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2))
     load_kernels().compile_all(problem)
     if again:
         full = replace(problem, costs=problem.costs.with_recompute(FULL), recomputation=Recomputation((NONE, FULL), (FULL,) * 2))
         search_again(full, computed_again(serial_schedule(full.placement, 2), full), 0, 0.0, 1)
+    if steps:
+        hiding = replace(problem, costs=Costs.uniform(2, overlap=2.0))
+        search_in_steps(hiding, 0, [serial_schedule(hiding.placement, 2)], seconds=0.0, evaluations=1)
     return perf_counter() - start
 
 

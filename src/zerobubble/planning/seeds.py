@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from statistics import fmean
 
+from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.costs import Costs
 from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
@@ -128,12 +129,16 @@ def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
 def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
     """Those that fit the limits, backward passes split where there is room for what that leaves to W.
 
-    Forwards of stages that compute again are computed again.
+    Forwards of stages that compute again are computed again. Where a BW takes less than B and W, others follow with backwards in one piece.
     """
     for schedule in schedules:
         order = split_in_room(computed_again(schedule, problem), problem)
         if fits_memory(order, problem):
             yield order
+        if fusing_saves(problem.costs) and problem.plans_steps:
+            for made in with_backwards_joined(schedule, problem):
+                if made.rows != order.rows:
+                    yield replace(made, name=f"{schedule.name}, {made.name}")
 
 
 def computed_again(schedule: Schedule, problem: Problem) -> Schedule:
@@ -204,6 +209,32 @@ def _row_joined(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
         else:
             passes.append(op)
     return tuple(passes)
+
+
+def with_backwards_joined(schedule: Schedule, problem: Problem) -> Iterator[Schedule]:
+    """`schedule`, of passes one at a time, with B and W apart, in one piece where they stand side by side, and all in one piece.
+
+    Those that fit the limits, named by what they are, without those that are the same.
+    """
+    apart = split(schedule)
+    every = [{op for op in row if op.kind is Kind.B} for row in apart.rows]
+    beside = [{op for op, other in pairwise(row) if op.kind is Kind.B and other == op._replace(kind=Kind.W)} for row in apart.rows]
+    known = []
+    for name, whole in (("B and W apart", [set()] * len(every)), ("B and W in one piece", every), ("some B and W in one piece", beside)):
+        rows = tuple(tuple(_joined(*pair)) for pair in zip(apart.rows, whole, strict=True))
+        made = replace(apart, name=name, rows=rows)
+        if rows not in known and fits_memory(made, problem):
+            known.append(rows)
+            yield made
+
+
+def _joined(row: Iterable[Op], whole: set[Op]) -> Iterator[Op]:
+    """The row with each B of `whole` in one piece with its W."""
+    for op in row:
+        if op in whole:
+            yield op._replace(kind=Kind.BW)
+        elif not (op.kind is Kind.W and op._replace(kind=Kind.B) in whole):
+            yield op
 
 
 def _parts(op: Op) -> tuple[Op, ...]:

@@ -383,10 +383,9 @@ class Pipeline:
         were, and `on_loss` and hooks hear of none. Every rank must call it. `progress(done, total)` hears of every step; without one, a bar
         on rank 0's terminal does.
 
-        Where `recompute` is given, be it {}, all stages are measured at each of its levels and in full, too, in as many steps each:
-        `costs.levels` tells, and `zb.plan(costs, recompute="auto")` chooses among them. Where ranks divide the head, so many steps are
-        played by either algorithm, and `costs` have the columns of `Costs.with_divided_head`, each part's own where it is: see
-        `zb.planning.Head.of_parts`.
+        In as many steps each, it also measures BW where the schedule has both BW and B (`costs.fused`); where `recompute` is given, be it
+        {}, all stages at each of its levels and in full (`costs.levels`, among which `zb.plan(costs, recompute="auto")` chooses); and where
+        ranks divide the head, either algorithm, each part where it is: see `Costs.with_divided_head`.
 
         Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice, and `PipelineError` as `step` does.
         """

@@ -8,6 +8,7 @@ from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
 from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
 from zerobubble.planning.kernels.size_aware import search_takers
+from zerobubble.planning.kernels.step_moves import anneal_in_steps, play_in_steps
 from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
 from zerobubble.planning.kernels.windows import sharper_bound
 
@@ -17,12 +18,14 @@ __all__ = [
     "SearchState",
     "all_ranks_fit",
     "anneal_again",
+    "anneal_in_steps",
     "compile_all",
     "first_orders",
     "improve_jointly",
     "longest_time",
     "most_robust",
     "order_of",
+    "play_in_steps",
     "rows_of",
     "schedule_of_order",
     "search_portfolio",

@@ -11,7 +11,9 @@ _IN_TURN = "plan the layers alone, and give the costs of that plan with the rest
 _HEAD_ALONE = "both ways to place a head are planned for stages alone"
 _HOST_ALONE = "what goes to the host is chosen for passes that are alike, of stages alone"
 
-AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "period", "noise", "what_if")
+_APART = "BW's are placed among F, B and W of stages and microbatches that are alike, and alone"
+
+AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise", "what_if")
 """What a plan may be asked for beyond costs, placements and memory; `period` is that objective, asked for by its name."""
 
 NOT_TOGETHER = {
@@ -31,23 +33,29 @@ NOT_TOGETHER = {
     ("sharded", "recompute"): "gathers are planned for schedules without R: `zerobubble show` with --weights counts those of a plan with R",
     ("sharded", "head"): _HEAD_ALONE,
     ("sharded", "host"): _HOST_ALONE,
+    ("sharded", "fused"): _APART,
     ("sharded", "noise"): "an order is made robust by the times of passes alone, and its weights could have to be gathered more often",
     ("shares", "head"): _HEAD_ALONE,
     ("shares", "host"): _HOST_ALONE,
+    ("shares", "fused"): _APART,
     ("shares", "noise"): "an order is made robust for microbatches that are alike",
     ("recompute", "head"): _HEAD_ALONE,
     ("recompute", "host"): _HOST_ALONE,
+    ("recompute", "fused"): _APART,
     (
         "recompute",
         "noise",
     ): "the search for a robust order puts each R right before its B and gives it no noise; "
     "zb.planning.sensitivity and --what-if show what noise does to a plan with R",
     ("head", "host"): _HEAD_ALONE,
+    ("head", "fused"): _APART,
     ("head", "noise"): _HEAD_ALONE,
     ("head", "what_if"): "the passes of a divided head are not varied",
+    ("host", "fused"): _APART,
     ("host", "period"): "copies to the host are played to the end of a step, so that offload is planned for the makespan",
     ("host", "noise"): _HOST_ALONE,
     ("host", "what_if"): "copies to the host are not varied",
+    ("fused", "noise"): "an order is made robust with B and W apart",
 }
 """Each pair of axes that is not planned together: why, and what helps besides leaving one of the two out."""
 

@@ -151,11 +151,21 @@ class Problem(Displayed):
         return self.head is not None and has_parts(self.costs)
 
     @property
+    def plans_steps(self) -> bool:
+        """Whether steps of several passes save time and are planned: F, B and W alone, of microbatches that are alike."""
+        others = (self.recomputation, self.head, self.host, self.sharded)
+        return saves_time(self.costs) and not self.costs.shares and all(other is None for other in others)
+
+    @property
     def without_savings(self) -> Problem:
-        """The problem with passes one at a time so short that no schedule takes longer with them: bounds for it hold here, too."""
+        """The problem with passes one at a time so short that no schedule takes longer with them: bounds for it hold here, too.
+
+        Of several such, that with the strongest bound.
+        """
         if not saves_time(self.costs):
             return self
-        return replace(self, costs=without_savings(self.placement, self.costs), workload=None, cut=None)
+        ways = [replace(self, costs=each, workload=None, cut=None) for each in without_savings(self.placement, self.costs)]
+        return max(ways, key=lambda way: way.bound().time) if len(ways) > 1 else ways[0]
 
     @property
     def remark_on_savings(self) -> str:

@@ -182,13 +182,13 @@ class ProgramCache:
             self._keep(self._make_ready(now))
 
     @contextmanager
-    def one_by_one(self, level: str | None = None, algorithm: int | None = None) -> Iterator[ReadyProgram]:
+    def one_by_one(self, level: str | None = None, algorithm: int | None = None, in_one_piece: bool = False) -> Iterator[ReadyProgram]:
         """Inside, a program that takes microbatches one by one through the stages of `now`, for a profile.
 
-        With a `level` of recomputation all stages have it. A divided head is divided by `algorithm`, by default as in `now`. After an
-        error the program is kept, for `close` to let go of what it has in flight.
+        With a `level` of recomputation all stages have it. A divided head is divided by `algorithm`, by default as in `now`. With
+        `in_one_piece` each backward is a BW. After an error the program is kept, for `close` to let go of what it has in flight.
         """
-        schedule = one_by_one(self.now.schedule, computes_all_again=level is not None, algorithm=algorithm)
+        schedule = one_by_one(self.now.schedule, computes_all_again=level is not None, algorithm=algorithm, in_one_piece=in_one_piece)
         stages = self._stages.of(schedule, level)
         handshake = StepHandshake(schedule, self._peers)
         if self._trial is not None:  # of a profile that was refused

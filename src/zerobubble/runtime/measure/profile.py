@@ -30,8 +30,12 @@ Progress = Callable[[int, int], object]
 _TIMES = ("forward", "backward", "weight", "comm")
 
 
-def one_by_one(schedule: Schedule, *, computes_all_again: bool = False, algorithm: int | None = None) -> Schedule:
+def one_by_one(
+    schedule: Schedule, *, computes_all_again: bool = False, algorithm: int | None = None, in_one_piece: bool = False
+) -> Schedule:
     """The placement of `schedule` with a microbatch at a time: down through all stages and back, then each rank's W.
+
+    With `in_one_piece` each backward is a BW.
 
     Stages some of whose forwards `schedule` computes again have all of them computed again, right before their backward, and with
     `computes_all_again` all stages have. Where `schedule` divides the head, parts of it are computed between the last forward and the last
@@ -44,7 +48,11 @@ def one_by_one(schedule: Schedule, *, computes_all_again: bool = False, algorith
         again = dict.fromkeys(range(schedule.num_stages), Kind.R)
     parts = _parts_of_head(schedule, algorithm)
     rows = tuple(
-        tuple(op for microbatch in range(schedule.num_microbatches) for op in _passes(schedule, rank, microbatch, again, parts))
+        tuple(
+            op
+            for microbatch in range(schedule.num_microbatches)
+            for op in _passes(schedule, rank, microbatch, again, parts, Kind.BW if in_one_piece else Kind.B)
+        )
         for rank in range(schedule.num_ranks)
     )
     return Schedule(f"{schedule.name} (one by one)", schedule.placement, schedule.num_microbatches, rows, schedule.microbatch_routes)
@@ -59,15 +67,20 @@ def _parts_of_head(schedule: Schedule, algorithm: int | None) -> dict[int, list[
 
 
 def _passes(
-    schedule: Schedule, rank: int, microbatch: int, again: Mapping[int, Kind], parts: Mapping[int, list[tuple[Kind, int]]]
+    schedule: Schedule,
+    rank: int,
+    microbatch: int,
+    again: Mapping[int, Kind],
+    parts: Mapping[int, list[tuple[Kind, int]]],
+    backward: Kind,
 ) -> list[Op]:
     """What `rank` does for one microbatch, one after another, where stages are computed `again` by passes of these kinds."""
     down = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage, microbatch) == rank]
-    back = [(kind, stage) for stage in down[::-1] for kind in (again.get(stage), Kind.B) if kind is not None]
+    back = [(kind, stage) for stage in down[::-1] for kind in (again.get(stage), backward) if kind is not None]
     part = parts.get(rank, [])
     before = [each for each in part if Collective.GRADIENT in traits_of(each[0]).gives or each == part[0]]
     after = [each for each in part if each not in before]
-    order = [*((Kind.F, stage) for stage in down), *before, *back, *after, *((Kind.W, stage) for stage in down[::-1])]
+    order = [*((Kind.F, stage) for stage in down), *before, *back, *after, *((Kind.W, stage) for stage in down[::-1] if backward is Kind.B)]
     return [Op(kind, stage, microbatch) for kind, stage in order]
 
 
@@ -119,6 +132,12 @@ def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline])
     names = [*_TIMES, *(name for name in steps[0].time_columns if name in dict(steps[0].further))]
     times = {name: tuple(map(median_low, zip(*(step.column(name) for step in steps), strict=True))) for name in names}
     return replace(fit_costs(without_head(metered)).with_columns(**times), placement=placement)
+
+
+def with_fused_of(costs: Costs, in_one_piece: Costs) -> Costs:
+    """`costs` with the time of BW, which is the backward of `in_one_piece`: steps in which each backward is one; at most B and W."""
+    apart = (b + w for b, w in zip(costs.backward, costs.weight, strict=True))
+    return costs.with_columns(fused=list(map(min, in_one_piece.backward, apart)))
 
 
 def with_level_of(costs: Costs, name: str, measured: Costs) -> Costs:

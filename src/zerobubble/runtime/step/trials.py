@@ -11,9 +11,9 @@ from typing import NamedTuple
 from zerobubble.arguments import WHOLE, shown
 from zerobubble.costs import OFFLOADABLE, Costs
 from zerobubble.errors import InputError
-from zerobubble.ir import Placement
+from zerobubble.ir import Kind, Placement
 from zerobubble.runtime.measure.measured_head import MeasuredHead, with_measured_head
-from zerobubble.runtime.measure.profile import Progress, costs_of, telling, with_level_of
+from zerobubble.runtime.measure.profile import Progress, costs_of, telling, with_fused_of, with_level_of
 from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
@@ -24,10 +24,14 @@ from zerobubble.timeline import Timeline
 
 
 class _Round(NamedTuple):
-    """Steps one by one: all stages at a `level` of recomputation, or as the pipeline has them, and a divided head by `algorithm`."""
+    """Steps one by one: all stages at a `level` of recomputation, or as the pipeline has them, and a divided head by `algorithm`.
+
+    With `in_one_piece` each backward is a BW.
+    """
 
     level: str | None
     algorithm: int | None
+    in_one_piece: bool = False
 
 
 class _Measured(NamedTuple):
@@ -52,12 +56,17 @@ def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progres
     algorithm = algorithm_of(schedule) if schedule.has_divided_head else None
     rounds = [_Round(None, one) for one in ([None] if algorithm is None else PASSES)]
     rounds += [_Round(level, algorithm) for level in runner.levels_to_measure]
+    whole = _Round(None, algorithm, in_one_piece=True)
+    mixes_backwards = {Kind.B, Kind.BW} <= {op.kind for row in schedule.rows for op in row}
+    rounds += [whole] * mixes_backwards
     with runner.activity("while profiling"), runner.untouched(), telling(progress, runner.rank) as tell:
         measured = {}
         for place, each in enumerate(rounds):
             done = place * (steps + 1)
             measured[each] = _one_by_one(runner, given, steps, each, lambda more, done=done: tell(done + more, len(rounds) * (steps + 1)))  # type: ignore[misc]
     costs = measured[_Round(None, algorithm)].costs(schedule.placement)
+    if mixes_backwards:
+        costs = with_fused_of(costs, measured[whole].costs(schedule.placement))
     for level in runner.levels_to_measure:
         costs = with_level_of(costs, level, measured[_Round(level, algorithm)].costs(schedule.placement))
     if algorithm is None:
@@ -69,7 +78,7 @@ def _one_by_one(runner: StepRunner, given: StepInputs, steps: int, each: _Round,
     """What a metered step and then timed `steps` tell, in which microbatches come one by one."""
     timelines: list[Timeline] = []
     movable: dict[int, list[MovableBytes]] = {}
-    with runner.programs.one_by_one(each.level, each.algorithm) as compiled:
+    with runner.programs.one_by_one(*each) as compiled:
         assert compiled.train is not None
         for index, stage in compiled.stages.items():
             movable[index] = [MovableBytes(runner.device) for _ in range(compiled.schedule.num_microbatches)]

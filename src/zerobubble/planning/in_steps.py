@@ -1,0 +1,84 @@
+"""The search on one placement where a step of several passes saves time: BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
+
+Three searches order passes one at a time: with B and W apart, with every backward in one piece, and with W as short as what a BW takes
+beyond its B, where those that end up side by side are then joined. Annealing of the best of each moves passes into steps and out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from time import perf_counter
+
+from zerobubble.bounds.overlap import fusing_saves
+from zerobubble.costs import Costs
+from zerobubble.ir import Kind, Schedule
+from zerobubble.kinds import traits_of
+from zerobubble.planning.answer import Plan
+from zerobubble.planning.attempt import CHECK_SECONDS, Attempt, Budget, ProgressCallback, improve, shorter, start_attempt
+from zerobubble.planning.problem.problem import Problem
+from zerobubble.planning.seeds import paired, with_backwards_joined
+
+EACH_SEARCH = 0.2
+"""The share of the budget for each search of passes one at a time."""
+
+
+def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
+    """What `improve` gives; where steps of several passes save time, the attempt after a search that also chooses these, never worse."""
+    solved = attempt.solved
+    problem = solved.problem
+    if not problem.plans_steps or budget.is_empty or not attempt.can_improve:
+        return improve(attempt, budget, seed, on_progress)
+    started, starts, interrupted = perf_counter(), [], False
+    part = Budget(EACH_SEARCH * budget.seconds, budget.evaluations and int(EACH_SEARCH * budget.evaluations))
+    searches = list(_one_at_a_time(problem))
+    for variant in searches:
+        found = _searched(attempt.name, variant, part, seed, on_progress)
+        interrupted |= found.interrupted
+        ways = [] if found.solved.order is None else list(with_backwards_joined(found.solved.order, problem))
+        for made in ways:
+            solved = shorter(solved, Plan.of(problem, solved.bound, made, solved.seconds, f"{found.solved.how}, {made.name}"))
+        starts += ways
+        if interrupted:
+            break
+    if not interrupted and solved.time != solved.bound.time:
+        left = max(0.0, budget.seconds - (perf_counter() - started) - CHECK_SECONDS * problem.num_passes)
+        counted = budget.evaluations and budget.evaluations - len(searches) * (part.evaluations or 0)
+        solved, interrupted = _with_steps(solved, [*starts, *attempt.seeds], Budget(left, counted), seed)
+    seconds = attempt.solved.seconds + perf_counter() - started
+    return replace(attempt, solved=replace(solved, seconds=seconds), searched=True, interrupted=interrupted)
+
+
+def _one_at_a_time(problem: Problem) -> Iterator[Problem]:
+    """The problem with passes one at a time: B and W apart, all in one piece where a BW takes less, and with the times of the bound."""
+    costs = problem.costs
+    apart = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one))
+    yield _with_costs(problem, apart)
+    if fusing_saves(costs):
+        whole, nothing = tuple(costs.time(Kind.BW, stage) for stage in range(costs.num_stages)), (0,) * costs.num_stages
+        yield _with_costs(problem, replace(apart, backward=whole, weight=nothing, held_after_b=nothing))
+    yield problem.without_savings
+
+
+def _with_costs(problem: Problem, costs: Costs) -> Problem:
+    return replace(problem, costs=costs, workload=None, cut=None)
+
+
+def _searched(name: str, problem: Problem, budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:
+    """The attempt at a problem of passes one at a time, from the beginning."""
+    started = perf_counter()
+    begun = start_attempt(name, problem, budget)
+    return improve(begun, budget._replace(seconds=max(0.0, budget.seconds - (perf_counter() - started))), seed, on_progress)
+
+
+def _with_steps(solved: Plan, others: list[Schedule], budget: Budget, seed: int) -> tuple[Plan, bool]:
+    """The answer after a search for steps from its schedule and `others`, and whether Ctrl-C ended it."""
+    from zerobubble.planning.search import search_in_steps
+
+    problem = solved.problem
+    starts = [each for each in (solved.order, *paired(problem), *others) if each is not None]
+    found = search_in_steps(problem, solved.bound.time, starts, seconds=budget.seconds, seed=seed, evaluations=budget.evaluations)
+    if found is None:
+        return solved, False
+    name = f"planned by {found.how}"
+    return shorter(solved, Plan.of(problem, solved.bound, replace(found.schedule, name=name), solved.seconds, name)), found.interrupted

@@ -1,0 +1,265 @@
+"""Rows whose passes may share a step, and their compiled player.
+
+A step is one pass, or neighbours of a row that run as one: B with its own W (a BW, see `Costs.fused`), F of one microbatch with B or BW of
+another (an overlapped pair, see `Costs.hidden`). `play` knows one pass at a time; here each position says whether the next one shares its
+step. All passes of a step wait for what any of them needs, and what they make leaves when the step is over.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.tables import PLANNED, Ints
+from zerobubble.planning.problem.problem import Objective, Problem
+
+FORWARD, BACKWARD, WEIGHT = range(len(PLANNED))
+"""What the codes of a kind stand for: code `k * stages + s` is a pass of `PLANNED[k]` and stage s, as in `tables`."""
+
+
+class StepTables(NamedTuple):
+    """A problem whose microbatches are alike as arrays, by stage unless said otherwise, in ns and bytes."""
+
+    microbatches: int
+    stages: int
+    from_start: bool
+    """Whether the time before a rank's first pass counts (makespan) or not (span)."""
+    fuses: bool
+    """Whether some BW takes less than its B and W."""
+    pairs: bool
+    """Whether some overlapped pair takes less than its passes."""
+    rank: Ints
+    lag: Ints
+    """How long a message between a stage and the next one takes, 0 on one rank."""
+    time: Ints
+    """By code."""
+    fused: Ints
+    """The time of BW."""
+    hidden: Ints
+    saved: Ints
+    pending: Ints
+    first: Ints
+    """By rank, where its row starts, and the end of all."""
+    limit: Ints
+    """By rank."""
+
+
+class StepRows(NamedTuple):
+    """The rows of a schedule, by position in the concatenation of all rows, with the times of their steps."""
+
+    code: Ints
+    microbatch: Ints
+    glued: Ints
+    """1 where the pass shares its step with the one after it, else 0."""
+    where: Ints
+    """The position of code c for microbatch j, at `c * microbatches + j`."""
+    begin: Ints
+    end: Ints
+    """When the step of the pass begins and ends, in ns."""
+
+
+class StepPlay(NamedTuple):
+    """How far a play has come, by rank: the position of the next step, the pass that it waits for or -1, and room for a stack."""
+
+    head: Ints
+    blocked: Ints
+    stack: Ints
+
+
+def step_tables(problem: Problem) -> StepTables:
+    """The arrays of `problem`, whose microbatches are alike."""
+    costs, home = problem.costs, problem.placement.routes[0]
+    stages, m = len(home), problem.num_microbatches
+    fused = [costs.time(Kind.BW, stage) for stage in range(stages)]
+    lag = [0 if home[s] == home[s + 1] else costs.comm[s] for s in range(stages - 1)]
+    counts = [len(PLANNED) * m * home.count(rank) for rank in range(problem.placement.num_ranks)]
+    return StepTables(
+        m,
+        stages,
+        problem.objective is Objective.MAKESPAN,
+        any(whole < b + w for whole, b, w in zip(fused, costs.backward, costs.weight, strict=True)),
+        any(costs.hidden),
+        *map(_ints, (home, [*lag, 0], [costs.time(kind, s) for kind in PLANNED for s in range(stages)], fused, costs.hidden)),
+        *map(_ints, (costs.held_after_f, costs.held_after_b, np.cumsum([0, *counts]), problem.limits.memory)),
+    )
+
+
+def step_rows(tables: StepTables, schedule: Schedule) -> StepRows:
+    """The rows of `schedule`, not yet played; a pair that is not F with B or BW of another microbatch comes apart."""
+    code, microbatch, glued = [], [], []
+    first = {kind: k * tables.stages for k, kind in enumerate(PLANNED)}
+    for row in schedule.rows:
+        for op, follower in zip(row, (*row[1:], None), strict=True):
+            parts = (Kind.B, Kind.W) if op.kind is Kind.BW else (op.kind,)
+            code += [first[kind] + op.stage for kind in parts]
+            microbatch += [op.microbatch] * len(parts)
+            pair = follower is not None and (op, follower) in schedule.overlaps and can_overlap(op, follower)
+            glued += [1] * (len(parts) - 1) + [int(pair)]
+    where, nothing = np.zeros(len(code), np.int64), np.zeros(len(code), np.int64)
+    numbers, places = _ints(microbatch), _ints(code)
+    where[places * tables.microbatches + numbers] = np.arange(len(code))
+    return StepRows(places, numbers, _ints(glued), where, nothing, nothing.copy())
+
+
+def can_overlap(one: Op, other: Op) -> bool:
+    """Whether a step of these two, in this order, may be planned."""
+    return one.kind is Kind.F and other.kind in (Kind.B, Kind.BW) and one.microbatch != other.microbatch
+
+
+def schedule_of_steps(name: str, problem: Problem, tables: StepTables, rows: StepRows) -> Schedule:
+    """The schedule whose rows are `rows`."""
+    ops = [Op(PLANNED[code // tables.stages], code % tables.stages, j) for code, j in zip(*(c.tolist() for c in rows[:2]), strict=True)]
+    made, overlaps = [], set()
+    for start, stop in zip(tables.first[:-1].tolist(), tables.first[1:].tolist(), strict=True):
+        row: list[Op] = []
+        for at in range(start, stop):
+            shares = at > start and bool(rows.glued[at - 1])
+            if shares and ops[at].kind is Kind.W:
+                row[-1] = row[-1]._replace(kind=Kind.BW)
+            else:
+                row.append(ops[at])
+            if shares and ops[at].kind is Kind.B:
+                whole = bool(rows.glued[at])
+                overlaps.add((row[-2], row[-1]._replace(kind=Kind.BW) if whole else row[-1]))
+        made.append(tuple(row))
+    return Schedule(name, problem.placement, problem.num_microbatches, tuple(made), overlaps=frozenset(overlaps))
+
+
+def new_play(tables: StepTables) -> StepPlay:
+    """Room for plays."""
+    head = tables.first[:-1].copy()
+    return StepPlay(head, np.zeros_like(head), np.zeros_like(head))
+
+
+@inlined
+def step_stop(rows: StepRows, start: int) -> int:
+    """Where the step that begins at a position ends."""
+    at = start
+    while rows.glued[at]:
+        at += 1
+    return at + 1
+
+
+@inlined
+def step_time(tables: StepTables, rows: StepRows, start: int, stop: int) -> int:
+    """The ns of a step."""
+    total, longest, parts, at = 0, 0, 0, start
+    while at < stop:
+        code = rows.code[at]
+        time = tables.time[code]
+        if code // tables.stages == BACKWARD and at + 1 < stop:
+            time = tables.fused[code - tables.stages]
+            at += 1
+        total += time
+        longest = max(longest, time)
+        parts += 1
+        at += 1
+    return max(longest, total - tables.hidden[rows.code[start] % tables.stages]) if parts > 1 else total
+
+
+@inlined
+def maker_of(tables: StepTables, rows: StepRows, at: int) -> tuple[int, int]:
+    """The position of the pass whose message the one at a position waits for, -1 for none, and the ns that this takes."""
+    code, stages, j = rows.code[at], tables.stages, rows.microbatch[at]
+    kind, stage = code // stages, code % stages
+    if kind == FORWARD and stage > 0:
+        return rows.where[(code - 1) * tables.microbatches + j], tables.lag[stage - 1]
+    if kind == BACKWARD and stage + 1 < stages:
+        return rows.where[(code + 1) * tables.microbatches + j], tables.lag[stage]
+    return -1, 0
+
+
+@inlined
+def reader_of(tables: StepTables, code: int) -> int:
+    """The rank that waits for the message of a pass, -1 for none."""
+    kind, stage = code // tables.stages, code % tables.stages
+    if kind == FORWARD and stage + 1 < tables.stages:
+        return tables.rank[stage + 1]
+    return tables.rank[stage - 1] if kind == BACKWARD and stage > 0 else -1
+
+
+@compiled
+def fits(tables: StepTables, rows: StepRows, rank: int) -> bool:
+    """Whether a rank stays within its limit: as `peak_memory` counts, in the order of its row, a BW as one pass."""
+    held, stages = 0, tables.stages
+    for at in range(tables.first[rank], tables.first[rank + 1]):
+        kind, stage = rows.code[at] // stages, rows.code[at] % stages
+        if kind == FORWARD:
+            held += tables.saved[stage]
+        elif kind == BACKWARD:
+            held -= tables.saved[stage]
+            if not rows.glued[at]:
+                held += tables.pending[stage]
+        elif at == tables.first[rank] or not rows.glued[at - 1]:
+            held -= tables.pending[stage]
+        if held > tables.limit[rank]:
+            return False
+    return True
+
+
+@compiled
+def play_steps(tables: StepTables, rows: StepRows, play: StepPlay, share: float, cutoff: float) -> tuple[int, float]:
+    """Play every row from the head of its rank on, what stands before being played already, and move the heads to where it came.
+
+    Gives the time of the longest rank in ns and the cost: that time plus `share` times the sum over ranks; (-1, inf) where the rows stop,
+    and where the cost passes `cutoff`.
+    """
+    ranks, head, blocked, stack = len(tables.limit), play.head, play.blocked, play.stack
+    for r in range(ranks):
+        blocked[r] = -1
+        stack[ranks - 1 - r] = r
+    depth = ranks
+    while depth > 0:
+        depth -= 1
+        r = stack[depth]
+        first, last = tables.first[r], tables.first[r + 1]
+        at = head[r]
+        free = rows.end[at - 1] if at > first else 0
+        while at < last:
+            head[r] = at
+            stop, start = step_stop(rows, at), free
+            for k in range(at, stop):
+                need, lag = maker_of(tables, rows, k)
+                if need >= 0:
+                    if need >= head[tables.rank[rows.code[need] % tables.stages]]:
+                        blocked[r] = need
+                        break
+                    start = max(start, rows.end[need] + lag)
+            if blocked[r] >= 0:
+                break
+            free = start + step_time(tables, rows, at, stop)
+            for k in range(at, stop):
+                rows.begin[k] = start
+                rows.end[k] = free
+                reader = reader_of(tables, rows.code[k])
+                if reader >= 0 and blocked[reader] == k:
+                    blocked[reader] = -1
+                    stack[depth] = reader
+                    depth += 1
+            at = stop
+            head[r] = at
+        if at == last and free - (0 if tables.from_start else rows.begin[first]) > cutoff:
+            return -1, np.inf
+    longest, total = 0, 0
+    for r in range(ranks):
+        if head[r] < tables.first[r + 1]:
+            return -1, np.inf
+        time = time_of_row(tables, rows, r)
+        longest = max(longest, time)
+        total += time
+    cost = longest + share * total
+    return (longest, cost) if cost <= cutoff else (-1, np.inf)
+
+
+@inlined
+def time_of_row(tables: StepTables, rows: StepRows, rank: int) -> int:
+    """The time of a rank that counts, in ns."""
+    begin = 0 if tables.from_start else rows.begin[tables.first[rank]]
+    return rows.end[tables.first[rank + 1] - 1] - begin
+
+
+def _ints(values: Any) -> Ints:
+    return np.array(values, np.int64)
