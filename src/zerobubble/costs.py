@@ -242,11 +242,11 @@ class Costs(Displayed):
     def with_columns(self, **columns: Sequence[int]) -> Costs:
         """These costs with other columns, ns or bytes, one value per stage.
 
-        Names that not all costs have are further columns, which kinds of passes ask for that were added to the table.
+        Names that not all costs have are further columns, which kinds of passes ask for that were added to the table; an empty one goes.
         """
         given: dict[str, Any] = {name: as_tuple(f"{name} of the costs", values) for name, values in columns.items()}
         further = {name: given.pop(name) for name in columns if name not in _COLUMNS}
-        return replace(self, **given, further=tuple((dict(self.further) | further).items()))
+        return replace(self, **given, further=tuple(filter(lambda column: column[1], (dict(self.further) | further).items())))
 
     def with_recompute(self, levels: Level | Sequence[Level]) -> Costs:
         """These costs with what R takes and F then keeps, the columns `recompute` and `held_input`, by the level of each stage or of all.

@@ -321,7 +321,7 @@ def test_the_page_prints_what_it_shows_and_its_command_plans(tmp_path: Path, mon
     assert done.output.startswith(table), done.output
     done = CliRunner().invoke(main, command.split())
     assert done.exit_code == 0, done.output
-    assert re.search(r"^vee +2.50 %", done.output, re.MULTILINE)
+    assert re.search(r"^vee +4.24 %", done.output, re.MULTILINE)
     assert zb.io.load_plan("plan.json").problem.costs.placement == zb.Placement.vee(8)
 
 
@@ -338,3 +338,14 @@ def test_the_page_has_the_committed_figures() -> None:
     errors = [cell for row in rows for cell in row if re.fullmatch(r"[+-][\d.]+ %", cell)]
     found = [f"{100 * row['error']:+.1f} %" for row in [*RESULTS["steps"], *RESULTS["unfitted"]]]
     assert errors == found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sums_of_input_gradients_are_hidden_in_one_piece_alone(sequence_parallel: bool) -> None:
+    alone, divided = (
+        zb.cost_model.transformer("megatron-22b", gpu="A100", tp=tp, pp=4, sequence_parallel=sequence_parallel and tp > 1).costs
+        for tp in (1, 8)
+    )
+    assert alone.fused == ()
+    exposed = [b + w - whole for b, w, whole in zip(divided.backward, divided.weight, divided.fused, strict=True)]
+    assert all(0 < time < b for time, b in zip(exposed, divided.backward, strict=True))

@@ -34,6 +34,7 @@ def test_pass_in_one_piece_never_takes_longer_than_apart() -> None:
     assert costs.fused == (4 * NS_PER_MS, 9 * NS_PER_MS)
     assert costs.time(Kind.B, 0) == 3 * NS_PER_MS
     assert Costs.uniform(2).fused == ()
+    assert costs.with_columns(fused=()) == Costs.from_ms([3, 3], [3, 3], [2, 2])
 
 
 def test_shares_scale_it() -> None:

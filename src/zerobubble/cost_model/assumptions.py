@@ -57,7 +57,8 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         where = "in F and B" if setting.overlap_tp else "in B, and waited for in F"
         yield (
             f"The {kind} of {setting.tp} GPUs are hidden where they have products beside them {where}; {efficiency.contention:.2f} of the "
-            "time of what is hidden is paid, and all that takes longer than the products, in F and B."
+            "time of what is hidden is paid, and all that takes longer than the products, in F and B. A sum beside the "
+            "product of W is waited for where B and W are apart."
         )
         if setting.overlap_tp:
             yield f"Products beside exchanges that F and B would wait for come in {setting.tp} parts, each with waves of its own."

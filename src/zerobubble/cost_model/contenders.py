@@ -138,7 +138,9 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
     """
     message = message_seconds(setting, kernels) * (2 if whole else 1)
     # The first layer has no experts where any has none, and the last has some where any has.
-    embedding, dense, routed, head = (sum(part.times) for part in (parts.embedding, parts.layers[0], parts.layers[-1], parts.head))
+    embedding, dense, routed, head = (
+        part.times.whole if whole else sum(part.times) for part in (parts.embedding, parts.layers[0], parts.layers[-1], parts.head)
+    )
     if whole:
         embedding_before, dense_before, routed_before = embedding, dense, routed
     else:

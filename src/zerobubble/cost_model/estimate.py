@@ -250,11 +250,13 @@ def parameters_of_stages(setting: Setting, counts: Sequence[int]) -> Iterator[Pa
 
 
 def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[Parameters]) -> Costs:
-    forward, backward, weight = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
+    forward, beside, weight, exposed = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
     saved, pending = (_whole(column) for column in zip(*((stage.saved, stage.pending) for stage in stages), strict=True))
     messages = _whole([message_seconds(setting, kernels)] * (len(stages) - 1), NS)
     sums = _whole([_sum_over_replicas(setting, kernels, each) for each in parameters], NS)
-    return Costs(forward, backward, weight, messages, saved, pending, reduce=sums)
+    backward = tuple(map(sum, zip(beside, exposed, strict=True)))
+    costs = Costs(forward, backward, weight, messages, saved, pending, reduce=sums)
+    return costs.with_columns(fused=list(map(sum, zip(beside, weight, strict=True)))) if any(exposed) else costs
 
 
 def message_seconds(setting: Setting, kernels: Kernels) -> float:

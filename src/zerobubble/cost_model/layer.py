@@ -9,11 +9,20 @@ from zerobubble.cost_model.setting import Linear, Setting
 
 
 class Times(NamedTuple):
-    """Seconds of F, B and W."""
+    """Seconds of F, of B and W in one pass, and what B takes longer alone.
+
+    `exposed` is what exchanges hide behind the product of W: a B whose W is a pass of its own waits for them (STP, arXiv 2510.27257).
+    """
 
     forward: float
     backward: float
     weight: float
+    exposed: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        """Seconds of F and BW."""
+        return self.forward + self.backward + self.weight
 
     def plus(self, other: Times, times: int = 1) -> Times:
         """These and `times` the others."""
@@ -90,7 +99,8 @@ def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
 def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
     """Gathers and sums in the tensor-parallel group around a linear layer, beside its `products` where they can be.
 
-    Where inputs are gathered for F, B gathers them again beside its own product, and sums their gradients beside that of W. Where outputs
+    Where inputs are gathered for F, B gathers them again beside its own product, and sums their gradients beside that of W, for which it
+    waits where W is a pass of its own. Where outputs
     are summed, B gathers their gradients for its product. F and this product wait for that or, with `overlap_tp`, take it in parts, one of
     which has nothing beside it. Without sequence parallelism nothing is divided, and all is summed at once. In FP8 a number gathered has a
     byte.
@@ -107,9 +117,10 @@ def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products:
         gathered = kernels.gather(number * linear.rows * linear.inputs, setting.tp)
         summed = kernels.gather(HALF * linear.rows * linear.inputs, setting.tp)
         if not setting.sequence_parallel:
-            return Times(0.0, kernels.beside(2 * summed, products.weight), 0.0)
-        again = kernels.beside(gathered, products.backward)
-        return Times(by_parts(gathered, products.forward), again + kernels.beside(summed, products.weight), 0.0)
+            beside = kernels.beside(2 * summed, products.weight)
+            return Times(0.0, beside, 0.0, 2 * summed - beside)
+        again, beside = kernels.beside(gathered, products.backward), kernels.beside(summed, products.weight)
+        return Times(by_parts(gathered, products.forward), again + beside, 0.0, summed - beside)
     if linear.sums:
         summed = kernels.gather(HALF * linear.rows * linear.outputs, setting.tp)
         if not setting.sequence_parallel:
@@ -158,4 +169,5 @@ def head_times(setting: Setting, kernels: Kernels) -> Times:
         kernels.product(Product(tokens, words, hidden)) + rest[0] + exchanged,
         kernels.product(Product(tokens, hidden, words)) + rest[1] + one * kernels.efficiency.contention,
         kernels.product(Product(words, hidden, tokens), gradient_bytes=setting.gradient_bytes),
+        one * (1 - kernels.efficiency.contention),
     )

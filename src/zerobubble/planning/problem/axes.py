@@ -11,7 +11,7 @@ _IN_TURN = "plan the layers alone, and give the costs of that plan with the rest
 _HEAD_ALONE = "both ways to place a head are planned for stages alone"
 _HOST_ALONE = "what goes to the host is chosen for passes that are alike, of stages alone"
 
-_APART = "BW's are placed among F, B and W of stages and microbatches that are alike, and alone"
+_APART = "BW's are placed among F, B and W of microbatches that are alike, and alone; costs.with_columns(fused=()) are without"
 
 AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise", "what_if")
 """What a plan may be asked for beyond costs, placements and memory; `period` is that objective, asked for by its name."""
