@@ -67,7 +67,7 @@ def test_the_tables_mark_the_best() -> None:
     times, idle = ([line.split() for line in lines if line.startswith(("gpipe ", "1f1b ", "zb-h2 "))][k : k + 3] for k in (0, 3))
     assert times[0] == ["gpipe", "33", "ms", "27.3", "%", "33", "ms", "27.3", "%", "8", "48"]
     assert times[1] == ["1f1b", "33", "ms", "27.3", "%", "33", "ms", "27.3", "%", "1", "to", "4*", "48"]
-    assert times[2] == ["zb-h2", "27", "ms*", "11.1", "%*", "24", "ms*", "0.0", "%*", "7", "48"]
+    assert times[2] == ["zb-h2", "24", "ms*", "0.0", "%*", "27", "ms*", "11.1", "%*", "7", "48"]
     assert idle == [
         ["gpipe", "27.3", "%", "0.0", "%", "0.0", "%", "0.0", "%*"],
         ["1f1b", "18.2", "%", "0.0", "%", "0.0", "%", "9.1", "%"],

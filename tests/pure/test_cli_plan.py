@@ -67,7 +67,7 @@ def test_a_budget_of_0_gives_the_best_seed_of_each_placement() -> None:
     assert {line.split()[0] for line in lines[1:8]} == set(FAMILIES)
     assert lines[1].endswith("interleaved-zb")
     linear = next(line.split() for line in lines[1:8] if line.startswith("linear"))
-    assert linear == ["linear", "15.85", "%", "15.85", "%", "15.85", "%", "optimal", "8", "336", "zb-heuristic"]
+    assert linear == ["linear", "1,310", "ms", "15.85", "%", "15.85", "%", "optimal", "8", "336", "zb-heuristic"]
 
 
 def test_the_csv_alone_is_printed_where_asked() -> None:
@@ -440,7 +440,7 @@ def test_a_front_has_a_point_for_each_limit(tmp_path: Path) -> None:
 def test_a_front_is_a_table_over_the_usual_limits() -> None:
     lines = printed("pareto", *FRONT).splitlines()
     assert [float(line.split()[0]) for line in lines[1:16]] == [1 + n / 2 for n in range(15)]
-    assert [line.split()[1:4] for line in (lines[7], lines[15])] == [["vee", "0.00", "%"]] * 2
+    assert [line.split()[1:6] for line in (lines[7], lines[15])] == [["vee", "24", "ms", "0.00", "%"]] * 2
 
 
 @pytest.mark.parametrize(

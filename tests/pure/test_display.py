@@ -55,7 +55,16 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     illegal = replace(schedule, rows=schedule.rows[::-1])
     nothing = solve(replace(problem, limits=Limits((1,) * ranks)), seconds=0)
     values = [schedule, costs, limits, timeline, problem, workload, found, layers, block, steps, idle, told, bounds, sensitive, report]
-    values += [schedule.placement, Placement.custom(range(ranks)), Op.parse("0F3"), lower(schedule), illegal, nothing, run]
+    values += [
+        schedule.placement,
+        Placement.custom(range(ranks)),
+        Op.parse("0F3"),
+        lower(schedule),
+        zb.lowering.Compiled.of(schedule),
+        illegal,
+        nothing,
+        run,
+    ]
     values += [found.choices[0], found.choices[0].plan, layers.savings[0], layers.cut]
     values += [steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
     values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]

@@ -224,7 +224,7 @@ def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Plan, "of", checked)
     monkeypatch.setattr(engine, "search", search)
-    monkeypatch.setattr(engine, "compile_kernels", lambda: 0.0)
+    monkeypatch.setattr(engine, "compile_kernels", lambda **_: 0.0)
     made = zb.plan(WORK, 24, 6, seconds=3)
     assert len(given) > 7
     assert 2.9 < made.seconds == clock.now < 3.1
@@ -325,7 +325,7 @@ def test_a_placement_that_cannot_win_is_not_searched(monkeypatch: pytest.MonkeyP
     assert set(searched) == {"looped"}
     best, second, third = made.choices
     assert [best.name, second.name, third.name] == ["looped-4", "looped-2", "linear"]
-    assert second.note.startswith("cannot have a span bubble below 7.12 %, the winner has ")
+    assert second.note.startswith("cannot have a bubble below 7.12 %, the winner has ")
     assert 0.0712 < second.plan.least_bubble < (second.plan.bubble or 0)
     assert (best.plan.bubble or 1) < 0.0712
     assert third.plan.status is Status.OPTIMAL
@@ -345,7 +345,7 @@ def test_ctrl_c_ends_the_competition_with_the_best_so_far(monkeypatch: pytest.Mo
     assert solve(problem_on("looped-4"), evaluations=700).schedule == made.schedule
 
 
-def interrupted(*_: object) -> engine.SearchResult:
+def interrupted(*_: object, **__: object) -> engine.SearchResult:
     raise KeyboardInterrupt
 
 
@@ -358,7 +358,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, change: Callable[[engine.SearchRes
         return change(search(problem, *parts, **options))
 
     monkeypatch.setattr(engine, "search", noted)
-    monkeypatch.setattr(engine, "compile_kernels", lambda: 0.0)
+    monkeypatch.setattr(engine, "compile_kernels", lambda **_: 0.0)
     return names
 
 

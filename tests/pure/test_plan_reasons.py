@@ -20,8 +20,8 @@ def test_the_note_tells_a_search_from_none_where_b_leaves_more_than_f_saved(memo
     def note(evaluations: int) -> str:
         return zb.plan(WORK, 6, memory, placements="linear", evaluations=evaluations, recompute=recompute).choices[0].note
 
-    assert note(0).startswith("without a search it has a span ")
-    assert note(100).startswith("the search ended with a span ")
+    assert note(0).startswith("without a search it has a period ")
+    assert note(100).startswith("the search ended with a period ")
 
 
 # What is told of the winner and the others.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zerobubble.display import Displayed
 from zerobubble.errors import ProgramError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph
@@ -19,14 +21,20 @@ PREFETCH = 2
 """Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
 
 
-@dataclass(frozen=True)
-class Compiled:
+@dataclass(frozen=True, repr=False)
+class Compiled(Displayed):
     """A legal `schedule`, the `graph` of its passes, and the sound `program` that runs it, with receives posted `prefetch` ahead."""
 
     schedule: Schedule
     graph: Graph
     program: Program
     prefetch: int
+
+    def _summary(self) -> str:
+        return self.program._summary()
+
+    def _details(self) -> Iterator[str]:
+        return self.program._details()
 
     @classmethod
     @garbage_collection_paused()

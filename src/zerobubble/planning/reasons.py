@@ -29,10 +29,10 @@ def _note_against_winner(best: Plan, solved: Plan, searched: bool) -> str:
         return _note(solved, searched)
     if round(best.bubble, 9) == 0:
         return "nothing can beat the winner, which has no bubble"
-    aim, least, winners = solved.problem.objective, percent(solved.least_bubble), percent(best.bubble)
+    least, winners = percent(solved.least_bubble), percent(best.bubble)
     if least == winners:
-        return f"cannot have a smaller {aim} bubble than the winner's {winners}: {solved.bound.reason}"
-    return f"cannot have a {aim} bubble below {least}, the winner has {winners}: {solved.bound.reason}"
+        return f"cannot have a smaller bubble than the winner's {winners}: {solved.bound.reason}"
+    return f"cannot have a bubble below {least}, the winner has {winners}: {solved.bound.reason}"
 
 
 def _note(solved: Plan, searched: bool) -> str:
