@@ -17,10 +17,12 @@ from zerobubble.planning.search import simulate_compiled
 EVALUATIONS = 30_000
 
 
-def small_problem(seed: int) -> Problem:
-    """Unequal stages, little memory; a BW takes 5, 10 or 20 % less than B and W."""
+def small_problem(seed: int, *, pairs: bool) -> Problem:
+    """Unequal stages, little memory; a BW takes 5, 10 or 20 % less than B and W, or a pair up to 60 ms less than its passes."""
     random = Random(seed)
-    placement, most = random.choice([(Placement.linear(2), 4), (Placement.linear(3), 3), (Placement.vee(2), 2)])
+    placement, most = random.choice(
+        [(Placement.linear(2), 3 if pairs else 4), (Placement.linear(3), 2 if pairs else 3), (Placement.vee(2), 2)]
+    )
     m, stages = random.randint(2, most), placement.num_stages
     forward, backward, weight = ([random.randint(20, 100) for _ in range(stages)] for _ in range(3))
     saving = random.choice((0.05, 0.1, 0.2))
@@ -32,7 +34,8 @@ def small_problem(seed: int) -> Problem:
         comm=random.choice((0, 5, 15)),
         held_after_f=after_f,
         held_after_b=[random.randint(1, held + 1) for held in after_f],
-        fused=[(1 - saving) * (b + w) for b, w in zip(backward, weight, strict=True)],
+        fused=() if pairs else [(1 - saving) * (b + w) for b, w in zip(backward, weight, strict=True)],
+        hidden=[random.randint(10, 60) for _ in range(stages)] if pairs else (),
     )
     one = [sum(held for stage, held in enumerate(after_f) if placement.routes[0][stage] == rank) for rank in range(placement.num_ranks)]
     limits = Limits(tuple(held * random.randint(1, m) + random.randint(0, 4) for held in one))
@@ -47,9 +50,10 @@ def require_honest(problem: Problem, found: zb.planning.Plan) -> None:
     assert simulate_compiled(problem, schedule) == (*zb.simulation.metrics(schedule, problem.costs), True)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long(all=True)] * (seed >= 6)) for seed in range(40)])
-def test_as_short_as_brute_force(seed: int) -> None:
-    problem = small_problem(seed)
+def test_as_short_as_brute_force(seed: int, pairs: bool) -> None:
+    problem = small_problem(seed, pairs=pairs)
     best = optimum(problem)
     assert problem.bound().time <= best
     found = solve(problem, evaluations=EVALUATIONS)

@@ -43,6 +43,9 @@ CHANGED_STEPS = 0.3
 INTO_GAP, ON_PATH = 0.4, 0.45
 """The shares of the others that pull a step into idle time, and that move a step of the critical path."""
 
+ALONE = 0.5
+"""The share of F's in a pair that are then alone; others come into another pair at once."""
+
 MAX_SHIFT = 12
 """A move takes a step past at most so many others."""
 
@@ -386,16 +389,20 @@ def change_backward(tables: StepTables, rows: StepRows, stage: int, j: int) -> N
 
 @compiled
 def change_pair(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
-    """Take F out of its pair, mostly to elsewhere, or bring it beside the next B or BW before or behind it that has no F."""
+    """Bring F beside a B or BW before or behind it that has no F, out of its pair if it has one, or take it out of that alone."""
     rank = tables.rank[stage]
     at = rows.where[(FORWARD * tables.stages + stage) * tables.microbatches + j]
+    skipped = np.random.randint(3)
+    forward = np.random.random() < 0.5
     if rows.glued[at]:
         rows.glued[at] = 0
-        if np.random.random() < 0.5:
-            shift_step(tables, rows, rank, at, np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1))
-        return
-    skipped = np.random.randint(3)
-    if np.random.random() < 0.5:
+        kind = np.random.random()
+        if kind < ALONE:
+            if kind < ALONE / 2:
+                shift_step(tables, rows, rank, at, np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1))
+            return
+        skipped += forward  # not the B beside it
+    if forward:
         other, count = at + 1, 0
         while other < tables.first[rank + 1] and count < MAX_SHIFT:
             if rows.code[other] // tables.stages == BACKWARD:
