@@ -54,7 +54,7 @@ def optimum(problem: Problem) -> int:
 
 
 def _length(problem: Problem, state: State) -> int:
-    begins = state.start if problem.objective.value == "span" else (0,) * len(state.start)
+    begins = (0,) * len(state.start) if problem.objective.value == "makespan" else state.start
     return max(end - begin for end, begin in zip(state.free, begins, strict=True))
 
 
