@@ -21,7 +21,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PLANNED = (Kind.F, Kind.B, Kind.W)
-"""The kinds a plan is made of: a backward in one piece is never better than B and W apart, where there is room for what B leaves to W."""
+"""The kinds a plan is made of: a backward in one piece is never better than B and W apart, where there is room for what B leaves to W and
+it takes no less time than they do. Where it does, see `step_rows`."""
 
 _MAKER = {stuff: kind for kind in PLANNED for stuff in traits_of(kind).makes}
 
