@@ -143,8 +143,10 @@ for `split="graph"` holds for `"compiled"` as well, which compiles the parts of 
 PLANNED = """
 ## What is planned together
 
-`zb.plan` and `zerobubble plan` may be asked for {axes}. {together} of the {pairs} pairs of these are planned together. The others are
-refused at once, all that were asked for in one `InputError`:
+`zb.plan` and `zerobubble plan` may be asked for {axes}. {together} of the {pairs} pairs of these are planned together, with a proven
+bound: `tests/pure/test_axes_together.py` compares the figures of each with a second simulator."""
+REFUSED_PLANS = """ The others are refused at once, all that were asked
+for in one `InputError`:
 
 | option | with | because |
 |---|---|---|
@@ -171,6 +173,7 @@ def _planned() -> Iterator[str]:
     pairs = len(AXES_OF_PLANS) * (len(AXES_OF_PLANS) - 1) // 2
     axes = ", ".join(f"`{axis}`" for axis in AXES_OF_PLANS)
     yield PLANNED.format(axes=axes, pairs=pairs, together=pairs - len(NOT_TOGETHER))
+    yield REFUSED_PLANS if NOT_TOGETHER else "\n"
     for (one, other), reason in NOT_TOGETHER.items():
         yield f"| {one} | {other} | {reason} |\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -72,8 +73,8 @@ def problem(placement: zb.Placement, memory: int, objective: str = "makespan") -
 def test_the_choice_gathers_least_of_those_that_are_quick(rate: float | None, objective: str) -> None:
     sharded = Sharded(2 * ROOM, ROOM, rate, within=0.05)
     problems = [problem(zb.Placement.vee(4), 4, objective), problem(zb.Placement.looped(4, 2), 4, objective)]
-    attempts = [start_attempt(each.placement.name, each, Budget(0)) for each in problems]
-    choices = [few_gathers(attempts, sharded, Budget(0.0, tries), 1) for tries in (0, 100, 100)]
+    attempts = [start_attempt(each.placement.name, replace(each, sharded=sharded), Budget(0)) for each in problems]
+    choices = [few_gathers(attempts, Budget(0.0, tries), 1) for tries in (0, 100, 100)]
     known, found, again = (each for each in choices if each is not None)
     for choice in (known, found):
         assert choice.chosen.time <= 1.05 * choice.quickest.time
@@ -95,12 +96,10 @@ def test_a_plan_takes_gathers_into_account() -> None:
     assert gathers is not None
     assert found.problem.placement.name == "vee", "the stages of the other do not fit"
     (vee,) = (choice.plan for choice in plain.choices if choice.name == "vee")
-    assert gathers.chosen.time < Priced.of(vee, sharded).time
+    assert gathers.chosen.time < Priced.of(replace(vee, problem=replace(vee.problem, sharded=sharded))).time
     assert str(found).endswith("longer than the quickest.")
     with pytest.raises(zb.InputError, match=r"6 MB for gathered weights, and those of a stage take 24 MB on linear"):
         zb.plan(work, 8, placements="linear", seconds=0, sharded=Sharded(4 * ROOM, ROOM))
-    with pytest.raises(zb.InputError, match="know nothing of gathers"):
-        zb.plan(work, 8, placements="linear", baseline="zb-heuristic", sharded=sharded)
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
@@ -108,8 +107,8 @@ def test_no_order_gathers_less_than_any_could(room: int) -> None:
     for name in NAMES:
         schedule = zb.make(name, 3, 6)
         placement, count = schedule.placement, schedule.num_stages
-        task = Problem(placement, 6, zb.Costs.uniform(count), zb.Limits((10**9,) * 3))
-        least = fewest_of_any_order(task, Sharded((1,) * count, room))
+        sharded = Sharded((1,) * count, room)
+        least = fewest_of_any_order(Problem(placement, 6, zb.Costs.uniform(count), zb.Limits((10**9,) * 3), sharded=sharded))
         assert sum(len(rank.gathers) for rank in plan_gathers(schedule, [1] * count, room)) >= least
         whole = plan_gathers(grouped(placement, 6, 6, waits=True), [1] * count, room)
         assert sum(len(rank.gathers) for rank in whole) == least
@@ -145,19 +144,20 @@ def test_no_order_within_memory_for_activations_gathers_less(stages: int, most: 
     placement = zb.Placement.looped(1, stages)
     for count in range(1, most + 1):
         for room in range(stages, stages * count + 1):
-            task = Problem(placement, count, zb.Costs.uniform(stages), zb.Limits((room * UNIT_BYTES,)))
-            bound, fewest = fewest_of_any_order(task, Sharded((1,) * stages, 1)), fewest_in_turns(stages, count, room)
+            limits, sharded = zb.Limits((room * UNIT_BYTES,)), Sharded((1,) * stages, 1)
+            task = Problem(placement, count, zb.Costs.uniform(stages), limits, sharded=sharded)
+            bound, fewest = fewest_of_any_order(task), fewest_in_turns(stages, count, room)
             assert bound == fewest if stages == 2 else bound <= fewest
 
 
 def test_groups_of_four_gather_as_seldom_as_any_order_of_the_page_on_shards() -> None:
     placement, work = zb.Placement.vee(4), zb.Workload.uniform(4, (10, 10, 8))
-    task = Problem(placement, 8, work.costs(placement), work.limits(4), zb.planning.Objective.MAKESPAN, work)
     sharded = Sharded(2 * ROOM, ROOM, 1e9)
+    task = Problem(placement, 8, work.costs(placement), work.limits(4), zb.planning.Objective.MAKESPAN, work, sharded=sharded)
     groups = zb.planning.Plan.of(task, task.bound(), grouped(placement, 8, 4, waits=True), 0.0, "groups of four")
-    priced = Priced.of(groups, sharded)
+    priced = Priced.of(groups)
     assert (priced.time, priced.num_gathers) == (362_000_000, 20)
-    assert fewest_of_any_order(task, sharded) == 20
+    assert fewest_of_any_order(task) == 20
 
 
 def test_wrong_parts_are_told() -> None:

@@ -257,8 +257,6 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
     costs = replace(Costs.uniform(2), shares=(1, 2))
     with pytest.raises(InputError, match="a plan for 8 microbatches needs as many shares, the costs have 3"):
         plan(WORK, 8, shares=(1, 2, 3))
-    with pytest.raises(InputError, match="baseline is not planned together with shares"):
-        plan(WORK, 8, shares=SHARES, baseline="zb-heuristic")
     rows = [tuple(zb.Op.parse(text) for text in row.split()) for row in ("0F0 0F1 0BW0 0BW1", "1F1 1BW1 1F0 1BW0")]
     crossed = zb.Schedule("crossed", Placement.linear(2), 2, tuple(rows))
     with pytest.raises(InputError, match=r"takes its microbatches in other orders in .* of stage 1"):
@@ -266,8 +264,6 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 2 routes, and microbatches are put in order along one: give one whose stages all take"):
         order_microbatches(make("chimera", 2, 2), costs)
     assert "shares, the costs have 2" in refused("plan", "-p", "2", "-m", "4", "--microbatch-costs", "1,2")
-    asked = ("plan", "-p", "2", "-m", "2", "--microbatch-costs", "1,2", "--noise", "10")
-    assert "--microbatch-costs is not planned together with --noise" in refused(*asked)
 
 
 def test_the_command_line_plans_for_microbatch_costs(tmp_path: Path) -> None:

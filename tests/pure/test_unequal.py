@@ -143,7 +143,7 @@ def test_what_does_not_know_shares_refuses_them() -> None:
     problem = Problem(schedule.placement, 4, UNEQUAL, Limits((10**9,) * 3))
     with pytest.raises(InputError, match="takes microbatches that are alike"):
         solve(problem, seconds=0)
-    with pytest.raises(InputError, match="shares is not planned together with an order for noise"):
+    with pytest.raises(InputError, match="the problem has microbatches of unequal cost"):
         most_robust_order(problem, [schedule])
     with pytest.raises(InputError, match="a closed form takes microbatches that are alike"):
         setting(schedule, UNEQUAL)

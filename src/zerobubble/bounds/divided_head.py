@@ -7,18 +7,23 @@ part of the head before the forwards of all stages; after that it has all its wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_turn, check_parts, strongest
 from zerobubble.bounds.chain import first_starts
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import work_reason
-from zerobubble.costs import Costs, Limits
+from zerobubble.bounds.recompute import bounds_again
+from zerobubble.costs import MOST_ROOM, Costs, Level, Limits
 from zerobubble.ir import Kind, Placement
 
 
-def bounds_divided(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
+def bounds_divided(
+    placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level] = ()
+) -> Bounds:
     """Times that no schedule can beat whose head is divided over all ranks, by either algorithm; `costs` have what a part takes.
 
-    `limits=None` stands for unlimited memory.
+    `limits=None` stands for unlimited memory. With `levels` each forward may have one of them, as in `bounds_again`.
 
     >>> import zerobubble as zb
     >>> stages = zb.Costs.uniform(2, times=(10, 10, 10))
@@ -27,18 +32,28 @@ def bounds_divided(placement: Placement, num_microbatches: int, costs: Costs, li
     """
     check_parts(placement, costs, limits)
     if saves_time(costs):
-        shorter = [bounds_divided(placement, num_microbatches, each, limits) for each in without_savings(placement, costs)]
+        shorter = [bounds_divided(placement, num_microbatches, each, limits, levels) for each in without_savings(placement, costs)]
         return strongest(shorter).with_remark(remark_on_savings(costs))
-    alone = bounds_with_turn(placement, num_microbatches, costs, limits, _turn(placement, costs))
+    if levels:  # the turn between the last F and B is dropped, which makes the bound no larger
+        room = Limits((MOST_ROOM,) * placement.num_ranks) if limits is None else limits
+        alone = bounds_again(placement, num_microbatches, costs, room, levels)
+    else:
+        alone = bounds_with_turn(placement, num_microbatches, costs, limits, 0 if costs.shares else _turn(placement, costs))
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
-        works[rank] += num_microbatches * sum(costs.time(kind, stage) for kind in (Kind.F, Kind.B, Kind.W))
+        works[rank] += sum(_total(costs, kind, stage, num_microbatches) for kind in (Kind.F, Kind.B, Kind.W))
     for rank in range(placement.num_ranks):
         part = min(stage for _, stage in placement.stages(rank))
-        works[rank] += num_microbatches * sum(costs.time(kind, part) for kind in (Kind.S, Kind.T))
+        works[rank] += sum(_total(costs, kind, part, num_microbatches) for kind in (Kind.S, Kind.T))
     span = max([alone.span, *(_work(rank, work, 0) for rank, work in enumerate(works))])
-    begun = [_work(rank, *claim) for rank, claim in enumerate(zip(works, first_starts(placement, costs), strict=True))]
+    starts = first_starts(placement, costs.scaled(min(costs.shares)) if costs.shares else costs)
+    begun = [_work(rank, *claim) for rank, claim in enumerate(zip(works, starts, strict=True))]
     return Bounds(span, max([alone.makespan, span, *begun]))
+
+
+def _total(costs: Costs, kind: Kind, stage: int, num_microbatches: int) -> int:
+    """The ns of the passes of a kind and stage for all microbatches."""
+    return sum(costs.times(kind, stage)) if costs.shares else num_microbatches * costs.time(kind, stage)
 
 
 def _turn(placement: Placement, costs: Costs) -> int:

@@ -10,7 +10,8 @@ import click
 
 from zerobubble.cli.inputs.options import PictureFiles, json_option, picture_options
 from zerobubble.cli.inputs.workload import SearchOptions, WorkOptions, in_microbatches, read_question, search_options, work_options
-from zerobubble.cli.plan import progress_bar, solved_to_dict
+from zerobubble.cli.outputs.plan_form import solved_to_dict
+from zerobubble.cli.plan import progress_bar
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_svg
 from zerobubble.planning import Objective

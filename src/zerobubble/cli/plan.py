@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from zerobubble.cli.beside import offload as offloading
 from zerobubble.cli.beside.gathers import GatherOptions, as_dicts, gather_options, planned, told_in_short
 from zerobubble.cli.beside.head import HeadOptions, has_head, head_options
-from zerobubble.cli.beside.offload import Offloaded, Rates, link_asked, rates_option, told_of_rank
+from zerobubble.cli.beside.offload import Offloaded, Rates, host_link, link_asked, rates_option, told_of_rank
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
 from zerobubble.cli.inputs.layers import excess_inside_blocks, read_layers
 from zerobubble.cli.inputs.options import (
@@ -42,25 +42,24 @@ from zerobubble.cli.inputs.workload import (
     work_options,
 )
 from zerobubble.cli.outputs.forms import print_schedule
+from zerobubble.cli.outputs.plan_form import plan_to_dict
 from zerobubble.cli.outputs.plan_page import costed_plan, write_plan
 from zerobubble.costs import NONE, Limits
-from zerobubble.export.torch_csv import to_torch_csv
-from zerobubble.ir import Kind
-from zerobubble.partition import join_blocks
-from zerobubble.planning import Choice, Objective, Plan, Workload, plan
+from zerobubble.partition import Layer, join_blocks
+from zerobubble.planning import Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.layer_plan import CutSavings, equal_limits
-from zerobubble.planning.noise.robust_order import robust_order_dict, robust_order_text, with_robust_winner
+from zerobubble.planning.noise.robust_order import robust_order_dict, robust_order_text
+from zerobubble.planning.noise.robust_plan import with_robust_winner
 from zerobubble.planning.noise.text import what_if, what_if_text
 from zerobubble.planning.offload_plan import OffloadSavings
 from zerobubble.planning.pareto import room_for_microbatches
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.axes import refuse_pairs
+from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, show_levels
 from zerobubble.planning.table import percent
-from zerobubble.planning.unequal.order import with_numbers
-from zerobubble.rules import recomputed
-from zerobubble.units import ms, show_bytes, show_range
+from zerobubble.units import show_bytes, show_range
 from zerobubble.whole_files import write_text
 
 
@@ -257,7 +256,7 @@ def _answer(
     if options.layers is not None:
         _refuse_pairs({}, search, options, sharded, options.layers)
         head.require_times()
-        return _plan_layers(options.layers, work, search, options)
+        return _plan_layers(options.layers, work, search, options, _AxesOfLayers(options, sharded, head, offload))
     question = read_question("plan", work, search)
     known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
     if question.problem is not None:
@@ -369,15 +368,43 @@ def _with_offloads(answer: Answer) -> Answer:
     return answer.with_remark({savings.axis: savings.to_dict() | {"ranks": ranks}}, "\n".join(lines))
 
 
-def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions) -> Answer:
+class _AxesOfLayers(NamedTuple):
+    """What is planned with a cut of layers, as the options say it."""
+
+    options: PlanOptions
+    sharded: GatherOptions
+    head: HeadOptions
+    offload: Rates | None
+
+    def arguments(self, layers: Sequence[Layer], ranks: int) -> dict[str, Any]:
+        """The arguments of `plan` for these layers, of which a rank keeps an equal share for each microbatch."""
+        options, kept = self.options, sum(layer.held_after_f for layer in layers) // ranks
+        levels = None if options.levels is None else parse_levels(options.levels)
+        found: dict[str, Any] = {
+            "baseline": options.baseline,
+            "shares": options.shares,
+            "recompute": options.recompute or "none",
+            "levels": levels,
+        }
+        if self.head.head is not None:
+            found["head"] = Head(self.head.head, self.head.head_held * kept, self.head.collective, self.head.head_slowdown)
+        if self.offload is not None:
+            found["host"] = host_link(self.offload, max(1, kept), lambda given: float(given.count))
+        return found | {"sharded": self.sharded.sharded(None, options.within / 100)}
+
+
+def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions, axes: _AxesOfLayers) -> Answer:
     """The plan for the layers in `file`, cut into stages together with the schedule."""
     ranks, microbatches = require_shape("plan", work.ranks, work.microbatches)
     placements = named_placements(search, ranks, microbatches)
     parts = read_layers(file, work.comm, work.held, need_bytes=options.room_bytes is not None)
     layers = parts if options.inside_blocks else join_blocks(parts)
     memory = options.room_microbatches if options.room_bytes is None else Limits((options.room_bytes,) * ranks)
+    if axes.offload is not None and memory is None:
+        raise click.UsageError("--offload needs --memory, too: what is to go to the host follows from what a rank may hold")
     with progress_bar(search, searches=2) as progress:
-        found = plan(layers, microbatches, memory, placements=placements, **search.arguments(search.objective, progress))
+        others = axes.arguments(layers, ranks) | search.arguments(search.objective, progress)
+        found = plan(layers, microbatches, memory, placements=placements, **others)
     answer = Answer(found, {})
     savings = found.saving(CutSavings)
     inside = None if savings is None else excess_inside_blocks(savings, parts)
@@ -434,68 +461,3 @@ def _shown(bar: Progress, seconds: float | None) -> ProgressCallback:
         bar.update(task, completed=bar.tasks[0].elapsed or 0.0, description=description)
 
     return show
-
-
-def plan_to_dict(found: Plan) -> dict[str, object]:
-    """The winner's figures, with its CSV, and those of every placement; bounds are bubble rates too.
-
-    Where microbatches are of unequal cost, the CSV numbers them in the order in which the last stage takes them, `microbatch_order`.
-    """
-    in_places, ordered = found.schedule, {}
-    if found.problem.costs.shares:
-        last = found.schedule.num_stages - 1
-        order = [op.microbatch for _, _, op in found.schedule.ops() if op.kind is Kind.F and op.stage == last]
-        in_places = with_numbers(found.schedule, {number: place for place, number in enumerate(order)})
-        ordered = {"microbatch_order": order}
-    return {
-        **solved_to_dict(_name(found), found),
-        "seconds": found.seconds,
-        "compile_seconds": found.compiling,
-        "csv": None if found.schedule.has_divided_head or any(map(recomputed, in_places.rows)) else to_torch_csv(in_places),
-        **ordered,
-        **{saving.axis: saving.to_dict() for saving in found.savings},
-        "choices": [
-            solved_to_dict(_placement(found, choice), choice.plan) | {"reason": choice.note, "searched": choice.searched}
-            for choice in found.choices
-        ],
-        "simple": found.simple and solved_to_dict(found.simple.problem.placement.name, found.simple),
-        "interrupted": found.interrupted,
-    }
-
-
-def _name(found: Plan) -> str:
-    """The placement of the winner by its name among the choices, if it is one of them."""
-    first = found.choices[0]
-    return _placement(found, first) if first.plan.order is found.order else found.placement.name
-
-
-def _placement(found: Plan, choice: Choice) -> str:
-    """The placement of a choice: choices are named by theirs, or by where they have a head."""
-    return choice.name if found.head is None else choice.plan.placement.name
-
-
-def solved_to_dict(name: str, solved: Plan) -> dict[str, object]:
-    """The figures of one answer: bubbles and bounds as rates, times in ms, None where there is no schedule.
-
-    Where forwards may be computed again, `levels` has the level of each stage, and bubbles count the passes R as idle.
-    """
-    problem, timeline, again = solved.problem, solved.timeline, solved.problem.recomputation
-    bounds = solved.bounds
-    return {
-        "placement": name,
-        "name": None if solved.order is None else solved.schedule.name,
-        "how": solved.how,
-        "bubble_span": timeline and solved.bubble_at(timeline.span),
-        "bubble_makespan": timeline and solved.bubble_at(timeline.makespan),
-        "lower_bound_span": problem.least_bubble(bounds.span),
-        "lower_bound_makespan": problem.least_bubble(bounds.makespan),
-        "period_ms": None if solved.period is None else ms(solved.period),
-        "span_ms": timeline and ms(timeline.span),
-        "makespan_ms": timeline and ms(timeline.makespan),
-        "gap": solved.gap,
-        "status": solved.status.value,
-        "peak_microbatches": solved.peak_microbatches,
-        "messages": problem.messages,
-        "seconds": solved.seconds,
-        **({} if again is None else {"levels": [level.name for level in again.chosen]}),
-    }

@@ -30,10 +30,16 @@ class GatherTimes(NamedTuple):
     lanes: tuple[tuple[tuple[Gather, int, int], ...], ...]
 
 
-def play_gathers(schedule: Schedule, costs: Costs, plans: Sequence[RankGathers], takes: Sequence[int]) -> GatherTimes:
+def play_gathers(
+    schedule: Schedule,
+    costs: Costs,
+    plans: Sequence[RankGathers],
+    takes: Sequence[int],
+    beside: Sequence[Sequence[LaneWork]] = (),
+) -> GatherTimes:
     """`schedule` under `costs`, in which ranks gather as `plans` say and the weights of each stage take `takes[stage]` ns.
 
-    Raises as `simulate` does.
+    `beside` are works of each rank on a lane of their own, such as copies to the host. Raises as `simulate` does.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 2, 2), zb.Costs.uniform(2)  # passes of 1 ms
@@ -46,9 +52,11 @@ def play_gathers(schedule: Schedule, costs: Costs, plans: Sequence[RankGathers],
         Lane([LaneWork(gather.begins, gather.needed, takes[gather.stage]) for gather in plan.gathers], steps)
         for plan, steps in zip(plans, steps_of_ranks(graph), strict=True)
     ]
+    others = [Lane(works, steps) for works, steps in zip(beside, steps_of_ranks(graph), strict=True)] if beside else lanes
 
     def earliest(number: int, end: Sequence[int]) -> int:
-        return lanes[graph.rank[number]].ready(number, end)
+        rank = graph.rank[number]
+        return max(lanes[rank].ready(number, end), others[rank].ready(number, end))
 
     begin, end, _ = play(graph, order, *pass_times(graph, costs), earliest=earliest)
     spans, makespan = [], 0

@@ -26,9 +26,16 @@ ROUNDS = 2
 """How often each rank may choose again after the others."""
 
 
-@takes(schedule=Schedule, costs=Costs, limits=Limits, link=HostLink, evaluations=WHOLE, rounds=WHOLE)
+@takes(schedule=Schedule, costs=Costs, limits=Limits, link=HostLink, evaluations=WHOLE, rounds=WHOLE, by_span=bool)
 def plan_offloads(
-    schedule: Schedule, costs: Costs, limits: Limits, link: HostLink, evaluations: int = EVALUATIONS, rounds: int = ROUNDS
+    schedule: Schedule,
+    costs: Costs,
+    limits: Limits,
+    link: HostLink,
+    evaluations: int = EVALUATIONS,
+    rounds: int = ROUNDS,
+    *,
+    by_span: bool = False,
 ) -> tuple[RankOffloads, ...]:
     """For each rank, what to move to the host so that `schedule` keeps within `limits`, with the least delay that is found.
 
@@ -42,6 +49,7 @@ def plan_offloads(
         link: how quickly a rank copies to the host and back.
         evaluations: how many changes of what is found first are tried; fewer where no delay is left.
         rounds: how often each rank may choose again after the others; with 0 of both what moves least is taken as it is.
+        by_span: whether the delay is that of the longest span of a rank, instead of the makespan.
 
     Raises `InputError` where a rank does not fit even with all on the host that waits, and for less than 0 evaluations or rounds.
 
@@ -61,7 +69,7 @@ def plan_offloads(
     if len(limits.memory) != schedule.num_ranks:
         raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")
     graph, order = checked(schedule)
-    player = OffloadPlayer(graph, order, schedule, costs, link)
+    player = OffloadPlayer(graph, order, schedule, costs, link, by_span=by_span)
     ranks = _ranks(schedule, costs, limits, player)
     bounds = [fewest_bytes(rank, where) for where, rank in enumerate(ranks)]
     chosen = _quickest(player, ranks, link, evaluations, rounds)

@@ -70,6 +70,15 @@ def copies_of(offloads: Sequence[Offload]) -> list[LaneCopy]:
     return sorted([*away, *back], key=lambda copy: (copy.begins, copy.copying is Copying.FROM_HOST, *copy[2:]))
 
 
+def copy_works(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], link: HostLink) -> list[list[LaneWork]]:
+    """The copies of each rank as works of its lane, for whoever plays them with other things beside the passes."""
+    return [_works(copies_of(plan.offloads), saved_parts(steps, costs), link) for steps, plan in zip(schedule.steps, plans, strict=True)]
+
+
+def _works(copies: Sequence[LaneCopy], parts: SavedParts, link: HostLink) -> list[LaneWork]:
+    return [LaneWork(c.begins, c.needed, link.time(parts[c.stage, c.microbatch].bytes, c.copying)) for c in copies]
+
+
 @takes(schedule=Schedule, costs=Costs, plans=each(RankOffloads), link=HostLink)
 def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], link: HostLink) -> Timeline:
     """The timeline of `schedule` in which ranks move to the host and back what `plans` say, over `link`: with copies, and device memory.
@@ -93,8 +102,10 @@ def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads
 class OffloadPlayer:
     """Plays one schedule with one choice of offloads after another, which must be legal."""
 
-    def __init__(self, graph: Graph, order: Sequence[int], schedule: Schedule, costs: Costs, link: HostLink) -> None:
-        self._graph, self._order, self._costs = graph, order, costs
+    def __init__(
+        self, graph: Graph, order: Sequence[int], schedule: Schedule, costs: Costs, link: HostLink, *, by_span: bool = False
+    ) -> None:
+        self._graph, self._order, self._costs, self._by_span = graph, order, costs, by_span
         self._schedule, self._link = schedule, link
         self._times = pass_times(graph, costs)
         self._numbers = steps_of_ranks(graph)
@@ -104,8 +115,7 @@ class OffloadPlayer:
     def _played(self, offloads: Sequence[Sequence[Offload]]) -> tuple[Played, list[Lane], list[list[LaneCopy]]]:
         copies = [copies_of(row) for row in offloads]
         lanes = [
-            Lane([LaneWork(c.begins, c.needed, self._link.time(parts[c.stage, c.microbatch].bytes, c.copying)) for c in row], numbers)
-            for row, parts, numbers in zip(copies, self.parts, self._numbers, strict=True)
+            Lane(_works(row, parts, self._link), numbers) for row, parts, numbers in zip(copies, self.parts, self._numbers, strict=True)
         ]
         rank = self._graph.rank
 
@@ -115,11 +125,15 @@ class OffloadPlayer:
         return play(self._graph, self._order, *self._times, earliest=earliest), lanes, copies
 
     def price(self, offloads: Sequence[Sequence[Offload]]) -> tuple[int, int]:
-        """The makespan with these offloads, and the sum of the times at which ranks end, in ns."""
+        """The makespan with these offloads, or the longest span of a rank, and the sum of the times at which ranks end, in ns."""
         begin, end, _ = self._played(offloads)[0]
         sums = play_sums(self._sums, end)
         rows = [(f, s) for f, s in pairwise(self._graph.first)]
         ends = [max([*end[f:s], *(one.end for one in row)]) for (f, s), row in zip(rows, sums, strict=True) if f < s]
+        if self._by_span:
+            return max(
+                (end - begin[f] for end, (f, s) in zip(ends, (row for row in rows if row[0] < row[1]), strict=True)), default=0
+            ), sum(ends)
         return max(ends, default=0) - min((begin[f] for f, s in rows if f < s), default=0), sum(ends)
 
     def timeline(self, offloads: Sequence[Sequence[Offload]]) -> Timeline:

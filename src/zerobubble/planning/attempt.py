@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -18,9 +18,18 @@ from zerobubble.planning.lengthening import lengthened_by_time, with_few_microba
 from zerobubble.planning.papers import BASELINES
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
-from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.seeds import MAKE_SECONDS, computed_again, fitting, lean, paired, promising, serial_schedule
+from zerobubble.planning.seeds import (
+    MAKE_SECONDS,
+    computed_again,
+    fits_memory,
+    fitting,
+    lean,
+    paired,
+    promising,
+    serial_schedule,
+    with_room_for_again,
+)
 from zerobubble.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -69,6 +78,12 @@ class Budget(NamedTuple):
         pairs = problem.num_passes**2 / problem.placement.num_ranks
         return not self.is_empty and WINDOWS_SECONDS * pairs <= WINDOWS_SHARE * seconds
 
+
+Search = Callable[[Mapping[str, Problem], Budget, int], Plan]
+"""What plans for the problems on placements, by name, within a budget and with a seed: the best, with the best of each as its choices.
+
+A step for one axis of a problem has such a search for the others inside, and is one itself.
+"""
 
 PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second: they always get that."""
@@ -292,16 +307,33 @@ def shorter(one: Plan, other: Plan) -> Plan:
 def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budget) -> Attempt:
     """What a planner of the papers finds, beside the bound that a search within `budget` has; where numba is missing, the simple one.
 
-    Its seconds are those of that planner alone. Raises `InputError` for an unknown one, and where it has no answer, with its reason.
+    It knows nothing of R: where stages compute forwards again, it orders passes that keep little, with R a part of B, and R's are put in
+    afterwards. Its seconds are those of that planner alone. Raises `InputError` for an unknown one, and where it has no answer that fits,
+    with its reason.
     """
-    if problem.sharded is not None:
-        refuse_pairs({"baseline": f"baseline {baseline!r}", "sharded": "sharded"})
     if baseline not in BASELINES:
         raise InputError(f"there is no baseline {baseline!r}: {near(baseline, BASELINES)}known are {', '.join(BASELINES)}")
     started, bound = perf_counter(), problem.bound()
-    schedule = BASELINES[baseline](problem)
+    schedule = _ordered_by(baseline, problem)
     attempt = Attempt(name, Plan.of(problem, bound, schedule, perf_counter() - started, baseline), searched=True)
     if find_spec("numba") is None:
         return attempt
     bounded = with_sharper_bound(attempt, budget)
     return replace(bounded, solved=replace(bounded.solved, seconds=attempt.solved.seconds))
+
+
+def _ordered_by(baseline: str, problem: Problem) -> Schedule:
+    """The schedule of a planner of the papers, with R's where stages compute again; the first that fits of those for more and less room."""
+    if problem.recomputation is None:
+        return BASELINES[baseline](problem)
+    if problem.shortage_reason:
+        raise InputError(problem.shortage_reason)
+    schedule = None
+    for asked in (lean(problem), with_room_for_again(problem)):
+        with suppress(InputError):
+            schedule = computed_again(BASELINES[baseline](asked), problem)
+            if fits_memory(schedule, problem):
+                return schedule
+    if schedule is None:
+        return computed_again(BASELINES[baseline](lean(problem)), problem)
+    raise InputError(f"the schedule of {baseline} with R's holds more than there is room for: give more memory, or leave out the baseline")

@@ -27,6 +27,7 @@ from zerobubble.planning.attempt import (
     with_serial_schedule,
     with_sharper_bound,
 )
+from zerobubble.planning.by_baseline import plan_by_baseline
 from zerobubble.planning.in_steps import improve_in_steps
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
 from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
@@ -99,14 +100,18 @@ def compete(
     problems: Mapping[str, Problem],
     budget: Budget,
     seed: int,
-    progress: ProgressCallback | None,
     *,
+    progress: ProgressCallback | None = None,
     baseline: str | None = None,
     offered: Sequence[Level] = (),
 ) -> Plan:
     """The plan over `problems`, by the name of their placement, by this planner or a `baseline`, with the levels `offered`."""
     started = perf_counter()
     are_alike = not any(problem.costs.shares for problem in problems.values())
+    if baseline is not None:
+        attempts, savings = plan_by_baseline(baseline, problems, budget, seed, offered)
+        found = _plan_of(attempts, started)
+        return replace(found, simple=found.simple if are_alike and not offered else None, savings=savings)
     if offered and are_alike:
         again = plan_recomputing(problems, offered, budget, seed, progress)
         return replace(_plan_of(again.attempts, started, again.compiling), simple=None, savings=(again.savings,))
@@ -114,8 +119,6 @@ def compete(
         return _plan_unequal_again(problems, offered, budget, seed, progress)
     if not are_alike:
         return _plan_unequal(problems, budget, seed, progress)
-    if baseline is not None:
-        return _plan_of(_all_by(baseline, problems, budget), started)
     return plan_problems(problems, budget, seed, progress)
 
 
@@ -165,7 +168,7 @@ def plan_problems(
     if sharded is None:
         return _plan_of([with_paired_schedule(attempt) for attempt in ordered], started, compiling, ctrl_c.came)
     left = whole._replace(seconds=max(0.0, whole.seconds - (perf_counter() - started - compiling)))
-    choice = few_gathers(ordered, sharded, left, seed)
+    choice = few_gathers(ordered, left, seed)
     found = replace(_plan_of(ordered, started, compiling, ctrl_c.came), simple=None)
     if choice is None:
         return found
@@ -239,19 +242,6 @@ def explained(ranked: Sequence[Attempt]) -> tuple[Choice, ...]:
     """The attempts, the best first, with the reason why each stands where it does."""
     reasons = notes([(attempt.solved, attempt.searched) for attempt in ranked])
     return tuple(Choice(a.name, a.solved, note, a.searched) for a, note in zip(ranked, reasons, strict=True))
-
-
-def _all_by(baseline: str, problems: Mapping[str, Problem], budget: Budget) -> list[Attempt]:
-    """The answers of a paper's planner, on the placements it has one for. Raises its reason when it has none for any."""
-    attempts, refusals = [], []
-    for name, problem in problems.items():
-        try:
-            attempts.append(attempt_by_baseline(name, baseline, problem, budget))
-        except InputError as error:
-            refusals.append(error)
-    if not attempts:
-        raise refusals[0]
-    return attempts
 
 
 def problems_of(

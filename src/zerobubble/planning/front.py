@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, takes
 from zerobubble.costs import Costs, Level, Limits
@@ -12,10 +13,12 @@ from zerobubble.ir import Placement
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
 from zerobubble.planning.answer import Plan
-from zerobubble.planning.attempt import ProgressCallback
+from zerobubble.planning.attempt import ProgressCallback, Search
 from zerobubble.planning.competition import MICROBATCHES, SECONDS, as_budget, compete, placements_for, problems_of
-from zerobubble.planning.head_plan import given_head, plan_head
-from zerobubble.planning.layer_plan import plan_layers
+from zerobubble.planning.cut_plan import Beside, plan_cuts
+from zerobubble.planning.gather_plan import plan_gathered
+from zerobubble.planning.head_plan import PlacedHead, given_head, least_bound, plan_head
+from zerobubble.planning.layer_plan import plan_layers, problems_of_layers
 from zerobubble.planning.offload_plan import plan_offloaded
 from zerobubble.planning.placements import ANY, Placements, placements_to_try
 from zerobubble.planning.problem.axes import refuse_pairs
@@ -84,7 +87,8 @@ def plan(
         seconds: how long to search, over all placements; 0 takes the best published schedule.
         evaluations: how many schedules to play instead, so that the answer is the same on every machine and rank.
         seed: another one makes other random choices.
-        baseline: a planner of the papers to ask instead, such as "zb-heuristic".
+        baseline: a planner of the papers to ask instead, such as "zb-heuristic". It orders the passes, and what it ignores, such as R
+            or gathers, is applied to its order.
         sharded: weights that FSDP2 divides: the winner then gathers least of the schedules that are hardly longer, gathers included.
         shares: a factor for each microbatch on the times and bytes of its passes, where they are of unequal cost. The microbatches of the
             schedule are then in the places that make it short; see `planning.order_microbatches` for a schedule that stays.
@@ -122,20 +126,48 @@ def plan(
         "period": aim is Objective.PERIOD and "objective='period'",
     }
     refuse_pairs({axis: name for axis, name in asked.items() if name})
+    if host is not None and memory is None:
+        raise InputError("host needs a memory: what goes to the host follows from what a rank may hold")
+    placed = None if head is None else PlacedHead(head)
+    others = bool(shares or offered or placed or host or baseline)
     if not isinstance(work, (Workload, Costs)):
-        return plan_layers(work, _placements_of_layers(placements, memory), num_microbatches, memory, aim, budget, seed, progress)
+        places = _placements_of_layers(placements, memory)
+        if not others and sharded is None:
+            return plan_layers(work, places, num_microbatches, memory, aim, budget, seed, progress)
+        beside = Beside(tuple(shares), sharded, offered, placed, host is not None)
+        search = _search(placed, host, others and sharded is not None, offered, baseline, progress)
+        uncut = problems_of_layers(work, places, num_microbatches, memory, aim)
+        return plan_cuts(uncut, memory, budget, seed, beside=beside, search=search, progress=progress)
     tried = placements_for(work, placements)
-    if host is not None:
-        if memory is None:
-            raise InputError("host needs a memory: what goes to the host follows from what a rank may hold")
-        return plan_offloaded(work, num_microbatches, memory, host, tried, budget, seed, progress)
-    if asked["head"]:
-        if isinstance(work, Costs):
-            head, work = given_head(head, work, next(iter(tried.values())))
-        assert head is not None, "a workload has no parts of a head"
-        return plan_head(work, num_microbatches, head, memory, tried, aim, budget, seed, progress)
+    if asked["head"] and isinstance(work, Costs):
+        placed, work = given_head(head, work, next(iter(tried.values())))
     problems = problems_of(work, num_microbatches, memory, tried, aim, sharded, shares)
-    return compete(problems, budget, seed, progress, baseline=baseline, offered=offered)
+    search = _search(placed, host, sharded is not None and (others or placed is not None), offered, baseline, progress)
+    found = search(problems, budget, seed)
+    if found.order is None and placed is not None:
+        raise InputError(found.reason)
+    return found
+
+
+def _search(
+    placed: PlacedHead | None,
+    host: HostLink | None,
+    has_gathers: bool,
+    offered: Sequence[Level],
+    baseline: str | None,
+    progress: ProgressCallback | None,
+) -> Search:
+    """The search for all axes asked for: a step for each, which has the search for the others inside.
+
+    What goes to the host is chosen for orders with the head in its place, and gathers for schedules with all else.
+    """
+    search: Search = partial(compete, progress=progress, baseline=baseline, offered=offered)
+    if placed is not None:
+        search = partial(plan_head, placed=placed, search=search, offered=offered)
+    if host is not None:
+        least = partial(least_bound, placed=placed, offered=offered)
+        search = partial(plan_offloaded, link=host, search=search, least=least, published=baseline is None)
+    return partial(plan_gathered, search=search, published=baseline is None) if has_gathers else search
 
 
 def _placements_of_layers(given: Placements | None, memory: float | Limits | None) -> dict[str, Placement]:

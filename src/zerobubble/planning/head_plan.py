@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from zerobubble.bounds import Bound
-from zerobubble.costs import Costs, Limits
+from zerobubble.costs import Costs, Level, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Choice, Plan, Saving
-from zerobubble.planning.attempt import Budget, ProgressCallback
-from zerobubble.planning.competition import plan_problems, problems_of, room_for_all
-from zerobubble.planning.problem.head import HELD_OF_HEAD, Head, has_parts, parts_on, without_parts
-from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.planning.problem.workload import Workload
+from zerobubble.planning.attempt import Budget, Search
+from zerobubble.planning.competition import room_for_all
+from zerobubble.planning.problem.head import COLUMNS, HELD_OF_HEAD, Head, has_parts, parts_on, without_parts
+from zerobubble.planning.problem.problem import Problem
+from zerobubble.planning.recompute.plan import with_levels
+from zerobubble.planning.recompute.savings import RecomputeSavings
 from zerobubble.planning.seeds import fits_memory
 from zerobubble.planning.table import aligned, percent
 from zerobubble.schedules import with_vocabulary
@@ -27,6 +28,9 @@ NAMES = {0: "whole on the last stage", 1: "divided by algorithm 1", 2: "divided 
 
 ROOMS = (0, 1, 2)
 """For how many microbatches more the stages are planned to leave room: division holds one more by algorithm 2, and two by algorithm 1."""
+
+
+DOES_NOT_FIT = "without R it does not fit with the head divided"
 
 
 class HeadWay(NamedTuple):
@@ -137,62 +141,99 @@ def _over(time: int, bound: Bound) -> float:
     return time / bound.time - 1 if bound.time else 0.0
 
 
+@dataclass(frozen=True)
+class PlacedHead:
+    """A head with what the part of each rank costs where it is divided: `parts` are columns of costs, by name, if they were measured."""
+
+    head: Head
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def whole(self, stages: Problem) -> Problem:
+        """The problem for stages alone with the whole head in the last one, which is given room where there is room for everything."""
+        return _with_costs(stages, self.head.whole(stages.costs), self.head)
+
+    def divided(self, stages: Problem) -> Problem:
+        """The problem for stages alone with a part of the head on each rank."""
+        if self.parts:
+            return _with_costs(stages, stages.costs.with_columns(**self.parts), self.head)
+        return _with_costs(stages, self.head.divided(stages.costs, stages.placement.num_ranks), self.head)
+
+
 def plan_head(
-    work: Workload | Costs,
-    num_microbatches: int,
-    head: Head,
-    memory: float | Limits | None,
-    tried: Mapping[str, Placement],
-    objective: Objective,
-    budget: Budget,
-    seed: int = 0,
-    progress: ProgressCallback | None = None,
+    stages: Mapping[str, Problem], budget: Budget, seed: int, *, placed: PlacedHead, search: Search, offered: Sequence[Level] = ()
 ) -> Plan:
-    """The quickest schedule for `work` and a head over the placements `tried`: the head whole on the last stage, or divided over all ranks.
+    """The quickest schedule for the stages and a head, found by `search`: the head whole on the last stage, or divided over all ranks.
 
     With the head whole, schedules are planned for stages of which the last one is heavier. Divided, they are planned for the stages alone,
     with room left for none, one and two of the microbatches that division holds more, and divided by both algorithms, as `with_vocabulary`
     does. The budget is shared equally by these plans; to divide and judge what they find takes time besides. The answer is never slower
-    than the best that is found with the head whole. Raises `InputError` for parts that cannot be used, and where nothing fits.
-
-    `Costs` have the parts of the head as ranks divide it: divided it takes what each part took, and whole what `head` says.
+    than the best that is found with the head whole. Where nothing fits it has no schedule, and the reason.
     """
-    started, searches = perf_counter(), _Searches(seed, progress)
-    stages = problems_of(without_parts(work) if isinstance(work, Costs) else work, num_microbatches, memory, tried, objective)
-    whole = {name: _with_costs(problem, head.whole(problem.costs), head, memory) for name, problem in stages.items()}
-    parts = {name: work if isinstance(work, Costs) else head.divided(problem.costs, work.num_ranks) for name, problem in stages.items()}
-    divided = {name: _with_costs(problem, parts[name], head, memory) for name, problem in stages.items()}
-    rooms = [(stages if more == 0 else _leaner(stages, divided, more)) for more in (ROOMS if memory is not None else ROOMS[:1])]
+    started, searches = perf_counter(), _Searches(search, seed)
+    whole = {name: placed.whole(problem) for name, problem in stages.items()}
+    divided = {name: placed.divided(problem) for name, problem in stages.items()}
+    limited = not all(is_roomy(problem) for problem in stages.values())
+    rooms = [(stages if more == 0 else _leaner(stages, divided, more)) for more in (ROOMS if limited else ROOMS[:1])]
     plans = [problems for problems in (whole, *rooms) if problems]
     found = [searches.best_of(problems, budget.share(len(plans))) for problems in plans]
-    when_whole = min(choice.plan.bound for choice in found[0])
-    when_divided = min(problem.bound() for problem in divided.values())
-    played = [HeadWay(0, choice.plan, when_whole) for choice in found[0] if choice.plan.order is not None]
-    for choice in (choice for choices in found[1:] for choice in choices):
-        played += _divided(choice, stages[choice.name], divided[choice.name], when_divided)
+    when_whole = min(choice.plan.bound for choice in found[0].choices)
+    when_divided = min(may_recompute(problem, offered).bound() for problem in divided.values())
+    played = [HeadWay(0, choice.plan, when_whole) for choice in found[0].choices if choice.plan.order is not None]
+    alone = {problem.placement: problem for problem in stages.values()}
+    for plan in found[1:]:
+        for choice in plan.choices:
+            played += _divided(choice.plan, alone[choice.plan.placement], placed, when_divided)
+    seconds = perf_counter() - started - searches.compiling
+    timing: dict[str, Any] = {"seconds": seconds, "compiling": searches.compiling, "interrupted": searches.interrupted}
     if not played:
-        raise InputError(f"no schedule fits with the head whole or divided: {found[0][0].plan.reason or 'raise the memory'}")
+        first = found[0].choices[0].plan
+        reason = f"no schedule fits with the head whole or divided: {first.reason or 'raise the memory'}"
+        choices = (Choice(NAMES[0], replace(first, reason=reason), reason),)
+        return replace(first, reason=reason, choices=choices, **timing)
     each = [[way for way in played if way.algorithm == algorithm] for algorithm in NAMES]
     ways = tuple(min(same, key=_price) for same in each if same)
     savings = HeadSavings(ways, min(when_whole, when_divided))
-    choices = [Choice(NAMES[way.algorithm], way.plan, _note(way), searched=not budget.is_empty) for way in sorted(ways, key=_price)]
-    seconds = perf_counter() - started - searches.compiling
-    return replace(
-        savings.best.plan,
-        choices=tuple(choices),
-        savings=(savings,),
-        seconds=seconds,
-        compiling=searches.compiling,
-        interrupted=searches.interrupted,
-    )
+    ranked = [Choice(NAMES[way.algorithm], way.plan, _note(way), searched=not budget.is_empty) for way in sorted(ways, key=_price)]
+    again = _savings_again(savings.best, found, alone, placed)
+    return replace(savings.best.plan, choices=tuple(ranked), savings=(savings, *again), **timing)
+
+
+def _savings_again(
+    best: HeadWay, found: Sequence[Plan], alone: Mapping[Placement, Problem], placed: PlacedHead
+) -> tuple[RecomputeSavings, ...]:
+    """What recomputation saved with the head where it is now, against the plan without R of the same search."""
+    if not best.algorithm:
+        return tuple(saving for saving in found[0].savings if isinstance(saving, RecomputeSavings))
+    known = [saving for plan in found[1:] if (saving := plan.saving(RecomputeSavings)) is not None]
+    if not known:
+        return ()
+    ways = [way for one in known for way in _divided(one.without, alone[one.without.placement], placed, best.bound)]
+    without = min(ways, key=_price).plan if ways else replace(known[0].without, order=None, time=None, makespan=None, reason=DOES_NOT_FIT)
+    return (RecomputeSavings(without, None, best.plan),)
+
+
+def least_bound(stages: Problem, placed: PlacedHead | None, offered: Sequence[Level]) -> Bound:
+    """A bound for the stages of a problem with a head, wherever it is, and whatever is computed again of the levels `offered`."""
+    ways = [stages] if placed is None else [placed.whole(stages), placed.divided(stages)]
+    return min((may_recompute(problem, offered).bound() for problem in ways), key=lambda bound: bound.time)
+
+
+def may_recompute(problem: Problem, offered: Sequence[Level]) -> Problem:
+    """The problem as one whose stages may have any of the levels `offered`: its bounds hold for all of them."""
+    return with_levels(problem, tuple(offered), offered[0]) if offered and problem.recomputation is None else problem
+
+
+def is_roomy(problem: Problem) -> bool:
+    """Whether memory is no matter."""
+    return problem.limits == room_for_all(problem.placement, problem.costs, problem.num_microbatches)
 
 
 def _note(way: HeadWay) -> str:
     return f"a {way.plan.problem.objective} {percent(way.gap)} over its bound: {way.bound.reason}"
 
 
-def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[Head, Costs]:
-    """The head that goes with the costs of stages, and these costs with the parts of it that ranks take if they divide it.
+def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[PlacedHead, Costs]:
+    """The head that goes with the costs of stages, with the parts of it that ranks take if they divide it, and the costs without these.
 
     Costs with parts, as `Pipeline.profile` measures them, say all of the head but its slowdown. Raises `InputError` where they contradict
     each other.
@@ -205,28 +246,28 @@ def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[H
     measured = Head.of_parts(parts, placement, 1.0 if head is None else head.slowdown)
     if head is not None and has_parts(costs) and head != measured:
         raise InputError(f"the costs have the parts of another head, {measured._summary()}: give that with Head.of_parts")
-    return measured, parts
+    return PlacedHead(measured, {name: parts.column(name) for name in COLUMNS}), without_parts(costs)
 
 
-def _with_costs(stages: Problem, costs: Costs, head: Head, memory: float | Limits | None) -> Problem:
+def _with_costs(stages: Problem, costs: Costs, head: Head) -> Problem:
     """The problem for stages as one with the head in the costs, which is given room where there is room for everything."""
-    limits = stages.limits if memory is not None else room_for_all(stages.placement, costs, stages.num_microbatches)
+    limits = room_for_all(stages.placement, costs, stages.num_microbatches) if is_roomy(stages) else stages.limits
     return replace(stages, costs=costs, limits=limits, head=head)
 
 
 class _Searches:
     """Searches one after another, none of them any longer once Ctrl-C came."""
 
-    def __init__(self, seed: int, progress: ProgressCallback | None) -> None:
-        self.seed, self.progress, self.interrupted, self.compiling = seed, progress, False, 0.0
+    def __init__(self, search: Search, seed: int) -> None:
+        self.search, self.seed, self.interrupted, self.compiling = search, seed, False, 0.0
 
-    def best_of(self, problems: Mapping[str, Problem], budget: Budget) -> tuple[Choice, ...]:
-        """The best on each placement."""
+    def best_of(self, problems: Mapping[str, Problem], budget: Budget) -> Plan:
+        """The plan over the problems, with the best on each placement."""
         left = Budget(0.0, budget.evaluations and 0) if self.interrupted else budget
-        found = plan_problems(problems, left, self.seed, self.progress)
+        found = self.search(problems, left, self.seed)
         self.interrupted |= found.interrupted
         self.compiling += found.compiling
-        return found.choices
+        return found
 
 
 def _leaner(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more: int) -> dict[str, Problem]:
@@ -234,20 +275,21 @@ def _leaner(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more:
     leaner = {}
     for name, problem in stages.items():
         sizes, held = problem.microbatch_bytes, divided[name].costs.column(HELD_OF_HEAD)
+        share = max(problem.costs.shares, default=1)
         kept = [held[stage] for stage in parts_on(problem.placement)]
-        memory = [room - more * (size + part) for room, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]
+        memory = [room - round(more * share * (size + part)) for room, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]
         if min(memory) > 0 and not (less := replace(problem, limits=Limits(tuple(memory)))).shortage_reason:
             leaner[name] = less
     return leaner
 
 
-def _divided(choice: Choice, stages: Problem, divided: Problem, bound: Bound) -> Iterator[HeadWay]:
-    """The answer for stages alone with the head divided by either algorithm, as far as that fits."""
-    if choice.plan.order is None:
+def _divided(plan: Plan, stages: Problem, placed: PlacedHead, bound: Bound) -> Iterator[HeadWay]:
+    """The answer for stages alone with the head divided by either algorithm, as far as that fits the room of `stages`."""
+    if plan.order is None:
         return
-    alone = replace(choice.plan.schedule, overlaps=frozenset())
+    divided = placed.divided(replace(plan.problem, limits=stages.limits))
+    alone, least = replace(plan.schedule, overlaps=frozenset()), divided.bound()
     for algorithm in (1, 2):
-        schedule = with_vocabulary(alone, algorithm, stages.costs)
+        schedule = with_vocabulary(alone, algorithm, plan.costs)
         if fits_memory(schedule, divided):
-            solved = Plan.of(divided, divided.bound(), schedule, choice.plan.seconds, choice.plan.how)
-            yield HeadWay(algorithm, solved, bound)
+            yield HeadWay(algorithm, Plan.of(divided, least, schedule, plan.seconds, plan.how), bound)

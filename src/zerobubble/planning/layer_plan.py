@@ -147,6 +147,15 @@ def equal_limits(layers: Sequence[Layer], num_ranks: int, memory: float) -> Limi
     return Limits((max(1, round((parameters + memory * held) / num_ranks)),) * num_ranks)
 
 
+def problems_of_layers(
+    layers: Sequence[Layer], placements: Mapping[str, Placement], num_microbatches: int, memory: float | Limits | None, objective: Objective
+) -> dict[str, LayerProblem]:
+    """The layers to be placed on each placement, within `memory` in microbatches of an equal share of them, or in bytes."""
+    num_ranks = next(iter(placements.values())).num_ranks
+    limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
+    return {name: LayerProblem(layers, placement, num_microbatches, limits, objective) for name, placement in placements.items()}
+
+
 def plan_layers(
     layers: Sequence[Layer],
     placements: Mapping[str, Placement],
@@ -163,9 +172,8 @@ def plan_layers(
     cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. `memory` in bytes is for
     parameters and activations. Raises `InputError` as `balance_placement` does, where no placement can be cut.
     """
-    num_ranks = next(iter(placements.values())).num_ranks
-    limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
-    layer_problems = {name: LayerProblem(layers, placement, num_microbatches, limits, objective) for name, placement in placements.items()}
+    layer_problems = problems_of_layers(layers, placements, num_microbatches, memory, objective)
+    limits = next(iter(layer_problems.values())).limits
     starts, left_out = _balanced(layer_problems)
     balanced = plan_problems(starts, budget, seed, progress)
     winner, *others = balanced.choices

@@ -6,7 +6,7 @@ its best for more memory and with the published schedules: each with what it mus
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -19,12 +19,11 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offloads
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
 from zerobubble.planning.answer import Plan, Saving
-from zerobubble.planning.attempt import Budget, ProgressCallback
-from zerobubble.planning.competition import plan_problems, problems_of
+from zerobubble.planning.attempt import Budget, Search
+from zerobubble.planning.competition import room_for_all
 from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.planning.seeds import fits_memory, fitting, promising, serial_schedule
+from zerobubble.planning.seeds import computed_again, fits_memory, fitting, promising, serial_schedule
 from zerobubble.simulation import metrics
 from zerobubble.units import counted, ms, show_ms
 
@@ -49,9 +48,9 @@ MOST_PASSES = 20_000
 
 @dataclass(frozen=True, repr=False)
 class OffloadSavings(Saving):
-    """What offload saved: `without` is the least makespan in ns found without it, None if nothing fits so.
+    """What offload saved: `without` is the least objective in ns found without it, None if nothing fits so.
 
-    `found` is the quickest schedule with what its ranks move to the host. No schedule on any placement tried has a makespan below `bound`,
+    `found` is the quickest schedule with what its ranks move to the host. No schedule on any placement tried takes less than `bound`,
     whatever goes to the host.
     """
 
@@ -63,17 +62,21 @@ class OffloadSavings(Saving):
 
     @property
     def gain(self) -> float | None:
-        """The share of the makespan without offload that it saves; None if nothing fits without."""
-        makespan = self.found.makespan or 0
-        return None if self.without is None else 1 - makespan / self.without if self.without else 0.0
+        """The share of the time without offload that it saves; None if nothing fits without."""
+        time = self.found.time or 0
+        return None if self.without is None else 1 - time / self.without if self.without else 0.0
 
     def _summary(self) -> str:
         bound = f"No schedule takes less than {show_ms(self.bound.time)}, whatever goes to the host: {self.bound.reason}"
-        takes, moved = show_ms(self.found.makespan or 0), sum(len(rank.offloads) for rank in self.found.offloads)
+        takes, moved = show_ms(self.found.time or 0), sum(len(rank.offloads) for rank in self.found.offloads)
         plan = f"{self.found.how} on {self.found.placement.name}"
         if not moved:
             return f"Offload buys nothing that was found: {plan} takes {takes} with all on the device. {bound}"
-        without = "nothing fits without it" if self.without is None else f"without it the makespan is {show_ms(self.without)}"
+        without = (
+            "nothing fits without it"
+            if self.without is None
+            else f"without it the {self.found.problem.objective} is {show_ms(self.without)}"
+        )
         gain = "" if self.gain is None else f", {100 * self.gain:.1f} % less"
         return f"What offload buys: {without}, with it {takes}{gain} ({plan}, {counted(moved, 'offload')}). {bound}"
 
@@ -90,6 +93,7 @@ class OffloadSavings(Saving):
             "placement": self.found.placement.name,
             "how": self.found.how,
             "makespan_ms": ms(self.found.makespan or 0),
+            "time_ms": ms(self.found.time or 0),
             "without_ms": None if self.without is None else ms(self.without),
             "gain": self.gain,
             "lower_bound_ms": ms(self.bound.time),
@@ -99,7 +103,7 @@ class OffloadSavings(Saving):
 
 
 class _Order(NamedTuple):
-    """An order of passes that may need more memory than its `problem` has, and its makespan where that is no matter, in ns."""
+    """An order of passes that may need more memory than its `problem` has, and its objective where that is no matter, in ns."""
 
     fastest: int
     problem: Problem
@@ -108,9 +112,9 @@ class _Order(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """An order with what its ranks move to the host: less is better, by the makespan, and then by the bytes of all ranks."""
+    """An order with what its ranks move to the host: less is better, by the objective, and then by the bytes of all ranks."""
 
-    makespan: int
+    time: int
     moved: int
     order: _Order
     offloads: tuple[RankOffloads, ...]
@@ -121,38 +125,37 @@ class _Priced(NamedTuple):
 
 
 def plan_offloaded(
-    work: Workload | Costs,
-    num_microbatches: int,
-    memory: float | Limits,
-    link: HostLink,
-    tried: Mapping[str, Placement],
+    problems: Mapping[str, Problem],
     budget: Budget,
-    seed: int = 0,
-    progress: ProgressCallback | None = None,
+    seed: int,
+    *,
+    link: HostLink,
+    search: Search,
+    least: Callable[[Problem], Bound] = Problem.bound,
+    published: bool = True,
 ) -> Plan:
-    """The schedule of the least makespan over the placements `tried` within `memory`, where ranks may move what waits to the host.
+    """The shortest schedule over the placements of `problems`, where ranks may move what waits to the host.
 
-    It is never slower than the best that is found without offload, for which 40 % of the budget is: it is one of those compared. What moves
-    is chosen as by `zb.offload.plan_offloads`, with fewer tries where there are many passes, so that it takes no more than some seconds.
-    Ctrl-C gives the best so far.
+    It is never slower than the best that `search` finds without offload, for which 40 % of the budget is: it is one of those compared. What
+    moves is chosen as by `zb.offload.plan_offloads`, with fewer tries where there are many passes, so that it takes no more than some
+    seconds. `least` gives a bound of a problem, with all that the search may choose; the published schedules are tried unless
+    told otherwise. Ctrl-C gives the best so far.
 
-    Raises `InputError` for a part that cannot be used, where no order fits even with all that waits on the host, and for more than
-    `MOST_PASSES` passes.
+    Raises `InputError` where no order fits even with all that waits on the host, and for more than `MOST_PASSES` passes.
     """
     started = perf_counter()
-    roomy = problems_of(work, num_microbatches, None, tried, Objective.MAKESPAN)
-    for name, problem in roomy.items():
+    for name, problem in problems.items():
         if problem.num_passes > MOST_PASSES:
             what = f"offloads are planned for up to {MOST_PASSES:,} passes, and there are {problem.num_passes:,} on {name}"
             raise InputError(f"{what}: plan fewer microbatches, or on placements of fewer stages")
-    problems = problems_of(work, num_microbatches, memory, tried, Objective.MAKESPAN)
-    bound = min((problem.bound() for problem in roomy.values()), key=lambda one: one.time)
-    plans = [plan_problems(problems, _part(budget, WITHOUT), seed, progress)]
+    roomy = {name: replace(problem, limits=_all_of(problem)) for name, problem in problems.items()}
+    bound = min((least(problem) for problem in roomy.values()), key=lambda one: one.time)
+    plans = [search(problems, _part(budget, WITHOUT), seed)]
     best = plans[0]
     with CtrlC() as ctrl_c:
-        if not plans[0].interrupted and (best.makespan is None or best.makespan > bound.time):
+        if not plans[0].interrupted and (best.time is None or best.time > bound.time):
             for more in _roomier(problems, roomy):
-                plans.append(plan_problems(more, _part(budget, ROOMIER), seed, progress))
+                plans.append(search(more, _part(budget, ROOMIER), seed))
                 if plans[-1].interrupted:
                     break
     is_cut_short = plans[-1].interrupted or ctrl_c.came
@@ -160,7 +163,7 @@ def plan_offloaded(
     until = started if is_cut_short else None if is_counted else started + budget.seconds + sum(plan.compiling for plan in plans)
     found: list[_Priced] = []
     with CtrlC() as ctrl_c:
-        for one in _tried(_orders(plans, problems, roomy), link, budget, until):
+        for one in _tried(_orders(plans, problems, published), link, budget, until):
             found.append(one)  # one after another, so that Ctrl-C leaves what was found before
     if not found and ctrl_c.came:
         raise KeyboardInterrupt
@@ -169,9 +172,13 @@ def plan_offloaded(
     _, _, (_, problem, schedule, how), offloads = min(found, key=lambda priced: priced.price)
     hosted = replace(problem, host=link)
     solved = Plan.of(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
-    without = min((one.makespan for one in found if not one.moved), default=None)
+    without = min((one.time for one in found if not one.moved), default=None)
     found_without = replace(plans[0], interrupted=is_cut_short or ctrl_c.came, seconds=perf_counter() - started)
-    return found_without.won_by(solved, OffloadSavings(solved, without, bound))
+    return found_without.won_by(solved, OffloadSavings(solved, without, bound), *found_without.savings)
+
+
+def _all_of(problem: Problem) -> Limits:
+    return room_for_all(problem.placement, problem.costs, problem.num_microbatches)
 
 
 def _part(budget: Budget, share: float) -> Budget:
@@ -188,24 +195,28 @@ def _roomier(problems: Mapping[str, Problem], roomy: Mapping[str, Problem]) -> I
             yield {name: replace(problem, limits=Limits(tuple(more[name]))) for name, problem in problems.items()}
 
 
-def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], roomy: Mapping[str, Problem]) -> list[_Order]:
+def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], published: bool) -> list[_Order]:
     """The orders that may be good with offload, each once, the quickest where memory is no matter first."""
-    known: set[tuple[str, object]] = set()
+    limits = {problem.placement: problem.limits for problem in problems.values()}
+    known: set[tuple[Placement, object, Costs]] = set()
     found: list[_Order] = []
 
-    def add(name: str, schedule: Schedule, how: str) -> None:
-        if (name, schedule.rows) not in known:
-            known.add((name, schedule.rows))
-            found.append(_Order(metrics(schedule, problems[name].costs).makespan, problems[name], schedule, how))
+    def add(problem: Problem, schedule: Schedule, how: str) -> None:
+        if (problem.placement, schedule.rows, problem.costs) not in known:
+            known.add((problem.placement, schedule.rows, problem.costs))
+            fastest = problem.objective.time_of(schedule, problem.costs, metrics(schedule, problem.costs))
+            found.append(_Order(fastest, replace(problem, limits=limits[problem.placement]), schedule, how))
 
     for plan in plans:
         for choice in plan.choices:
             if choice.plan.order is not None:
-                add(choice.name, choice.plan.schedule, choice.plan.how)
-    for name, problem in roomy.items():
-        leanest = serial_schedule(problem.placement, problem.num_microbatches)
-        for schedule in (*fitting(promising(problem), problem), leanest):
-            add(name, schedule, schedule.name)
+                add(choice.plan.problem, choice.plan.schedule, choice.plan.how)
+    for problem in {choice.plan.problem: None for plan in plans for choice in plan.choices}:
+        if published and not problem.has_divided_head:
+            roomy = replace(problem, limits=_all_of(problem))
+            leanest = computed_again(serial_schedule(problem.placement, problem.num_microbatches), problem)
+            for schedule in (*fitting(promising(roomy), roomy), leanest):
+                add(roomy, schedule, schedule.name)
     return sorted(found, key=lambda order: order.fastest)
 
 
@@ -220,7 +231,7 @@ def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: floa
         yield best
     first: list[_Priced] = []
     for order in orders:
-        if best is not None and (order.fastest >= best.makespan or _is_over(until)):
+        if best is not None and (order.fastest >= best.time or _is_over(until)):
             break
         one = _offloaded(order, link, 0, 0)
         if one is not None:
@@ -230,7 +241,7 @@ def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: floa
     quickest, without_limits = sorted(first, key=lambda priced: priced.price)[:SHORT_LIST], first[:SHORT_LIST]
     for early in [*quickest, *(one for one in without_limits if not any(one is other for other in quickest))]:
         order = early.order
-        if best is not None and order.fastest < min(early.makespan, best.makespan) and not (budget.is_empty or _is_over(until)):
+        if best is not None and order.fastest < min(early.time, best.time) and not (budget.is_empty or _is_over(until)):
             better = _offloaded(order, link, *_effort(order.problem, budget))
             if better is not None:
                 best = min(best, better, key=lambda priced: priced.price)
@@ -252,7 +263,10 @@ def _offloaded(order: _Order, link: HostLink, evaluations: int, rounds: int) -> 
     """The order with what its ranks move to the host; None where it does not fit even with all that waits on the host."""
     _, problem, schedule, _ = order
     with suppress(InputError):
-        offloads = plan_offloads(schedule, problem.costs, problem.limits, link, evaluations, rounds)
-        makespan = play_offloads(schedule, problem.costs, offloads, link).makespan
-        return _Priced(makespan, sum(rank.bytes for rank in offloads), order, offloads)
+        by_span = problem.objective is Objective.PERIOD
+        offloads = plan_offloads(schedule, problem.costs, problem.limits, link, evaluations, rounds, by_span=by_span)
+        if not any(rank.offloads for rank in offloads):
+            return _Priced(order.fastest, 0, order, offloads)
+        time = problem.objective.of(play_offloads(schedule, problem.costs, offloads, link))
+        return _Priced(time, sum(rank.bytes for rank in offloads), order, offloads)
     return None

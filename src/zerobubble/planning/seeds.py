@@ -9,7 +9,7 @@ from math import inf
 from statistics import fmean
 
 from zerobubble.bounds.overlap import fusing_saves
-from zerobubble.costs import Costs
+from zerobubble.costs import Costs, Limits
 from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind, Stuff, kinds_making
@@ -159,6 +159,15 @@ def lean(problem: Problem) -> Problem:
         return problem
     costs = lean_costs(problem.costs)
     return replace(problem, costs=costs, workload=None, recomputation=None, cut=None)
+
+
+def with_room_for_again(problem: Problem) -> Problem:
+    """`lean` with less memory: beside what its orders hold, one forward on each rank may be there in full."""
+    asked = lean(problem)
+    more = [0] * problem.placement.num_ranks
+    for stage, rank in enumerate(problem.placement.routes[0]):
+        more[rank] = max(more[rank], problem.costs.held_after_f[stage] - asked.costs.held_after_f[stage])
+    return replace(asked, limits=Limits(tuple(max(1, room - size) for room, size in zip(problem.limits.memory, more, strict=True))))
 
 
 def fits_memory(schedule: Schedule, problem: Problem) -> bool:

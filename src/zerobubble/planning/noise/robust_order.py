@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerobubble.arguments import NUMBER, WHOLE, each, optional, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
-from zerobubble.planning.answer import Plan
 from zerobubble.planning.noise.sensitivity import check_error_share
-from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, split
@@ -44,17 +42,6 @@ class RobustOrder(Displayed):
     def gain(self) -> float:
         """How much shorter the objective is under noise, as a share."""
         return 1 - self.after.noisy / self.before.noisy if self.before.noisy else 0.0
-
-
-def with_robust_winner(found: Plan, error: float, **search: Any) -> tuple[Plan, RobustOrder]:
-    """The plan with its winner made steady, and what that gains; `error` and `search` as in `most_robust_order`."""
-    best = found
-    robust = most_robust_order(best.problem, [found.schedule], error=error, **search)
-    if robust.gain > 0:
-        solved = Plan.of(best.problem, best.bound, robust.schedule, best.seconds, f"{best.how}, made robust")
-        winner = replace(found.choices[0], plan=solved)
-        found = replace(found.won_by(solved), choices=(winner, *found.choices[1:]), savings=found.savings, simple=found.simple)
-    return found, robust
 
 
 def robust_order_dict(problem: Problem, robust: RobustOrder) -> dict[str, float]:
@@ -95,14 +82,16 @@ def most_robust_order(
     """
     check_error_share(error)
     may_recompute = any(map(problem.recomputes, range(problem.placement.num_stages)))
-    asked = {
-        "sharded": problem.sharded is not None and "sharded",
-        "shares": bool(problem.costs.shares) and "shares",
-        "recompute": (may_recompute or any(recomputed(row) for each in candidates for row in each.rows)) and "recomputation",
-        "head": problem.has_divided_head and "a divided head",
-        "host": problem.host is not None and "host",
+    others = {
+        "weights in shards": problem.sharded is not None,
+        "microbatches of unequal cost": bool(problem.costs.shares),
+        "recomputation": may_recompute or any(recomputed(row) for each in candidates for row in each.rows),
+        "a divided head": problem.has_divided_head,
+        "a host": problem.host is not None,
     }
-    refuse_pairs({"noise": "an order for noise", **{axis: name for axis, name in asked.items() if name}})
+    if asked := [name for name, holds in others.items() if holds]:
+        what = "most_robust_order moves passes that alone take time, and the problem has"
+        raise InputError(f"{what} {' and '.join(asked)}: `zerobubble plan --noise` makes such plans robust")
     kernels = load_kernels()
     for other in candidates:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
-from zerobubble.arguments import NUMBER, WHOLE, optional, takes
-from zerobubble.costs import Costs, Limits
+from zerobubble.arguments import NUMBER, WHOLE, each, optional, takes
+from zerobubble.costs import COLLECTIVE, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.kinds import KINDS
+from zerobubble.offload import HostLink, RankOffloads
+from zerobubble.planning.noise.plan_player import PlanPlayer
 from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.replay import Replay
 from zerobubble.simulation import peak_memory
@@ -98,7 +100,16 @@ class Sensitivity(Displayed):
         }
 
 
-@takes(schedule=Schedule, costs=Costs, error=NUMBER, limits=optional(Limits), samples=WHOLE, seed=WHOLE)
+@takes(
+    schedule=Schedule,
+    costs=Costs,
+    error=NUMBER,
+    limits=optional(Limits),
+    samples=WHOLE,
+    seed=WHOLE,
+    offloads=each(RankOffloads),
+    host=optional(HostLink),
+)
 def sensitivity(
     schedule: Schedule,
     costs: Costs,
@@ -108,32 +119,56 @@ def sensitivity(
     limits: Limits | None = None,
     samples: int = 100,
     seed: int = 0,
+    offloads: Sequence[RankOffloads] = (),
+    host: HostLink | None = None,
 ) -> Sensitivity:
     """What becomes of the order of `schedule` when measured times are off; `samples` are drawn from `seed`.
 
-    Raises `ScheduleError` when the schedule cannot run, `InputError` for an error outside 0 to 1, without samples, and for a
-    divided head.
+    With `offloads` its ranks copy over the link to the `host`, whose copies may be off as well, all alike. Raises `ScheduleError` when the
+    schedule cannot run, `InputError` for an error outside 0 to 1, and without samples.
     """
     check_error_share(error)
     if samples < 1:
         raise InputError(f"a spread needs at least 1 sample, got {samples}")
-    if schedule.has_divided_head:
-        raise InputError(
-            f"schedule {schedule.name!r} has a head divided over ranks, and sensitivity knows messages between two stages alone"
-        )
-    replay, dice = Replay.of(schedule), Random(seed)
-    time, entries = replay.time(objective, costs), list(_entries(costs))
+    dice = Random(seed)
+    timed, jitter = _players(schedule, costs, objective, offloads, host)
+    entries, time = [*_entries(costs), *([COPIES] if offloads else [])], timed({})
 
     def off(names: Iterable[Entry], by: float) -> int:
-        return replay.time(objective, scaled(costs, dict.fromkeys(names, 1 + by)))
+        return timed(dict.fromkeys(names, 1 + by))
 
-    effects = tuple(Effect(scope, what, off(names, error), off(names, -error)) for scope, what, names in _groups(schedule, costs))
-    profiles = (scaled(costs, {entry: dice.uniform(1 - error, 1 + error) for entry in entries}) for _ in range(samples))
-    profile = _spread(time, [replay.time(objective, each) for each in profiles])
-    durations = replay.durations(costs)
-    noisy = [replay.play(objective, jittered(durations, error, dice), costs.comm) for _ in range(samples)]
-    spare = None if limits is None else _spare(schedule, costs, limits)
+    groups = [*_groups(schedule, costs), *([(Scope.KIND, "every copy", [COPIES])] if offloads else [])]
+    effects = tuple(Effect(scope, what, off(names, error), off(names, -error)) for scope, what, names in groups)
+    profile = _spread(time, [timed({entry: dice.uniform(1 - error, 1 + error) for entry in entries}) for _ in range(samples)])
+    noisy = [jitter(error, dice) for _ in range(samples)]
+    spare = None if limits is None else _spare(schedule, costs, limits, offloads)
     return Sensitivity(objective, time, error, effects, off(entries, error), profile, _spread(time, noisy), spare)
+
+
+COPIES: Entry = ("host", 0)
+"""What stands for the times of all copies."""
+
+
+def _players(
+    schedule: Schedule, costs: Costs, objective: Objective, offloads: Sequence[RankOffloads], host: HostLink | None
+) -> tuple[Callable[[dict[Entry, float]], int], Callable[[float, Random], int]]:
+    """The objective by factors on measured times, and where every pass takes its own; quicker for passes and messages alone."""
+    if schedule.has_divided_head or offloads:
+        player = PlanPlayer(schedule, offloads, host)
+        ops = sorted(op for row in schedule.rows for op in row)
+
+        def timed(factors: dict[Entry, float]) -> int:
+            named = {entry: factor for entry, factor in factors.items() if entry != COPIES}
+            return player.time(objective, scaled(costs, named), slower_link=factors.get(COPIES, 1.0))
+
+        return timed, lambda error, dice: player.time(objective, costs, factors={op: dice.gauss(1, error) for op in ops})
+    replay = Replay.of(schedule)
+    durations = replay.durations(costs)
+
+    def jitter(error: float, dice: Random) -> int:
+        return replay.play(objective, jittered(durations, error, dice), costs.comm)
+
+    return lambda factors: replay.time(objective, scaled(costs, factors)), jitter
 
 
 def check_error_share(error: float) -> None:
@@ -160,24 +195,29 @@ def _groups(schedule: Schedule, costs: Costs) -> Iterator[tuple[Scope, str, list
     passes = _passes(costs)
     for name, letter in passes.items():
         yield Scope.KIND, f"every {letter}", [(name, stage) for stage in range(costs.num_stages)]
-    yield Scope.KIND, "every message", [entry for entry in _entries(costs) if entry[0] == "comm"]
+    yield Scope.KIND, "every message", [entry for entry in _entries(costs) if entry[0] in ("comm", COLLECTIVE)]
     for rank in range(schedule.num_ranks):
         held = sorted({stage for _, stage in schedule.placement.stages(rank)})
         yield Scope.RANK, f"rank {rank}", [(name, stage) for stage in held for name in passes]
     for name, index in _entries(costs):
-        what = f"{passes[name]} of stage {index}" if name in passes else f"messages after stage {index}"
+        messages = "messages after" if name == "comm" else "collectives from"
+        what = f"{passes[name]} of stage {index}" if name in passes else f"{messages} stage {index}"
         yield Scope.ALONE, what, [(name, index)]
 
 
 def _entries(costs: Costs) -> Iterator[Entry]:
-    for name in (*_passes(costs), "comm"):
+    for name in (*_passes(costs), "comm", *(name for name, _ in costs.further if name == COLLECTIVE)):
         for index, _ in enumerate(costs.column(name)):
             yield name, index
 
 
 def _passes(costs: Costs) -> dict[str, str]:
-    """The columns that tell times of passes, each with the kind that takes it alone."""
-    return {name: next(kind for kind, row in KINDS.items() if name == row.in_one or row.times == (name,)) for name in costs.time_columns}
+    """The columns that tell times of passes, each with the kind that takes it alone, or with words where none does."""
+
+    def kind_of(name: str) -> str:
+        return next((kind for kind, row in KINDS.items() if name == row.in_one or row.times == (name,)), name.replace("_", " "))
+
+    return {name: kind_of(name) for name in costs.time_columns}
 
 
 def _spread(time: int, sampled: list[int]) -> Spread:
@@ -185,6 +225,6 @@ def _spread(time: int, sampled: list[int]) -> Spread:
     return Spread(sum(shares) / len(shares), max(shares))
 
 
-def _spare(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[float, ...]:
-    peaks = peak_memory(schedule, costs)
+def _spare(schedule: Schedule, costs: Costs, limits: Limits, offloads: Sequence[RankOffloads]) -> tuple[float, ...]:
+    peaks = [rank.peak_bytes for rank in offloads] if offloads else peak_memory(schedule, costs)
     return tuple(limit / peak - 1 if peak else inf for peak, limit in zip(peaks, limits.memory, strict=True))

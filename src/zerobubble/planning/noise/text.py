@@ -16,7 +16,15 @@ def what_if(solved: Plan, error: float, *, samples: int = 100, seed: int = 0) ->
     """What becomes of the plan when measured times are off by `error`; raises `InputError` for a bad error and without a schedule."""
     problem = solved.problem
     return sensitivity(
-        solved.schedule, problem.costs, error, objective=problem.objective, limits=problem.limits, samples=samples, seed=seed
+        solved.schedule,
+        problem.costs,
+        error,
+        objective=problem.objective,
+        limits=problem.limits,
+        samples=samples,
+        seed=seed,
+        offloads=solved.offloads,
+        host=problem.host,
     )
 
 

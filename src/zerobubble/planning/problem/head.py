@@ -66,6 +66,8 @@ class Head(Displayed):
         """The costs of the stages with the whole head as a part of the last one."""
         names = ("forward", "backward", "weight")
         columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, self.times, strict=True)}
+        if costs.fused:
+            columns["fused"] = _more(costs.fused, sum(round(time * NS_PER_MS) for time in self.times[1:]))
         return costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(self.held)))
 
     @classmethod

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from zerobubble.arguments import WHOLE, Wanted, optional, require
 from zerobubble.bounds import Bound, Bounds, bounds_again, bounds_divided, lower_bounds, shortage, shortage_again
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
-from zerobubble.costs import NONE, Costs, Level, Limits
+from zerobubble.costs import MOST_ROOM, NONE, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement, Schedule
@@ -30,6 +30,9 @@ MOST_TOGETHER = 2**62
 
 PARTS_OF_HEAD = tuple(dict.fromkeys((*traits_of(Kind.S).times, *traits_of(Kind.T).times)))
 """The columns of costs with what a rank's part of a divided head takes."""
+
+OF_LEVELS = ("recompute", "held_input")
+"""The columns of costs with what the levels of recomputation of the stages take and keep: see `Costs.with_recompute`."""
 
 
 class Objective(StrEnum):
@@ -116,13 +119,13 @@ class Problem(Displayed):
             raise InputError(f"the times of all passes together, and the bytes they hold, must stay below {MOST_TOGETHER:.0e} ns or bytes")
         if self.recomputation is not None:
             self.recomputation.require_fit(self.costs)
-        if self.head is not None and self.workload is None and self.has_divided_head:
+        if self.head is not None and self.workload is None and self.cut is None and self.has_divided_head:
             parts = Head.of_parts(self.costs, self.placement, self.head.slowdown)
             if parts != self.head:
                 raise InputError(f"the costs have the parts of another head, {parts._summary()}: give that with Head.of_parts")
-        if self.workload is not None and self._costs_of(self.workload) != self._costs_alone:
+        if self.workload is not None and self._with_head(self.workload.costs(self.placement)) != self._costs_alone:
             raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
-        if self.cut is not None and stage_costs(self.cut.layers, self.cut.cuts) != self._costs_alone:
+        if self.cut is not None and self._with_head(stage_costs(self.cut.layers, self.cut.cuts)) != self._costs_alone:
             raise InputError("the layers give other costs of the stages than those of the problem: leave the cut out")
         if self.sharded is not None:
             self.sharded.sizes(self.placement)  # raises where they are those of other stages
@@ -136,11 +139,12 @@ class Problem(Displayed):
 
     @property
     def _costs_alone(self) -> Costs:
-        return replace(self.costs, shares=(), further=self.costs.further if self.recomputation is None else ())
+        """The costs without what shares of microbatches and levels of recomputation add."""
+        again = () if self.recomputation is None else OF_LEVELS
+        return replace(self.costs, shares=(), further=tuple(column for column in self.costs.further if column[0] not in again))
 
-    def _costs_of(self, workload: Workload) -> Costs:
-        """What the stages cost for the work of the ranks, with the head, where there is one."""
-        costs = workload.costs(self.placement)
+    def _with_head(self, costs: Costs) -> Costs:
+        """These costs of the stages with the head, where there is one."""
         if self.head is None:
             return costs
         return self.head.divided(costs, self.placement.num_ranks) if self.has_divided_head else self.head.whole(costs)
@@ -197,11 +201,11 @@ class Problem(Displayed):
         """The least time of all passes of all ranks, in ns: where a BW takes less than B and W, that."""
         least = without_fused(self.costs)
         columns = [least.forward, least.backward, least.weight]
-        if self.costs.shares:
-            return sum(round(time * share) for share in self.costs.shares for times in columns for time in times)
         if self.has_divided_head:
             parts = parts_on(self.placement)
             columns += [tuple(self.costs.column(name)[stage] for stage in parts) for name in PARTS_OF_HEAD]
+        if self.costs.shares:
+            return sum(round(time * share) for share in self.costs.shares for times in columns for time in times)
         return self.num_microbatches * sum(map(sum, columns))
 
     @property
@@ -240,14 +244,18 @@ class Problem(Displayed):
     def bounds(self) -> Bounds:
         """Proven lower bounds on span and makespan; where nothing can run, those for unlimited memory.
 
-        With recomputation they hold for every choice of levels that may be chosen, by stage and microbatch.
+        With recomputation they hold for every choice of levels that may be chosen, by stage and microbatch. With a host they are those
+        for unlimited memory, and where weights are sharded they are without gathers, which only make a schedule longer.
         """
-        if self.recomputation is not None:
-            return bounds_again(self.placement, self.num_microbatches, self.costs, self.limits, self.recomputation.offered)
-        limits = None if self.shortage_reason or self.host is not None else self.limits
+        limits = self.limits if self.host is None else None
+        if self.recomputation is not None and not self.has_divided_head:
+            room = limits or Limits((MOST_ROOM,) * self.placement.num_ranks)
+            return bounds_again(self.placement, self.num_microbatches, self.costs, room, self.recomputation.offered)
         if self.has_divided_head:
-            return bounds_divided(self.placement, self.num_microbatches, self.costs, limits)
-        return lower_bounds(self.placement, self.num_microbatches, self.costs, limits)
+            levels = () if self.recomputation is None else self.recomputation.offered
+            limits = limits if levels or not self.shortage_reason else None
+            return bounds_divided(self.placement, self.num_microbatches, self.costs, limits, levels)
+        return lower_bounds(self.placement, self.num_microbatches, self.costs, None if self.shortage_reason else limits)
 
     def bound(self) -> Bound:
         """The proven lower bound on the objective."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, each, either, optional, require, require_amount
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
+from zerobubble.partition import Cuts, Layer
 from zerobubble.units import show_bytes
 
 NS_PER_S = 10**9
@@ -63,6 +66,26 @@ class Sharded(Displayed):
                 "give those of a rank, or name a placement with as many stages"
             )
         return self.weights
+
+    def of_layers(self, layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> Sharded:
+        """The same for the stages of a cut: `weights` of a rank are an equal part of those of all layers, or there is one for each layer.
+
+        Of a rank's, each layer has as large a part as it has parameters; the same for all where none tells. Raises `InputError` for as
+        many numbers as there are neither layers nor stages.
+        """
+        if isinstance(self.weights, int):
+            sizes = [layer.parameters_bytes for layer in layers]
+            known = sizes if any(sizes) else [1] * len(layers)
+            total = self.weights * placement.num_ranks
+            weights = [total * size // sum(known) for size in known]
+        elif len(self.weights) == len(layers):
+            weights = list(self.weights)
+        else:
+            raise InputError(
+                f"weights of layers in shards are those of a rank, or of each of {len(layers)} layers, got {len(self.weights)}"
+            )
+        edges = (0, *cuts, len(layers))
+        return replace(self, weights=tuple(sum(weights[first:end]) for first, end in pairwise(edges)))
 
     def times(self, placement: Placement) -> tuple[int, ...]:
         """The ns that it takes to gather each stage's weights."""

@@ -53,7 +53,7 @@ def plan_recomputing(
     Where `NONE` is offered, none is slower than what the first part of the budget finds without recomputation.
     """
     is_free, levels = NONE in offered, tuple(offered)
-    plain = {name: _with_levels(problem, levels if is_free else (NONE,), NONE) for name, problem in problems.items()}
+    plain = {name: with_levels(problem, levels if is_free else (NONE,), NONE) for name, problem in problems.items()}
     started = [start_attempt(name, problem, _part(budget, WITHOUT).share(len(plain))) for name, problem in plain.items()]
     compiling = compile_search(started, budget)
     without = _searched(started, _part(budget, WITHOUT), seed, on_progress)
@@ -79,7 +79,7 @@ def _part(budget: Budget, share: float) -> Budget:
     return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
 
 
-def _with_levels(problem: Problem, offered: tuple[Level, ...], *by_stage: Level) -> Problem:
+def with_levels(problem: Problem, offered: tuple[Level, ...], *by_stage: Level) -> Problem:
     """The problem with the levels of its stages, one for each or the same for all."""
     chosen = by_stage if len(by_stage) > 1 else by_stage * problem.placement.num_stages
     again = Recomputation(offered, chosen)
@@ -100,7 +100,7 @@ def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], bud
     """
     listed: list[Attempt] = []
     for name, problem in problems.items():
-        here = [_listed(name, _with_levels(problem, offered, *levels), budget) for levels in choices_by_leg(problem.placement, offered)]
+        here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in choices_by_leg(problem.placement, offered)]
         fitting = [attempt for attempt in here if attempt.solved.status is not Status.INFEASIBLE and any(_again(attempt.solved.problem))]
         listed += fitting if fitting else here[:1]
     ranked = sorted(listed, key=rank_key)

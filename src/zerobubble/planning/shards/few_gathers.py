@@ -19,9 +19,10 @@ from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget
+from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.seeds import fitting, promising
-from zerobubble.planning.shards.priced import Priced, fewest_of_any_order, least_time
+from zerobubble.planning.seeds import computed_again, fitting, promising
+from zerobubble.planning.shards.priced import Priced, fewest_of_any_order, least_time, sharding
 from zerobubble.planning.table import NOTE_WIDTH
 from zerobubble.units import ms, show_bytes, show_ms
 
@@ -47,6 +48,12 @@ class FewGathers(Saving):
     chosen: Priced
     least_time: int
     least_gathers: int
+
+    def of_order(self, priced: Priced) -> FewGathers:
+        """The same where the order of a plan is played on other costs: there it is the only one."""
+        problem = priced.solved.problem
+        least = least_time(problem, priced.solved.bound.time)
+        return FewGathers(sharding(problem), priced, priced, priced, least, fewest_of_any_order(problem))
 
     def _summary(self) -> str:
         return f"{self.chosen.solved.how} on {self.chosen.solved.problem.placement.name}: {self.chosen.num_gathers} gathers"
@@ -82,39 +89,43 @@ class FewGathers(Saving):
         return figures | {"least_ms_with_gathers": ms(self.least_time), "least_gathers_of_any_order": self.least_gathers}
 
 
-def few_gathers(attempts: Iterable[Attempt], sharded: Sharded, budget: Budget, seed: int = 0) -> FewGathers | None:
+def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, published: bool = True) -> FewGathers | None:
     """The choice among what the `attempts` know and what a search of `budget` finds; None where no schedule fits.
+
+    Published schedules are among the candidates unless it is told otherwise.
 
     Raises `InputError` where the weights of a stage do not fit into the memory for them on any placement.
     """
     started = perf_counter()
-    able = list(_with_room(attempts, sharded))
-    found = [Priced.of(solved, sharded) for attempt in able for solved in _candidates(attempt)]
+    able = list(_with_room(attempts))
+    found = [Priced.of(solved) for attempt in able for solved in _candidates(attempt, published)]
     if not found:
         return None
     plain = min((one for one in found if any(one.solved is attempt.solved for attempt in able)), key=lambda one: one.solved.time or 0)
     tries = MOST_EVALUATIONS if budget.evaluations is None else min(budget.evaluations, MOST_EVALUATIONS)
     clock = _Tries(0 if budget.is_empty else tries // 2, started + budget.seconds / 2 if budget.evaluations is None else None)
     draw = Random(seed)
-    quickest = _improved(min(found, key=_by_time), sharded, _by_time, None, clock, draw)
+    quickest = _improved(min(found, key=_by_time), _by_time, None, clock, draw)
+    sharded = sharding(quickest.solved.problem)
     most = int(quickest.time * (1 + sharded.within))
     clock = _Tries(clock.left + tries // 2 if not budget.is_empty else 0, started + budget.seconds if budget.evaluations is None else None)
     fewest = min((one for one in (*found, quickest) if one.time <= most), key=_by_bytes)
-    chosen = _improved(fewest, sharded, _by_bytes, most, clock, draw)
+    chosen = _improved(fewest, _by_bytes, most, clock, draw)
     problem = chosen.solved.problem
-    least = least_time(problem, chosen.solved.bound.time, sharded)
-    return FewGathers(sharded, plain, quickest, chosen, least, fewest_of_any_order(problem, sharded))
+    least = least_time(problem, chosen.solved.bound.time)
+    return FewGathers(sharding(problem), plain, quickest, chosen, least, fewest_of_any_order(problem))
 
 
-def _with_room(attempts: Iterable[Attempt], sharded: Sharded) -> Iterator[Attempt]:
+def _with_room(attempts: Iterable[Attempt]) -> Iterator[Attempt]:
     """Those whose stages fit one by one; raises `InputError` with the largest stage of all where none does."""
     known = list(attempts)
-    largest = {attempt.name: max(sharded.sizes(attempt.solved.problem.placement)) for attempt in known}
-    yield from (attempt for attempt in known if sharded.memory is None or largest[attempt.name] <= sharded.memory)
-    if sharded.memory is not None and min(largest.values()) > sharded.memory:
+    memory = sharding(known[0].solved.problem).memory
+    largest = {attempt.name: max(sharding(attempt.solved.problem).sizes(attempt.solved.problem.placement)) for attempt in known}
+    yield from (attempt for attempt in known if memory is None or largest[attempt.name] <= memory)
+    if memory is not None and min(largest.values()) > memory:
         name = min(largest, key=largest.__getitem__)
         takes = f"those of a stage take {show_bytes(largest[name])} on {name}, where they are smallest"
-        raise InputError(f"a rank has {show_bytes(sharded.memory)} for gathered weights, and {takes}: give more memory, or more stages")
+        raise InputError(f"a rank has {show_bytes(memory)} for gathered weights, and {takes}: give more memory, or more stages")
 
 
 def _by_time(one: Priced) -> tuple[int, int, int]:
@@ -125,28 +136,33 @@ def _by_bytes(one: Priced) -> tuple[int, int, int]:
     return one.gathered, one.num_gathers, one.time
 
 
-def _candidates(attempt: Attempt) -> Iterator[Plan]:
-    """Every schedule that is known on the placement of an attempt, the published ones, and the groups that fit its memory."""
+def _candidates(attempt: Attempt, with_published: bool) -> Iterator[Plan]:
+    """Every schedule that is known on the placement of an attempt, the published ones, and the groups that fit its memory.
+
+    Where the head is divided or something goes to the host, it is the one schedule with its passes or offloads.
+    """
     best = attempt.solved
     if best.order is None:
         return
     yield best
     problem = best.problem
+    if problem.has_divided_head or problem.host is not None or not with_published:
+        return
     known = {best.schedule.rows}
     published = promising(problem) if problem.num_passes <= PASSES_WITHOUT_CLOCK else ()
-    for schedule in (*attempt.seeds, *fitting(published, problem), *_groups(problem.placement, problem.num_microbatches)):
+    for schedule in (*attempt.seeds, *fitting(published, problem), *_groups(problem)):
         if schedule.rows not in known:
             known.add(schedule.rows)
             with suppress(ScheduleError):  # it holds more than there is room for
                 yield Plan.of(problem, best.bound, schedule, 0.0, schedule.name)
 
 
-def _groups(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
+def _groups(problem: Problem) -> Iterator[Schedule]:
     """Groups of 1, 2, 4 and so on microbatches, each through all stages of a rank, W after each B or after the B's of its stage."""
-    size = 1
+    size, num_microbatches = 1, problem.num_microbatches
     while size < 2 * num_microbatches:
         for waits in (False, True):
-            yield grouped(placement, num_microbatches, min(size, num_microbatches), waits=waits)
+            yield computed_again(grouped(problem.placement, num_microbatches, min(size, num_microbatches), waits=waits), problem)
         size *= 2
 
 
@@ -186,9 +202,12 @@ class _Tries:
         return True
 
 
-def _improved(best: Priced, sharded: Sharded, price: Price, most: int | None, tries: _Tries, draw: Random) -> Priced:
-    """`best` after moves of passes, each kept where it lowers the price, or keeps it, and takes at most `most` ns."""
-    while tries.take():
+def _improved(best: Priced, price: Price, most: int | None, tries: _Tries, draw: Random) -> Priced:
+    """`best` after moves of passes, each kept where it lowers the price, or keeps it, and takes at most `most` ns.
+
+    Offloads are for steps of rows: with them nothing moves.
+    """
+    while not best.solved.offloads and tries.take():
         moved = _moved(best.schedule, draw)
         if moved is None:
             return best
@@ -196,7 +215,7 @@ def _improved(best: Priced, sharded: Sharded, price: Price, most: int | None, tr
             before = best.solved
             how = before.how if before.how.endswith(MOVED) else f"{before.how}{MOVED}"
             solved = Plan.of(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
-            one = Priced.of(solved, sharded)
+            one = Priced.of(solved)
             if price(one) <= price(best) and (most is None or one.time <= most):
                 best = one
     return best

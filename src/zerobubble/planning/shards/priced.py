@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zerobubble.display import Displayed
 from zerobubble.gathers import RankGathers, gathers_of, plan_gathers, play_gathers
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.offload.copies import copy_works
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.sharded import Sharded
@@ -24,13 +25,14 @@ class Priced(Displayed):
     gathered: int
 
     @classmethod
-    def of(cls, solved: Plan, sharded: Sharded) -> Priced:
+    def of(cls, solved: Plan) -> Priced:
         """The answer `solved` with the fewest gathers of its order; raises `InputError` where the weights of a step do not fit."""
         schedule, problem = solved.schedule, solved.problem
-        assert schedule is not None
+        sharded = sharding(problem)
         sizes = sharded.sizes(problem.placement)
         plans = plan_gathers(schedule, sizes, sharded.memory)
-        time = problem.objective.of(play_gathers(schedule, problem.costs, plans, sharded.times(problem.placement)).metrics)
+        copies = copy_works(schedule, problem.costs, solved.offloads, problem.host) if problem.host and solved.offloads else ()
+        time = problem.objective.of(play_gathers(schedule, problem.costs, plans, sharded.times(problem.placement), copies).metrics)
         return cls(solved, plans, time, sum(sizes[gather.stage] for plan in plans for gather in plan.gathers))
 
     @property
@@ -52,18 +54,26 @@ class Priced(Displayed):
         return f"{self.solved.how}: {self.num_gathers} gathers of at least {self.bound}, {show_bytes(self.gathered)}"
 
 
-def fewest_of_any_order(problem: Problem, sharded: Sharded) -> int:
+def sharding(problem: Problem) -> Sharded:
+    """The sharding of a problem that has one."""
+    assert problem.sharded is not None, "gathers are of weights in shards"
+    return problem.sharded
+
+
+def fewest_of_any_order(problem: Problem) -> int:
     """A number of gathers of all ranks that no order of passes on the placement within its limits has fewer of.
 
     Every order has the passes of the first microbatch in their order, and a plan of gathers for all passes is one for these. Where only
-    one stage of a rank fits at a time, memory for activations says how many microbatches go through them together, too.
+    one stage of a rank fits at a time, memory for activations says how many microbatches go through them together, too, if each takes
+    what it saves for as long as it waits.
 
     >>> import zerobubble as zb
-    >>> problem = zb.planning.Problem(zb.Placement.vee(2), 8, zb.Costs.uniform(4), zb.Limits((5_000_000,) * 2))
-    >>> [fewest_of_any_order(problem, Sharded(12, memory)) for memory in (None, 6)]
+    >>> place, costs, limits = zb.Placement.vee(2), zb.Costs.uniform(4), zb.Limits((5_000_000,) * 2)
+    >>> [fewest_of_any_order(zb.planning.Problem(place, 8, costs, limits, sharded=Sharded(12, memory))) for memory in (None, 6)]
     [4, 10]
     """
-    sizes, placement = dict(enumerate(sharded.sizes(problem.placement))), problem.placement
+    sharded, placement = sharding(problem), problem.placement
+    sizes = dict(enumerate(sharded.sizes(placement)))
     return sum(
         max(_of_one_microbatch(_chain(placement, rank), sizes, sharded.memory, rank).bound, _in_turns(problem, sizes, sharded.memory, rank))
         for rank in range(placement.num_ranks)
@@ -92,6 +102,8 @@ def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank:
     behind, and as many turns of the last stage as lie between them.
     """
     stages = [stage for stage, home in enumerate(problem.placement.routes[0]) if home == rank]
+    if problem.recomputation is not None or problem.host is not None or problem.costs.shares:
+        return 0
     if memory is None or len(stages) < 2 or sum(sorted(sizes[stage] for stage in stages)[:2]) <= memory:
         return 0
     held, room = problem.costs.held_after_f, problem.limits.memory[rank]
@@ -104,12 +116,12 @@ def _ceil(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def least_time(problem: Problem, bound: int, sharded: Sharded) -> int:
+def least_time(problem: Problem, bound: int) -> int:
     """A time in ns that no schedule with gathers beats, where `bound` is one for schedules without.
 
     A makespan has the gather of stage 0 before all passes, and all gathers of a rank one after another; a span has one before its passes.
     """
-    times, home = sharded.times(problem.placement), problem.placement.routes[0]
+    times, home = sharding(problem).times(problem.placement), problem.placement.routes[0]
     if problem.objective is Objective.PERIOD:
         return bound + min(times)
     loads = [sum(time for time, rank in zip(times, home, strict=True) if rank == here) for here in range(problem.placement.num_ranks)]

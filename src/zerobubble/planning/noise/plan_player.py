@@ -1,0 +1,68 @@
+"""One plan played many times with other times: its passes with all that they wait for, copies and gathers included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from zerobubble.costs import Costs
+from zerobubble.gathers import RankGathers
+from zerobubble.graph import play
+from zerobubble.ir import Op, Schedule
+from zerobubble.lane import Lane, LaneWork, steps_of_ranks
+from zerobubble.offload import HostLink, RankOffloads
+from zerobubble.offload.copies import copy_works
+from zerobubble.planning.problem.problem import Objective
+from zerobubble.reductions import planned_sums, play_sums
+from zerobubble.simulation import metrics_of, pass_times
+from zerobubble.verify import checked
+
+
+class PlanPlayer:
+    """Plays the order of a schedule with offloads over a link, and gathers that take `gather_times` ns by stage.
+
+    Raises `ScheduleError` with every fault when the schedule cannot run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        offloads: Sequence[RankOffloads] = (),
+        link: HostLink | None = None,
+        gathers: Sequence[RankGathers] = (),
+        gather_times: Sequence[int] = (),
+    ) -> None:
+        self._schedule, self._offloads, self._link = schedule, offloads, link
+        self._graph, self._order = checked(schedule)
+        self._steps = steps_of_ranks(self._graph)
+        self._gathers = [[LaneWork(one.begins, one.needed, gather_times[one.stage]) for one in plan.gathers] for plan in gathers]
+
+    def time(self, objective: Objective, costs: Costs, *, slower_link: float = 1.0, factors: Mapping[Op, float] | None = None) -> int:
+        """The objective in ns, where copies take `slower_link` times as long and each pass its own factor, if some are given."""
+        graph = self._graph
+        takes, delays = pass_times(graph, costs)
+        if factors is not None:
+            takes = [max(0, round(time * factors[op])) for time, op in zip(takes, graph.ops, strict=True)]
+        lanes = [[Lane(works, steps) for works, steps in zip(rows, self._steps, strict=True)] for rows in self._works(costs, slower_link)]
+
+        def earliest(number: int, end: Sequence[int]) -> int:
+            return max((lane[graph.rank[number]].ready(number, end) for lane in lanes), default=0)
+
+        played = play(graph, self._order, takes, delays, earliest=earliest if lanes else None)
+        if not self._gathers:
+            return objective.of(metrics_of(graph, played, costs))
+        spans, ends = [0], [0]
+        sums = play_sums(planned_sums(graph, costs), played.end)
+        for works, (first, stop), row in zip(self._gathers, pairwise(graph.first), sums, strict=True):
+            if first < stop:
+                ends.append(max([*played.end[first:stop], *(one.end for one in row)]))
+                spans.append(ends[-1] - played.begin[first] + sum(work.takes for work in works if work.needed == 0))
+        return max(spans if objective is Objective.PERIOD else ends)
+
+    def _works(self, costs: Costs, slower_link: float) -> list[Sequence[Sequence[LaneWork]]]:
+        """What lanes beside the passes do: the copies of each rank, and its gathers."""
+        works: list[Sequence[Sequence[LaneWork]]] = [self._gathers] if self._gathers else []
+        if self._offloads and self._link is not None:
+            copies = copy_works(self._schedule, costs, self._offloads, self._link)
+            works.append([[work._replace(takes=round(slower_link * work.takes)) for work in row] for row in copies])
+        return works
