@@ -103,7 +103,7 @@ def test_it_answers_what_it_was_asked(started: list[BackgroundPlanner]) -> None:
     assert answer.time == solve(PROBLEM, seconds=0).time
 
 
-SHADOWS = ("random", "numpy", "numba", "json", "pickle", "zerobubble")
+SHADOWS = ("random", "numpy", "llvmlite", "json", "pickle", "zerobubble")
 
 
 @pytest.mark.parametrize("where", ["working directory", "PYTHONPATH", "sys.path"])
@@ -120,7 +120,7 @@ def test_no_file_stands_in_for_a_module(
         monkeypatch.syspath_prepend(tmp_path)
     answer = outcome(start(started, SEARCHED, LONGEST_S))
     assert isinstance(answer, Plan), answer
-    assert answer.how.startswith("planned by"), "what searches was found, and numba for it"
+    assert answer.how.startswith("planned by"), "what searches was found, and llvmlite for it"
     assert answer.status is Status.OPTIMAL, "so it ended long before its time"
 
 

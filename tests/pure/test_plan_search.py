@@ -340,10 +340,10 @@ def test_seconds_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1.0 <= found.seconds < 1.5
 
 
-def test_without_numba_it_says_what_to_install() -> None:
+def test_without_llvmlite_it_says_what_to_install() -> None:
     code = """
 import sys
-sys.modules["numba"] = None
+sys.modules["llvmlite"] = None
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.search import search
@@ -355,4 +355,4 @@ except InputError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "the planner's search needs numba: pip install 'zerobubble[plan]'\n"
+    assert done.stdout == "the planner's search needs llvmlite: pip install 'zerobubble[plan]'\n"

@@ -178,7 +178,7 @@ def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:
     """The attempt with the bound by windows, if that is sharper; it may prove the schedule that there is to be optimal.
 
     Whatever meets the simple bound needs no other, and where the budget is empty or small for the passes the simple bound stays. `budget`
-    is what there is for all placements. Compiling counts unless it is done before. Raises `InputError` where numba is missing.
+    is what there is for all placements. Compiling counts unless it is done before. Raises `InputError` where llvmlite is missing.
     """
     solved = attempt.solved
     if not attempt.can_improve or not budget.lasts_for_windows(solved.problem):
@@ -305,7 +305,7 @@ def shorter(one: Plan, other: Plan) -> Plan:
 
 
 def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budget) -> Attempt:
-    """What a planner of the papers finds, beside the bound that a search within `budget` has; where numba is missing, the simple one.
+    """What a planner of the papers finds, beside the bound that a search within `budget` has; where llvmlite is missing, the simple one.
 
     It knows nothing of R: where stages compute forwards again, it orders passes that keep little, with R a part of B, and R's are put in
     afterwards. Its seconds are those of that planner alone. Raises `InputError` for an unknown one, and where it has no answer that fits,
@@ -316,7 +316,7 @@ def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budg
     started, bound = perf_counter(), problem.bound()
     schedule = _ordered_by(baseline, problem)
     attempt = Attempt(name, Plan.of(problem, bound, schedule, perf_counter() - started, baseline), searched=True)
-    if find_spec("numba") is None:
+    if find_spec("llvmlite") is None:
         return attempt
     bounded = with_sharper_bound(attempt, budget)
     return replace(bounded, solved=replace(bounded.solved, seconds=attempt.solved.seconds))

@@ -53,8 +53,8 @@ def search(
 
     With `evaluations`, the number of schedules to play, the clock is not looked at and the result depends on `seed` alone. Without
     budget it is the best seed, or one pass of the list scheduler. `progress` hears of every new best; on an interrupt the best so far
-    is given. Seeds over the limits are left out. Raises `InputError` when numba is missing, when a seed has another placement or number of
-    microbatches, or when memory does not hold one microbatch.
+    is given. Seeds over the limits are left out. Raises `InputError` when llvmlite is missing, when a seed has another placement or
+    number of microbatches, or when memory does not hold one microbatch.
     """
     problem.costs.require_alike("the search for orders of passes")
     kernels = load_kernels()
@@ -154,11 +154,11 @@ def compile_kernels(again: bool = False, steps: bool = False) -> float:
 
 
 def load_kernels() -> ModuleType:
-    """What is compiled; raises `InputError` with what to install when numba is missing."""
+    """What is compiled; raises `InputError` with what to install when llvmlite is missing."""
     try:
         from zerobubble.planning import kernels
     except ModuleNotFoundError as error:
-        if error.name not in ("numba", "numpy"):
+        if error.name not in ("llvmlite", "numpy"):
             raise
-        raise InputError("the planner's search needs numba: pip install 'zerobubble[plan]'") from error
+        raise InputError("the planner's search needs llvmlite: pip install 'zerobubble[plan]'") from error
     return kernels

@@ -1,4 +1,4 @@
-"""The compiled part of the planner: simulator, list scheduler and annealing, and the search that drives them. Needs numba."""
+"""The compiled part of the planner: simulator, list scheduler and annealing, and the search that drives them. Needs llvmlite."""
 
 from zerobubble.planning.kernels.again import anneal_again
 from zerobubble.planning.kernels.anneal import seed_random

@@ -1,19 +1,24 @@
-"""How the kernels are compiled: kept on disk, without the interpreter's lock, and without counting references to arrays, which would take
-most of their time.
+"""How the kernels are compiled: for the types of their arguments, once on a machine, without the interpreter's lock.
 
-So they get every array from outside and make none; numba says so when one tries.
+They get every array from outside and make none. They are written in the part of Python that `native` translates, which says so at the line
+that uses more. `function.python` is the kernel as Python runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from numba import njit
+from zerobubble.planning.kernels.native.calls import Kernel
 
-Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "_nrt": False}
 
-compiled: Callable[[Kernel], Kernel] = njit(**OPTIONS)
-inlined: Callable[[Kernel], Kernel] = njit(**OPTIONS, forceinline=True)
+def compiled(function: Function) -> Function:
+    """Let a function be compiled when it is called."""
+    return cast(Function, Kernel(function))
+
+
+def inlined(function: Function) -> Function:
+    """The same, as part of every kernel that calls it."""
+    return cast(Function, Kernel(function, is_inlined=True))

@@ -26,6 +26,18 @@ def cost_of(tables: Tables, priorities: Priorities, scratch: ListScratch, weight
 
 
 @compiled
+def first_largest(costs: Floats) -> int:
+    """The place of the first NaN or, if there is none, of the first of the largest."""
+    largest = 0
+    for at in range(len(costs)):
+        if np.isnan(costs[at]):
+            return at
+        if costs[at] > costs[largest]:
+            largest = at
+    return largest
+
+
+@compiled
 def search_policies(
     tables: Tables,
     leg: Ints,
@@ -48,7 +60,7 @@ def search_policies(
     for attempt in range(tries):
         if goal <= bound:
             return goal, attempt
-        at = int(np.argmax(costs))
+        at = first_largest(costs)
         if np.isnan(costs[at]):
             costs[at] = np.inf
             copy_into(policy, pool[at])

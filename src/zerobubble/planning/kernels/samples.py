@@ -7,7 +7,7 @@ or `idle` for its number of axes:
 - Two axes: samples, a column each, in floating point ns. Column 0 has the times as measured, the others noisy ones. Who waits for whom
   is the same in every sample, only the times differ, so one pass over the rows plays them all.
 
-Numba knows the number of axes while it compiles and drops the branch that does not apply, so the measured case pays nothing for the other:
+The compiler knows the number of axes and drops the branch that does not apply, so the measured case pays nothing for the other:
 `sampled` and `clocks` are empty tuples there. Names that both cases share are typed `Any`: a number in the one, an array in the other.
 """
 

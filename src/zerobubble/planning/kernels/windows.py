@@ -252,7 +252,7 @@ def _narrow_by_chains(passes: Passes, windows: Windows, span: int) -> bool:
     for q in range(len(passes.waits) - 1, -1, -1):
         a, b = passes.waits[q, 0], passes.waits[q, 1]
         latest[a] = min(latest[a], latest[b] - passes.waits[q, 2])
-    for a in range(len(earliest)):  # noqa: SIM110 - numba compiles no `all` of a generator
+    for a in range(len(earliest)):  # noqa: SIM110 - kernels have no generators
         if earliest[a] > latest[a]:
             return False
     return True

@@ -78,7 +78,7 @@ def most_robust_order(
     where it is no better on those, the first of the shortest is given back. With `evaluations`, the number of schedules to play,
     the result depends on `seed` alone. Ctrl-C ends it with the best so far. Backward passes in one piece and overlapped steps are taken
     apart. Raises `InputError` for an error outside 0 to 1, for weights in shards, for forwards that are computed again, for candidates of
-    another placement or number of microbatches, where none fits and where numba is missing, `ScheduleError` for one that cannot run.
+    another placement or number of microbatches, where none fits and where llvmlite is missing, `ScheduleError` for one that cannot run.
     """
     check_error_share(error)
     may_recompute = any(map(problem.recomputes, range(problem.placement.num_stages)))

@@ -48,7 +48,7 @@ def order_microbatches(
     The order of passes stays; only the numbers of microbatches change. First the shortest microbatches go to both ends and the longest
     to the middle, which is most of the gain; then two at a time change places, for so many `seconds`, or `evaluations`, with which the
     answer is always the same. Raises `InputError` for a schedule of several routes, with overlapped passes, or whose stages take the
-    microbatches in different orders, where no order that was tried fits `limits`, and where numba is missing.
+    microbatches in different orders, where no order that was tried fits `limits`, and where llvmlite is missing.
 
     Arguments:
         schedule: the order of passes.

@@ -69,8 +69,8 @@ class AutoPlanner(StepHook):
     """
 
     def __init__(self, options: Auto, num_ranks: int, num_microbatches: int) -> None:
-        if find_spec("numba") is None:
-            raise InputError("schedule='auto' searches for plans with numba: pip install 'zerobubble[plan]', or name a schedule")
+        if find_spec("llvmlite") is None:
+            raise InputError("schedule='auto' searches for plans with llvmlite: pip install 'zerobubble[plan]', or name a schedule")
         placement = _placement_for(options.placement, num_ranks)
         self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
         self.solved: Plan | None = None

@@ -49,12 +49,12 @@ class MicrobatchOrdering:
     `order_by` is "tokens", for as many as a microbatch has, or the user's function. `costs` are those of the stages, None where nothing is
     known of them: then all are taken to be alike, and R to take as long as F. With `limits` no order holds more than these, or than the
     order of the data if that is more. Raises `InputError` for a schedule whose microbatches have no places that could be exchanged, and
-    where numba is missing.
+    where llvmlite is missing.
     """
 
     def __init__(self, order_by: str | CostOf, schedule: Schedule, costs: Costs | None, limits: Limits | None) -> None:
-        if find_spec("numba") is None:
-            raise InputError("order_by searches for orders with numba: pip install 'zerobubble[plan]', or leave order_by out")
+        if find_spec("llvmlite") is None:
+            raise InputError("order_by searches for orders with llvmlite: pip install 'zerobubble[plan]', or leave order_by out")
         self._cost_of: CostOf = tokens_of if isinstance(order_by, str) else order_by
         self._stages = Costs.uniform(schedule.num_stages).with_recompute(FULL) if costs is None else replace(costs, shares=())
         self._mean = fmean(costs.shares) if costs is not None and costs.shares else 1.0

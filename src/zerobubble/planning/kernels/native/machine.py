@@ -1,0 +1,99 @@
+"""LLVM text to machine code, which is kept on disk: under what it was made of and for, so that nothing stale is ever loaded."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+FOLDER = "ZEROBUBBLE_CACHE_DIR"
+"""The environment variable that says where compiled kernels are kept, instead of beside their sources or in the user's cache folder."""
+
+
+def loaded(name: str, key: str, made: Callable[[], tuple[str, str]]) -> tuple[int, str]:
+    """The address of function `name`, and a line that is kept with it.
+
+    `made` gives the LLVM text of its module and this line; it is asked where nothing is kept under `key`.
+    """
+    kept = _kept(key)
+    if kept is None:
+        text, shown = made()
+        kept = f"{shown}\n".encode() + _compiled(text)
+        _keep(key, kept)
+    line, _, code = kept.partition(b"\n")
+    engine = _engine()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return int(engine.get_function_address(name)), line.decode()
+
+
+@cache
+def processor() -> str:
+    """What code is made for, and by what."""
+    return f"{llvmlite.__version__} {llvm.get_process_triple()} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+@cache
+def _machine() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    options = {"reloc": "static"} if target.name.startswith("x86") else {}
+    features = llvm.get_host_cpu_features().flatten()
+    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, codemodel="jitdefault", jit=True, **options)
+
+
+@cache
+def _engine() -> Any:
+    machine = _machine()
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+
+
+def _compiled(text: str) -> bytes:
+    machine = _machine()
+    module = llvm.parse_assembly(f'target triple = "{machine.triple}"\ntarget datalayout = "{machine.target_data}"\n{text}')
+    module.verify()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(module, passes)
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def _folders() -> Iterator[Path]:
+    """Where code may be kept, the best first."""
+    if given := os.environ.get(FOLDER):
+        yield Path(given)
+        return
+    yield Path(__file__).parent / "__pycache__"
+    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobubble"
+
+
+def _kept(key: str) -> bytes | None:
+    """What is kept under `key`, if it is whole."""
+    for folder in _folders():
+        with suppress(OSError):
+            digest, _, kept = (folder / f"{key}.o").read_bytes().partition(b"\n")
+            if digest == sha256(kept).hexdigest().encode():
+                return kept
+    return None
+
+
+def _keep(key: str, made: bytes) -> None:
+    """Write what was made to the first folder that can be written to, atomically. Without such a folder, each process compiles."""
+    for folder in _folders():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{key}.")
+            with os.fdopen(handle, "wb") as file:
+                file.write(sha256(made).hexdigest().encode() + b"\n" + made)
+            os.replace(draft, folder / f"{key}.o")
+            return
