@@ -519,3 +519,22 @@ def test_a_seed_far_from_the_bound_gives_way_to_a_list_schedule_before_any_round
     assert with_list_schedule(listed) is listed
     searched = replace(far, searched=True)
     assert with_list_schedule(searched) is searched
+
+
+def test_placements_that_the_budget_is_too_short_for_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Workload.uniform(4, (10, 10, 8))
+    monkeypatch.setattr(attempt, "FIRST_SECONDS", 1.0)
+    found = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], seconds=1)
+    best, *others = found.choices
+    assert best.name == "linear", "the smallest"
+    check(best.plan)
+    for choice in others:
+        assert choice.plan.order is None
+        assert choice.plan.status is Status.FEASIBLE
+        assert "no schedule was made, the budget is too short to make one of its 192 passes" in choice.note or "winner" in choice.note
+    assert "not made" in str(found)
+    monkeypatch.setattr(attempt, "FIRST_SECONDS", 0.4 / 192)
+    found = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], seconds=1)
+    assert found.placement.name == "vee", "the most promising"
+    counted = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], evaluations=1)
+    assert all(choice.plan.order is not None for choice in counted.choices), "where the clock must not decide"

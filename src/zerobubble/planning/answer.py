@@ -225,8 +225,8 @@ class Plan(Displayed):
     def cells(self) -> tuple[str, ...]:
         """The figures in a table, under `table.titles` without the name."""
         bound = percent(self.least_bubble)
-        if self.timeline is None or self.gap is None:
-            return "–", "–", bound, "–", "–", "–", "nothing fits"
+        if self.order is None or self.gap is None:
+            return "–", "–", bound, "–", "–", "–", "not made" if self.status is Status.FEASIBLE else "nothing fits"
         over_bound = "optimal" if self.status is Status.OPTIMAL else percent(self.gap)
         step = show_ms(self.time or 0), percent(self.bubble_at(self.time or 0))
         return *step, bound, over_bound, f"{self.peak_microbatches:.4g}", f"{self.problem.messages:,}", self.how

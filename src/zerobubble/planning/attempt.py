@@ -11,6 +11,7 @@ from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from zerobubble.bounds import Bound
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan, Status
@@ -68,6 +69,10 @@ class Budget(NamedTuple):
         """Seconds that may go into making seeds; without end where the clock must not decide."""
         return float("inf") if self.evaluations is not None or self.is_empty else self.seconds / 2
 
+    def lasts_for_seeds(self, passes: int) -> bool:
+        """Whether half of it lasts for schedules of so many passes in all; always where the clock must not decide."""
+        return self.evaluations is not None or self.is_empty or FIRST_SECONDS * passes <= self.seconds / 2
+
     def lasts_for_check(self, problem: Problem) -> bool:
         """Whether there is time for more than to check an answer; always where the clock must not decide."""
         return self.evaluations is not None or self.seconds > CHECK_SECONDS * problem.num_passes
@@ -84,6 +89,9 @@ Search = Callable[[Mapping[str, Problem], Budget, int], Plan]
 
 A step for one axis of a problem has such a search for the others inside, and is one itself.
 """
+
+FIRST_SECONDS = 6e-6
+"""Seconds for each pass of a placement's first schedule, to make, check and play it."""
 
 PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second: they always get that."""
@@ -130,11 +138,13 @@ class Attempt:
     interrupted: bool = False
     published: tuple[Plan, ...] = ()
     """The published schedules among the seeds, with B and W apart."""
+    is_left_out: bool = False
+    """Whether the budget is too short for even one schedule here, next to those on other placements."""
 
     @property
     def can_improve(self) -> bool:
         """Whether a search could still find something."""
-        return self.solved.status is Status.FEASIBLE
+        return self.solved.status is Status.FEASIBLE and not self.is_left_out
 
     @property
     def has_no_schedule(self) -> bool:
@@ -151,14 +161,16 @@ def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
             yield planner(problem)
 
 
-def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None) -> Attempt:
+def start_attempt(
+    name: str, problem: Problem, budget: Budget, seeds: Iterable[Schedule] | None = None, known: Bound | None = None
+) -> Attempt:
     """The best of the papers' heuristics and of `seeds` (if not given, the published schedules), until one meets the bound.
 
     The first is always made, more of them until half of the budget is spent. Where none fits, the attempt has no schedule.
     """
     problem.costs.require_alike("this planner, unlike plan(shares=...),")
     started = perf_counter()
-    bound = problem.bound()
+    bound = problem.bound() if known is None else known
     if problem.shortage_reason:
         return Attempt(name, Plan(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.shortage_reason))
     best = Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, "")
@@ -172,6 +184,12 @@ def start_attempt(name: str, problem: Problem, budget: Budget, seeds: Iterable[S
         if best.status is Status.OPTIMAL:
             break
     return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept), published=tuple(plain))
+
+
+def left_out(name: str, problem: Problem, bound: Bound) -> Attempt:
+    """An attempt that the budget is too short for: no schedule is made, and the reason says so."""
+    reason = f"the budget is too short to make one of its {problem.num_passes:,} passes: give more seconds, or this placement alone"
+    return Attempt(name, Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, "", reason), is_left_out=True)
 
 
 def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +20,7 @@ from zerobubble.planning.attempt import (
     Budget,
     ProgressCallback,
     attempt_by_baseline,
+    left_out,
     shorter,
     start_attempt,
     with_list_schedule,
@@ -39,7 +40,7 @@ from zerobubble.planning.recompute.lighter import lightened
 from zerobubble.planning.recompute.plan import plan_recomputing
 from zerobubble.planning.recompute.savings import RecomputeSavings
 from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving, with_sharper_bounds
-from zerobubble.planning.seeds import promising
+from zerobubble.planning.seeds import promise, promising
 from zerobubble.planning.shards.few_gathers import few_gathers
 from zerobubble.planning.simple_choice import simple_choice
 from zerobubble.planning.unequal.plan import alike, unequal
@@ -155,24 +156,48 @@ def plan_problems(
     attempts: list[Attempt] = []
     compiling = 0.0
     with CtrlC() as ctrl_c:
-        for name, problem in problems.items():
-            attempts.append(start_attempt(name, problem, budget.share(len(problems)), given.get(name)))
+        for attempt in _started(problems, budget, given):
+            attempts.append(attempt)
         compiling = compile_search(contenders(attempts), budget)
         attempts = with_sharper_bounds(attempts, budget)
         spent = perf_counter() - started - compiling
         attempts = attempts if budget.is_empty else successive_halving(attempts, budget.share(1, spent=spent), seed, on_progress)
     if not attempts:
         raise KeyboardInterrupt
-    answered = [with_serial_schedule(attempt) for attempt in attempts]
+    answered = [attempt if attempt.is_left_out else with_serial_schedule(attempt) for attempt in attempts]
     ordered = [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in answered]
     if sharded is None:
-        return _plan_of([with_paired_schedule(attempt) for attempt in ordered], started, compiling, ctrl_c.came)
+        is_short = not budget.lasts_for_seeds(sum(problem.num_passes for problem in problems.values()))
+        return _plan_of([with_paired_schedule(attempt) for attempt in ordered], started, compiling, ctrl_c.came, is_short)
     left = whole._replace(seconds=max(0.0, whole.seconds - (perf_counter() - started - compiling)))
     choice = few_gathers(ordered, left, seed)
     found = replace(_plan_of(ordered, started, compiling, ctrl_c.came), simple=None)
     if choice is None:
         return found
     return found.won_by(choice.chosen.solved, choice)
+
+
+def _started(problems: Mapping[str, Problem], budget: Budget, given: Mapping[str, Iterable[Schedule]]) -> Iterator[Attempt]:
+    """An attempt on each placement, with a first schedule.
+
+    Where the budget is too short for all, the most promising come first, by bounds and closed forms, and those that no time is left for
+    are left out. One is always made: the first that half the budget lasts for, or else the smallest.
+    """
+    whole, started = budget.share(len(problems)), perf_counter()
+    if budget.lasts_for_seeds(sum(problem.num_passes for problem in problems.values())):
+        yield from (start_attempt(name, problem, whole, given.get(name)) for name, problem in problems.items())
+        return
+    bounds = {name: problem.bound() for name, problem in problems.items()}
+    names = sorted(problems, key=lambda name: promise(problems[name], bounds[name].time))
+    able = [name for name in names if not problems[name].shortage_reason]
+    smallest = min(able, key=lambda name: problems[name].num_passes, default=names[0])
+    first = next((name for name in able if budget.lasts_for_seeds(problems[name].num_passes)), smallest)
+    for name in (first, *(other for other in names if other != first)):
+        left = budget._replace(seconds=budget.seconds - 2 * (perf_counter() - started))
+        if name == first or name not in able or (left.seconds > 0 and left.lasts_for_seeds(problems[name].num_passes)):
+            yield start_attempt(name, problems[name], whole, given.get(name), bounds[name])
+        else:
+            yield left_out(name, problems[name], bounds[name])
 
 
 UNEQUAL_PLACEMENTS = 3
@@ -229,10 +254,13 @@ def _plan_unequal_again(
     return replace(plan, simple=None, savings=(RecomputeSavings(without, full, chosen),))
 
 
-def _plan_of(attempts: Sequence[Attempt], started: float, compiling: float = 0.0, interrupted: bool = False) -> Plan:
+def _plan_of(
+    attempts: Sequence[Attempt], started: float, compiling: float = 0.0, interrupted: bool = False, is_short: bool = False
+) -> Plan:
+    """The plan, whose simple choice is not looked for where time `is_short`."""
     ranked = sorted(attempts, key=rank_key)
     cut_short = interrupted or any(attempt.interrupted for attempt in ranked)
-    simple = None if cut_short else simple_choice(ranked)
+    simple = None if cut_short or is_short else simple_choice(ranked)
     seconds = perf_counter() - started - compiling
     choices = explained(ranked)
     return replace(choices[0].plan, choices=choices, seconds=seconds, compiling=compiling, simple=simple, interrupted=cut_short)

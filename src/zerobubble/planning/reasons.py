@@ -36,6 +36,8 @@ def _note_against_winner(best: Plan, solved: Plan, searched: bool) -> str:
 
 
 def _note(solved: Plan, searched: bool) -> str:
+    if solved.gap is None and solved.status is Status.FEASIBLE:
+        return f"no schedule was made, {solved.reason}"
     if solved.gap is None:
         return f"nothing can run: {solved.reason}"
     if solved.status is Status.OPTIMAL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count, pairwise
 from math import inf
 from statistics import fmean
@@ -56,6 +57,13 @@ def promising(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
     if SEARCH_SECONDS * problem.num_passes <= seconds < MAKE_SECONDS * problem.num_passes:
         recipes = [recipe for recipe in recipes[:1] if WELL_FILLED <= _fill(recipe, problem) <= 1]
     return (_built(recipe, problem.placement, problem.num_microbatches) for recipe in recipes)
+
+
+def promise(problem: Problem, bound: int) -> tuple[bool, float]:
+    """Less is better: whether its most promising published schedule should hold too much, and about how long it is, `bound` ns or more."""
+    recipes = _recipes(problem.placement, problem.num_microbatches)
+    over, bubble = min((_promise(recipe, problem) for recipe in recipes), default=(True, inf))
+    return over, max(bound, problem.work / problem.placement.num_ranks + bubble)
 
 
 def _promise(recipe: Recipe, problem: Problem) -> tuple[bool, float]:
@@ -175,6 +183,7 @@ def fits_memory(schedule: Schedule, problem: Problem) -> bool:
     return not memory_faults(schedule, problem.costs, problem.limits)
 
 
+@lru_cache
 def _routes(recipe: Recipe, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
     """Where a recipe places its stages, whatever the number of microbatches: asked of the smallest it allows."""
     fewest = next(microbatches for microbatches in count(1) if recipe.allows(ranks, microbatches, stages))
@@ -247,7 +256,8 @@ def _joined(row: Iterable[Op], whole: set[Op]) -> Iterator[Op]:
 
 
 def _parts(op: Op) -> tuple[Op, ...]:
-    return (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind is Kind.BW else (op,)
+    kind, stage, microbatch = op
+    return (Op(Kind.B, stage, microbatch), Op(Kind.W, stage, microbatch)) if kind is Kind.BW else (op,)
 
 
 def serial_schedule(placement: Placement, num_microbatches: int) -> Schedule:

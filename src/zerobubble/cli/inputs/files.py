@@ -22,6 +22,9 @@ from zerobubble.whole_files import read_whole
 Parsed = TypeVar("Parsed")
 
 MOST_PASSES = 2_000_000
+MOST_PLANNED = 8_000_000
+"""Passes of a plan on the largest placement tried: what is tried follows from the budget."""
+
 MOST_BYTES = 500_000_000
 """The most bytes of a file: several times what a timeline of `MOST_PASSES` takes."""
 
@@ -47,10 +50,10 @@ def parse_document(file: str, text: str) -> Document:
     return document
 
 
-def require_size(name: str, passes: int) -> None:
+def require_size(name: str, passes: int, most: int = MOST_PASSES) -> None:
     """Raise `InputError` when a schedule has more passes than one call of the command line may ask for."""
-    if passes > MOST_PASSES:
-        raise InputError(f"{name} would have up to {passes:,} passes; the command line takes at most {MOST_PASSES:,}")
+    if passes > most:
+        raise InputError(f"{name} would have up to {passes:,} passes; the command line takes at most {most:,}")
 
 
 def read_costs(file: str) -> Costs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from zerobubble.cli.inputs.files import read_document, read_json, require_size
+from zerobubble.cli.inputs.files import MOST_PLANNED, read_document, read_json, require_size
 from zerobubble.cli.inputs.options import (
     Times,
     buckets_option,
@@ -253,7 +253,7 @@ def named_placements(search: SearchOptions, num_ranks: int, microbatches: int) -
     for name, made in named.items():
         _require_layers(name, made, search.num_layers)
     most = max(made.num_stages for made in named.values())
-    require_size("a plan", 3 * most * microbatches)
+    require_size("a plan", 3 * most * microbatches, MOST_PLANNED)
     return named
 
 
