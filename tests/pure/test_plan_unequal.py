@@ -23,7 +23,7 @@ from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.recompute.savings import RecomputeSavings
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.unequal.plan import alike
-from zerobubble.simulation import memory_faults, metrics, peak_memory
+from zerobubble.simulation import memory_faults, metrics, peak_memory, period
 from zerobubble.verify import schedule_faults
 
 WORK = Workload.uniform(3, (10, 11, 7), 0.4)
@@ -86,7 +86,7 @@ def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(me
         problem, solved = choice.plan.problem, choice.plan
         assert problem.costs.shares == SHARES
         assert not memory_faults(solved.schedule, problem.costs, problem.limits)
-        assert solved.time == metrics(solved.schedule, problem.costs).span
+        assert solved.time == period(solved.schedule, problem.costs)
         assert solved.time >= solved.bound.time
         uniform = plan(alike(problem).costs, 8, problem.limits, placements=problem.placement, evaluations=1000).schedule
         assert solved.time <= metrics(uniform, problem.costs).span
@@ -193,7 +193,7 @@ def test_plans_with_recomputation_are_sound_and_no_slower_than_without_or_in_the
         assert problem.costs.shares == SHARES
         assert not schedule_faults(solved.schedule)
         assert not memory_faults(solved.schedule, problem.costs, problem.limits)
-        assert solved.time == metrics(solved.schedule, problem.costs).span
+        assert solved.time == period(solved.schedule, problem.costs)
         assert solved.time >= solved.bound.time
         again = sum(op.kind is zb.Kind.R for row in solved.schedule.rows for op in row)
         assert mode == "auto" or again == 8 * problem.placement.num_stages

@@ -13,7 +13,7 @@ import numpy as np
 
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.tables import PLANNED, Ints
+from zerobubble.planning.kernels.tables import PLANNED, Ints, codes_of
 from zerobubble.planning.problem.problem import Objective, Problem
 
 FORWARD, BACKWARD, WEIGHT = range(len(PLANNED))
@@ -32,8 +32,12 @@ class StepTables(NamedTuple):
     pairs: bool
     """Whether some overlapped pair takes less than its passes."""
     rank: Ints
+    maker: Ints
+    """By code, the one whose message a pass waits for, -1 for none."""
     lag: Ints
-    """How long a message between a stage and the next one takes, 0 on one rank."""
+    """By code, how long that message takes, 0 on one rank."""
+    reader: Ints
+    """By code, the rank that waits for the message of a pass, -1 for none."""
     time: Ints
     """By code."""
     fused: Ints
@@ -74,7 +78,8 @@ def step_tables(problem: Problem) -> StepTables:
     costs, home = problem.costs, problem.placement.routes[0]
     stages, m = len(home), problem.num_microbatches
     fused = [costs.time(Kind.BW, stage) for stage in range(stages)]
-    lag = [0 if home[s] == home[s + 1] else costs.comm[s] for s in range(stages - 1)]
+    codes = codes_of(problem)
+    readers = np.where(codes["user"] >= 0, codes["rank"][codes["user"]], -1)
     counts = [len(PLANNED) * m * home.count(rank) for rank in range(problem.placement.num_ranks)]
     return StepTables(
         m,
@@ -82,7 +87,8 @@ def step_tables(problem: Problem) -> StepTables:
         problem.objective is Objective.MAKESPAN,
         any(whole < b + w for whole, b, w in zip(fused, costs.backward, costs.weight, strict=True)),
         any(costs.hidden),
-        *map(_ints, (home, [*lag, 0], [costs.time(kind, s) for kind in PLANNED for s in range(stages)], fused, costs.hidden)),
+        *map(_ints, (home, codes["maker"], np.maximum(codes["lag"], 0), readers)),
+        *map(_ints, ([costs.time(kind, s) for kind in PLANNED for s in range(stages)], fused, costs.hidden)),
         *map(_ints, (costs.held_after_f, costs.held_after_b, np.cumsum([0, *counts]), problem.limits.memory)),
     )
 
@@ -163,22 +169,8 @@ def step_time(tables: StepTables, rows: StepRows, start: int, stop: int) -> int:
 @inlined
 def maker_of(tables: StepTables, rows: StepRows, at: int) -> tuple[int, int]:
     """The position of the pass whose message the one at a position waits for, -1 for none, and the ns that this takes."""
-    code, stages, j = rows.code[at], tables.stages, rows.microbatch[at]
-    kind, stage = code // stages, code % stages
-    if kind == FORWARD and stage > 0:
-        return rows.where[(code - 1) * tables.microbatches + j], tables.lag[stage - 1]
-    if kind == BACKWARD and stage + 1 < stages:
-        return rows.where[(code + 1) * tables.microbatches + j], tables.lag[stage]
-    return -1, 0
-
-
-@inlined
-def reader_of(tables: StepTables, code: int) -> int:
-    """The rank that waits for the message of a pass, -1 for none."""
-    kind, stage = code // tables.stages, code % tables.stages
-    if kind == FORWARD and stage + 1 < tables.stages:
-        return tables.rank[stage + 1]
-    return tables.rank[stage - 1] if kind == BACKWARD and stage > 0 else -1
+    maker = tables.maker[rows.code[at]]
+    return (rows.where[maker * tables.microbatches + rows.microbatch[at]] if maker >= 0 else -1), tables.lag[rows.code[at]]
 
 
 @compiled
@@ -234,7 +226,7 @@ def play_steps(tables: StepTables, rows: StepRows, play: StepPlay, share: float,
             for k in range(at, stop):
                 rows.begin[k] = start
                 rows.end[k] = free
-                reader = reader_of(tables, rows.code[k])
+                reader = tables.reader[rows.code[k]]
                 if reader >= 0 and blocked[reader] == k:
                     blocked[reader] = -1
                     stack[depth] = reader

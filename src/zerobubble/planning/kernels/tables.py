@@ -83,7 +83,7 @@ class Tables(NamedTuple):
 def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
     """The arrays of `problem`, for schedules in which B and W may be in one piece where memory asks for it, if `joins`."""
     ranks_of_stages = problem.placement.routes[0]
-    codes = _codes(problem)
+    codes = codes_of(problem)
     chain = _chain(codes)
     time, held, ahead, over = _of_passes(problem, codes)
     begins = [code for code in chain if codes["predecessor"][code] < 0]
@@ -140,7 +140,7 @@ def _change(problem: Problem, costs: Costs, kind: Kind, stage: int) -> int:
     return again + costs.memory_change(kind, stage, Kind.R)
 
 
-def _codes(problem: Problem) -> Records:
+def codes_of(problem: Problem) -> Records:
     """A `CODE` for each kind and stage; of microbatches of unequal cost it has the time and the bytes of their mean."""
     ranks_of_stages, costs = problem.placement.routes[0], problem.costs
     costs = costs.scaled(fmean(costs.shares)) if costs.shares else costs
