@@ -248,6 +248,13 @@ def test_a_robust_winner_is_as_short_with_everything_and_suffers_less(axis: str)
         assert after.chosen.time <= before.chosen.time
 
 
+def test_moves_that_put_a_backward_before_its_forward_are_not_taken() -> None:
+    found = noisy_plan("host")
+    assert found.offloads
+    for seed in range(6):
+        assert_judged(with_robust_winner(found, 0.1, evaluations=650, seed=seed)[0])
+
+
 @pytest.mark.parametrize("axis", ["head", "host"])
 def test_what_if_plays_heads_and_copies_anew(axis: str) -> None:
     found = noisy_plan(axis)

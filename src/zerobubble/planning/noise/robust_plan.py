@@ -135,7 +135,9 @@ def _offloads_of(offloads: Sequence[RankOffloads], schedule: Schedule, rank: int
 def _placed(one: Offload, before: Sequence[Sequence[Op]], place: Mapping[Op, int]) -> Offload:
     made, needed = (place[before[step][0]] for step in (one.made, one.needed))
     gone = max(one.gone, made + 1)
-    return one._replace(made=made, needed=needed, gone=gone, back=max(gone + 1, min(one.back, needed)))
+    if gone >= needed:
+        raise InputError(f"nothing of stage {one.stage} and microbatch {one.microbatch} can be away: its passes are side by side")
+    return one._replace(made=made, needed=needed, gone=gone, back=min(max(gone + 1, one.back), needed))
 
 
 def _samples(schedule: Schedule, error: float, count: int, seed: int) -> list[dict[Op, float]]:

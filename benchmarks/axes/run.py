@@ -1,0 +1,119 @@
+"""Judge plans of random problems with any axes together: figures by the second simulator, bounds by their schedules, files by reading them.
+
+    python -m benchmarks.axes.run [problems]
+
+writes results.json beside this file: how many problems had each axis, how many plans there are, and each disagreement in words.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import zerobubble as zb
+from benchmarks.axes.judge import judged
+from zerobubble.offload import HostLink
+from zerobubble.partition import Layer
+from zerobubble.planning import FewGathers, Head, Plan, Sharded
+from zerobubble.planning.noise.robust_plan import with_robust_winner
+
+RESULTS = Path(__file__).with_name("results.json")
+PROBLEMS = 200
+MS = 1_000_000
+AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise")
+
+
+def asked(dice: Random) -> tuple[set[str], dict[str, Any]]:
+    """A random problem: its axes, and the arguments of `zb.plan`."""
+    axes = {axis for axis in AXES if dice.random() < (0.15 if axis in ("baseline", "fused") else 0.45)}
+    if "fused" in axes:
+        axes -= {"shares", "recompute", "layers"}
+    ranks, microbatches = dice.randint(2, 3), dice.randint(2, 5)
+    placement = dice.choice([zb.Placement.linear(ranks), zb.Placement.vee(ranks), zb.Placement.looped(ranks, 2)])
+    given: dict[str, Any] = {"num_microbatches": microbatches, "placements": placement, "seed": dice.randrange(100)}
+    given |= {"evaluations": dice.choice([0, 0, 26]), "objective": "period" if "period" in axes else "makespan"}
+    room = dice.choice([1.3, 2.0, 3.5])
+
+    def times(most: float) -> list[float]:
+        return [dice.uniform(0.1, most) for _ in range(3)]
+
+    if "layers" in axes:
+        count = placement.num_stages + dice.randint(1, 4)
+        sizes = [(dice.randint(500, 1500), dice.randint(200, 900), dice.randint(0, 300)) for _ in range(count)]
+        layers = [Layer(*(round(time * MS) for time in times(3)), *size, dice.randint(0, MS // 3)) for size in sizes]
+        given |= {"work": layers, "memory": zb.Limits((round((room + 0.7) * 1500 * count / ranks),) * ranks)}
+        size = 1000.0 * count / ranks
+    else:
+        columns = [[dice.uniform(1, 9) for _ in range(ranks)] for _ in range(3)]
+        fused = {"fused": [0.9 * (b + w) for b, w in zip(*columns[1:], strict=True)]} if "fused" in axes else {}
+        work = zb.Workload.from_ms(*columns, comm=[dice.uniform(0, 1)] * ranks, held=dice.choice([0.5, 1.0]), **fused)
+        given |= {"work": work, "memory": room}
+        size = float(work.held_after_f[0])
+    if "shares" in axes:
+        given["shares"] = tuple(dice.choice([0.7, 1, 1.3]) for _ in range(microbatches))
+    if "recompute" in axes:
+        given["recompute"] = dice.choice(["auto", "full"])
+    if "head" in axes:
+        given["head"] = Head(tuple(times(4)), held=size * dice.uniform(0, 0.3), collective=dice.uniform(0, 0.3), slowdown=1.1)  # type: ignore[arg-type]
+    if "host" in axes:
+        given["host"] = HostLink(size * dice.uniform(100, 900), size * dice.uniform(100, 900), dice.choice([0, 1000]))
+    if "sharded" in axes:
+        weights = 6 * 10**9
+        given["sharded"] = Sharded(weights, dice.choice([None, 2 * weights]), dice.choice([None, weights * dice.uniform(50, 900)]))
+    if "baseline" in axes:
+        given["baseline"] = dice.choice(["zb-heuristic", "zb-v-greedy"])
+    return axes, given
+
+
+def disagreements(found: Plan) -> Iterator[str]:
+    """What the second simulator, the bound and the file of a plan say against it."""
+    told, by_period = judged(found), found.problem.objective == "period"
+    assert found.time is not None
+    if (told.makespan, told.peaks) != (found.makespan, found.peaks):
+        yield f"figures {found.makespan} and {found.peaks}, judged {told.makespan} and {told.peaks}"
+    if not found.bound.time <= found.time <= (told.span if by_period else told.makespan):
+        yield f"time {found.time} against a bound of {found.bound.time}, judged {told}"
+    if any(peak > limit for peak, limit in zip(told.peaks, found.problem.limits.memory, strict=True)):
+        yield f"holds {told.peaks} of {found.problem.limits.memory}"
+    gathers = found.saving(FewGathers)
+    if gathers is not None:
+        told = judged(gathers.chosen.solved, gathers.chosen.gathers)
+        time = told.span if by_period else told.makespan
+        if time != gathers.chosen.time or gathers.least_time > time:
+            yield f"with gathers {gathers.chosen.time} over {gathers.least_time}, judged {time}"
+    read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
+    if (read.problem, read.schedule, read.time, read.offloads) != (found.problem, found.schedule, found.time, found.offloads):
+        yield "its file gives back another plan"
+
+
+def main(problems: int) -> None:
+    """Judge so many problems and write what came of it."""
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    for number in range(problems):
+        axes, given = asked(Random(number))
+        counts.update(axes)
+        try:
+            found = zb.plan(**given)
+            if found.order is None:
+                raise zb.InputError(found.reason)
+        except zb.InputError:
+            counts["nothing fits"] += 1
+            continue
+        if "noise" in axes:
+            found, _ = with_robust_winner(found, 0.1, evaluations=130)
+        counts["planned"] += 1
+        counts["pairs"] += len(axes) * (len(axes) - 1) // 2
+        wrong += [f"problem {number}, {sorted(axes)}: {text}" for text in disagreements(found)]
+        print(number, sorted(axes), "WRONG" if wrong and wrong[-1].startswith(f"problem {number},") else "", flush=True)
+    RESULTS.write_text(json.dumps({"problems": problems, **dict(sorted(counts.items())), "disagreements": wrong}, indent=2) + "\n")
+    print(f"{counts['planned']} plans, {len(wrong)} disagreements")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else PROBLEMS)
