@@ -347,8 +347,8 @@ def must_follow(tables: StepTables, rows: StepRows, before: int, following: int)
 @inlined
 def exchange(tables: StepTables, rows: StepRows, start: int, middle: int, stop: int) -> None:
     """Let two steps change places."""
-    for length, at in enumerate(range(middle, stop)):
-        for k in range(at, start + length, -1):
+    for at in range(middle, stop):
+        for k in range(at, start + at - middle, -1):
             swap(tables, rows, k - 1, k)
 
 
