@@ -17,6 +17,7 @@ from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule,
 from zerobubble.bounds import lower_bounds
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
 from zerobubble.planning.answer import Status
+from zerobubble.planning.kernels.vee_greedy import vee_greedy
 from zerobubble.planning.papers import BASELINES, Baseline, adaptive, exact, zb_heuristic, zb_v_greedy
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.simulation import memory_faults
@@ -377,3 +378,21 @@ def test_a_limit_below_one_microbatch_names_the_rank_and_what_it_lacks(planner: 
 def test_the_greedy_says_how_much_memory_it_counts_on() -> None:
     with pytest.raises(InputError, match=r"counts on room for 4 microbatches, rank 0 has room for 2: raise its limit or choose another"):
         zb_v_greedy(unit_problem(Placement.vee(4), 8, 4))
+
+
+def test_the_compiled_greedy_of_zb_v_makes_the_same_rows() -> None:
+    random_numbers, refused = random.Random(1), 0
+    for _ in range(30):
+        ranks, microbatches = random_numbers.randint(2, 5), random_numbers.randint(1, 14)
+        times = tuple(random_numbers.randint(1, 20) * NS_PER_MS for _ in range(3))
+        placement = Placement.vee(ranks)
+        costs = Costs.uniform(2 * ranks, times, comm=random_numbers.choice([0, NS_PER_MS]))
+        slots = round(2 * ranks * random_numbers.choice([0.7, 1, 1.2, 1.6, 2]))
+        problem = Problem(placement, microbatches, costs, slotted(placement, slots), Objective.PERIOD)
+        try:
+            rows = zb_v_greedy(problem).rows
+        except InputError:
+            rows, refused = None, refused + 1
+        made = vee_greedy(problem)
+        assert (made and made.rows) == rows
+    assert 0 < refused < 15

@@ -96,6 +96,9 @@ FIRST_SECONDS = 6e-6
 PASSES_AT_ONCE = 3_500
 """Passes that the papers' heuristics order in about a tenth of a second: they always get that."""
 
+COMPILED_SECONDS = 0.4
+"""Seconds in which the compiled heuristic orders as many passes as `PASSES_WITHOUT_CLOCK`."""
+
 PASSES_WITHOUT_CLOCK = 60_000
 """Passes up to which the heuristics are asked where the clock must not decide, which takes some seconds."""
 
@@ -153,8 +156,16 @@ class Attempt:
 
 
 def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
-    """The schedules of the papers' heuristics, of those that have one for `problem`; none where that would take more than `seconds`."""
+    """The schedules of the papers' heuristics, of those that have one for `problem`.
+
+    None where that would take more than `seconds`, unless the heuristic is compiled and the problem is of a usual size.
+    """
     if problem.num_passes > (max(PASSES_AT_ONCE, seconds * PASSES_PER_SECOND) if isfinite(seconds) else PASSES_WITHOUT_CLOCK):
+        if isfinite(seconds) and seconds >= COMPILED_SECONDS and problem.num_passes <= PASSES_WITHOUT_CLOCK and find_spec("llvmlite"):
+            from zerobubble.planning.kernels.vee_greedy import vee_greedy
+
+            made = vee_greedy(problem)
+            yield from () if made is None else (made,)
         return
     for planner in (zb_v_greedy, zb_heuristic):
         with suppress(InputError):
