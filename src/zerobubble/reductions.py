@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -106,16 +107,24 @@ def _tails(graph: Graph) -> dict[tuple[int, ...], tuple[int, ...]]:
 def _in_buckets(graph: Graph, whole: StageSum, tail: Sequence[int], costs: Costs) -> list[StageSum]:
     """The sums of the buckets that leave in the course of a `tail`, in which parameters take equal shares of the time."""
     takes, count = costs.reduce[whole.stage], costs.buckets[whole.stage]
-    ends = list(accumulate(costs.time(*graph.ops[number]) for number in tail))
+    ends = tuple(accumulate(costs.time(*graph.ops[number]) for number in tail))
     if count < 2 or not ends or not ends[-1]:
         return [whole._replace(takes=takes)]
-    buckets = []
+    return [StageSum(whole.stage, (tail[place],), part, ahead=ahead) for place, part, ahead in _parts(takes, count, ends)]
+
+
+@lru_cache(maxsize=64)
+def _parts(takes: int, count: int, ends: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Of each bucket: the pass of the tail in which it leaves, how long its sum takes, and how long before the end of that pass it leaves.
+
+    All ranks of like stages share them, and so do all schedules of a search.
+    """
+    parts = []
     for number in range(1, count + 1):
         done = -(-number * ends[-1] // count)  # the time of the tail up to the bucket's last parameter, rounded up
         place = bisect_left(ends, done)
-        part = takes * number // count - takes * (number - 1) // count
-        buckets.append(StageSum(whole.stage, (tail[place],), part, ahead=ends[place] - done))
-    return buckets
+        parts.append((place, takes * number // count - takes * (number - 1) // count, ends[place] - done))
+    return parts
 
 
 def measured_sums(graph: Graph, rows: Sequence[Sequence[Reduction]], end: Sequence[int], origin: int) -> RankSums:
@@ -159,4 +168,7 @@ def play_sums(sums: RankSums, end: Sequence[int]) -> tuple[tuple[Reduction, ...]
 
 
 def _ready(one: StageSum, end: Sequence[int], free: int) -> int:
-    return max(free, *(end[number] - one.ahead for number in one.after))
+    for number in one.after:
+        if end[number] - one.ahead > free:
+            free = end[number] - one.ahead
+    return free

@@ -16,6 +16,9 @@ from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import memory_faults, simulate
 from zerobubble.timeline import Timeline
 
+MOST_BUCKETS = 64
+"""Buckets of a stage with which orders are compared: with more of them, sums end at nearly the same time and take long to play."""
+
 MOST_ORDERS = 24
 """Orders of its stages that are tried for a rank: all of up to four stages."""
 
@@ -43,10 +46,10 @@ def with_weights_ordered(solved: Plan) -> Plan:
 
 def _weights_ordered(schedule: Schedule, problem: Problem) -> Schedule:
     """Each rank with the order of its stages with which it ends first, as far as that is for itself to decide."""
-    found = schedule
+    found, costs = schedule, replace(problem.costs, buckets=tuple(min(MOST_BUCKETS, count) for count in problem.costs.buckets))
     for rank in range(schedule.num_ranks):
         rows = (_with_row(schedule, rank, row) for row in _orders(schedule.rows[rank]))
-        best = min([schedule, *rows], key=lambda each: _end_of(simulate(each, problem.costs), rank))
+        best = min([schedule, *rows], key=lambda each: _end_of(simulate(each, costs), rank))
         found = _with_row(found, rank, best.rows[rank])
     return found
 
