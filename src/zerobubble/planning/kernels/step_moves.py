@@ -20,6 +20,7 @@ from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.step_rows import (
     BACKWARD,
     FORWARD,
+    SMALL,
     WEIGHT,
     StepPlay,
     StepRows,
@@ -46,14 +47,8 @@ INTO_GAP, ON_PATH = 0.4, 0.45
 ALONE = 0.5
 """The share of F's in a pair that are then alone; others come into another pair at once."""
 
-MAX_SHIFT = 12
-"""A move takes a step past at most so many others."""
-
 MOVES_OF_A_RUN = 20_000
 """Moves of the first run, or twelve for each pass where that is more. Each later round of runs has twice as many."""
-
-SMALL = 1000
-"""Passes of a small problem, which has the time for high temperatures."""
 
 TEMPERATURES, HOT_TEMPERATURES = (0.05, 0.02, 0.2, 0.01), (0.3, 1.0)
 """Starting temperatures of runs in turn, in mean pass times; each falls to a tenth."""
@@ -278,7 +273,7 @@ def change(tables: StepTables, rows: StepRows, path: Ints, path_length: int) -> 
             change_backward(tables, rows, stage, j)
         return tables.rank[stage], path_length
     kind = np.random.random()
-    shift = np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1)
+    shift = np.random.randint(-tables.reach, tables.reach + 1)
     if kind < INTO_GAP:
         start, shift = draw_into_gap(tables, rows)
     elif kind < INTO_GAP + ON_PATH:
@@ -371,7 +366,7 @@ def change_backward(tables: StepTables, rows: StepRows, stage: int, j: int) -> N
     if rows.glued[at]:
         rows.glued[at] = 0
         if np.random.random() < 0.7:
-            shift_step(tables, rows, rank, at + 1, 1 + np.random.randint(MAX_SHIFT))
+            shift_step(tables, rows, rank, at + 1, 1 + np.random.randint(tables.reach))
         return
     weight = rows.where[(WEIGHT * tables.stages + stage) * m + j]
     if np.random.random() < 0.3:
@@ -399,19 +394,19 @@ def change_pair(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
         kind = np.random.random()
         if kind < ALONE:
             if kind < ALONE / 2:
-                shift_step(tables, rows, rank, at, np.random.randint(-MAX_SHIFT, MAX_SHIFT + 1))
+                shift_step(tables, rows, rank, at, np.random.randint(-tables.reach, tables.reach + 1))
             return
         skipped += forward  # not the B beside it
     if forward:
         other, count = at + 1, 0
-        while other < tables.first[rank + 1] and count < MAX_SHIFT:
+        while other < tables.first[rank + 1] and count < tables.reach:
             if rows.code[other] // tables.stages == BACKWARD:
                 if skipped == 0:
                     break
                 skipped -= 1
             other = step_stop(rows, other)
             count += 1
-        if other >= tables.first[rank + 1] or count == MAX_SHIFT:
+        if other >= tables.first[rank + 1] or count == tables.reach:
             return
         if np.random.random() < 0.5:
             at = shift_step(tables, rows, rank, at, count)
@@ -419,7 +414,7 @@ def change_pair(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
             shift_step(tables, rows, rank, other, -count)
     else:
         other, count = at, 0
-        while other > tables.first[rank] and count < MAX_SHIFT:
+        while other > tables.first[rank] and count < tables.reach:
             other = step_start(tables, rows, rank, other - 1)
             count += 1
             if rows.code[other] // tables.stages == BACKWARD:
@@ -443,7 +438,7 @@ def draw_into_gap(tables: StepTables, rows: StepRows) -> tuple[int, int]:
     at = step_stop(rows, at)
     while at < last and rows.begin[at] == rows.end[at - 1]:
         at = step_stop(rows, at)
-    count, wish = 0, np.random.randint(1, MAX_SHIFT + 1)
+    count, wish = 0, np.random.randint(1, tables.reach + 1)
     start = min(at, last - 1)
     while at < last and count < wish:
         start = at

@@ -20,6 +20,13 @@ FORWARD, BACKWARD, WEIGHT = range(len(PLANNED))
 """What the codes of a kind stand for: code `k * stages + s` is a pass of `PLANNED[k]` and stage s, as in `tables`."""
 
 
+SMALL = 1000
+"""Passes of a small problem."""
+
+SHORT_REACH, REACH = 12, 40
+"""A move takes a step past at most so many others, where the problem is small and where not."""
+
+
 class StepTables(NamedTuple):
     """A problem whose microbatches are alike as arrays, by stage unless said otherwise, in ns and bytes."""
 
@@ -31,6 +38,8 @@ class StepTables(NamedTuple):
     """Whether some BW takes less than its B and W."""
     pairs: bool
     """Whether some overlapped pair takes less than its passes."""
+    reach: int
+    """A move takes a step past at most so many others."""
     rank: Ints
     maker: Ints
     """By code, the one whose message a pass waits for, -1 for none."""
@@ -87,6 +96,7 @@ def step_tables(problem: Problem) -> StepTables:
         problem.objective is Objective.MAKESPAN,
         any(whole < b + w for whole, b, w in zip(fused, costs.backward, costs.weight, strict=True)),
         any(costs.hidden),
+        REACH if problem.num_passes > SMALL else SHORT_REACH,
         *map(_ints, (home, codes["maker"], np.maximum(codes["lag"], 0), readers)),
         *map(_ints, ([costs.time(kind, s) for kind in PLANNED for s in range(stages)], fused, costs.hidden)),
         *map(_ints, (costs.held_after_f, costs.held_after_b, np.cumsum([0, *counts]), problem.limits.memory)),
