@@ -15,8 +15,10 @@ from zerobubble.cli import main
 LAUNCHER = r"torchrun --nproc-per-node (\d+) "
 PAGES = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md")))]
 ON_ONE_RANK = "world_size=1"
+ALWAYS = ("README.md", "docs/checkpoints.md")
+"""Pages whose programs are played even where one long case in several is."""
 PROGRAMS = [
-    pytest.param(page, program, id=f"{page}-{number}")
+    pytest.param(page, program, id=f"{page}-{number}", marks=pytest.mark.long(all=page in ALWAYS))
     for page in PAGES
     for number, program in enumerate(programs_of(page))
     if "init_process_group" in program and ON_ONE_RANK not in program
@@ -35,7 +37,6 @@ def make_plans(page: str) -> None:
         assert result.exit_code == 0, result.output
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("page", "program"), PROGRAMS)
 def test_a_program_of_a_page_runs_under_torchrun(page: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ import zerobubble as zb
 from tests.libraries import library
 from zerobubble.models.from_config import split_config
 
+ROOT = Path(__file__).parents[2]
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -44,3 +45,10 @@ def test_a_configuration_file_is_not_blamed(tmp_path: Path) -> None:
 def test_a_configuration_object_is_not_blamed() -> None:
     with pytest.raises(zb.InputError, match=r"torchvision .* built for another torch"):
         zb.split(library("transformers").LlamaConfig(**LLAMA))
+
+
+def test_the_environment_of_make_venv_has_no_torchvision() -> None:
+    """PyPI's does not load with the torch that is pinned, and Transformers loads what there is; image models have theirs apart."""
+    pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("transformers==") for line in pinned)
+    assert not [line for line in pinned if line.startswith(("torchvision", "timm"))]

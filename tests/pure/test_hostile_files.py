@@ -20,6 +20,8 @@ from zerobubble.cli.inputs import files
 from zerobubble.costs import MOST_BUCKETS
 from zerobubble.io import dumps, from_torch_csv, load_plan, loads, save_plan, to_torch_comms_csv, to_torch_csv
 from zerobubble.partition import Layer, layers_to_dict
+from zerobubble.planning import weight_order
+from zerobubble.simulation import simulate
 
 WORK = zb.Workload.uniform(2, (10, 10, 8), 0.5)
 FOUND = zb.plan(WORK, 4, 2.5, placements="vee", seconds=0)
@@ -196,6 +198,16 @@ def test_a_file_may_be_named_anything(name: str) -> None:
         result = run(*command)
         assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
         assert result.exit_code in (0, 2)
+
+
+def test_as_many_buckets_as_a_step_can_have_are_planned_in_few_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orders of W are compared with few buckets: with all of them a plan of four ranks took a minute."""
+    played = []
+    monkeypatch.setattr(weight_order, "simulate", lambda schedule, costs: played.append(max(costs.buckets)) or simulate(schedule, costs))
+    work = zb.Workload.uniform(2, (10, 10, 8), reduce=30, buckets=MOST_BUCKETS)
+    found = zb.plan(work, 4, placements="vee", evaluations=0)
+    assert max(played) == weight_order.MOST_BUCKETS
+    assert max(found.problem.costs.buckets) > weight_order.MOST_BUCKETS
 
 
 def test_more_buckets_than_a_step_can_have_are_refused_wherever_they_come_from(tmp_path: Path) -> None:
