@@ -36,7 +36,6 @@ from zerobubble.fit import fit_costs
 from zerobubble.graph import resolve
 from zerobubble.kinds import Collective, Stuff, Traits, add_kind, kinds_restored, traits_of
 from zerobubble.lowering import prefetch_depth, program_faults
-from zerobubble.planning import sensitivity
 from zerobubble.program import Compute, Recv, Send
 from zerobubble.rules import Value, complete_sets
 from zerobubble.schedules import SCHEDULES, with_recompute, with_vocabulary
@@ -211,7 +210,6 @@ def test_ranks_that_meet_in_other_orders_are_a_deadlock() -> None:
         (lambda: with_vocabulary(divided(1)), "schedule '1f1b, vocabulary 1' cannot be divided, as it has a divided head already"),
         (lambda: with_vocabulary(make("1f1b", 2, 2), costs=Costs.uniform(3)), "has 2 stages, the costs describe 3"),
         (lambda: simulate(divided(), Costs.uniform(4)), "these costs lack the column 'head_forward', which S and SL needs: see"),
-        (lambda: sensitivity(divided(), costs_of(divided())), "sensitivity knows messages between two stages alone"),
         (lambda: fit_costs(simulate(divided(), costs_of(divided()))), "this one has passes of a head divided over ranks"),
         (lambda: to_torch_csv(divided()), "PyTorch's CSV has no cell for"),
         (lambda: Costs.uniform(2).with_divided_head((1, -1, 1)), "head_backward of the divided head must be a finite number >= 0, got -1"),

@@ -114,7 +114,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: zb.plan(WORK, 8, head=(1, 1, 1)), "plan: head must be a Head, or None, got (1, 1, 1)"),
     (lambda: zb.plan(WORK, 8, host=25e9), "plan: host must be a HostLink, or None, got 25000000000.0"),
     (lambda: zb.plan(WORK, 8, placements="vie"), "there is no placement 'vie': did you mean 'vee'?"),
-    (lambda: zb.plan(WORK, 8, objective="time"), "there is no objective 'time': give span or makespan"),
+    (lambda: zb.plan(WORK, 8, objective="time"), "there is no objective 'time': give period or makespan"),
     (lambda: zb.plan(WORK, 8, seconds="5"), "plan: seconds must be a number, got '5': write 5 without quotes"),
     (lambda: zb.plan(WORK, 8, seconds=-1), "seconds to search must be a finite number >= 0, got -1"),
     (lambda: zb.plan(WORK, 8, baseline="zb"), "there is no"),
