@@ -51,10 +51,11 @@ def slow_ends(schedule: Schedule, costs: Costs) -> dict[Op, int] | None:
 
 
 def step_time(step: tuple[Op, ...], costs: Costs) -> int:
-    """How long a step takes: overlapped, its passes hide each other for a while, but not more than the shorter one."""
+    """How long a step takes: overlapped, F and a backward hide each other for a while, but not more than the shorter one."""
     times = [pass_time(op, costs) for op in step]
     hidden = min(round(costs.hidden[step[0].stage] * share_of(op, costs)) for op in step)
-    return sum(times) - (min(hidden, *times) if len(step) > 1 else 0)
+    kinds = {op.kind for op in step}
+    return sum(times) - (min(hidden, *times) if F in kinds and kinds & {B, BW} else 0)
 
 
 def pass_time(op: Op, costs: Costs) -> int:

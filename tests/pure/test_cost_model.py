@@ -321,7 +321,7 @@ def test_the_page_prints_what_it_shows_and_its_command_plans(tmp_path: Path, mon
     assert done.output.startswith(table), done.output
     done = CliRunner().invoke(main, command.split())
     assert done.exit_code == 0, done.output
-    assert re.search(r"^vee +4.24 %", done.output, re.MULTILINE)
+    assert re.search(r"^vee +13,150 ms +4.24 %", done.output, re.MULTILINE)
     assert zb.io.load_plan("plan.json").problem.costs.placement == zb.Placement.vee(8)
 
 

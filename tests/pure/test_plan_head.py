@@ -18,7 +18,7 @@ from zerobubble.bounds import bounds_divided, lower_bounds
 from zerobubble.cli import main
 from zerobubble.io import dumps, load_plan, loads, save_plan
 from zerobubble.ir import Op
-from zerobubble.planning import Head, Plan, Workload, solve
+from zerobubble.planning import Head, Objective, Plan, Workload, solve
 from zerobubble.planning.head_plan import HeadSavings, HeadWay
 from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.schedules import with_vocabulary
@@ -63,7 +63,7 @@ def test_every_way_is_legal_fits_and_takes_what_it_says(memory: float | None, ob
         assert schedule_faults(plan.schedule) == ()
         assert plan.schedule.has_divided_head == (way.algorithm > 0)
         timeline = simulate(plan.schedule, plan.costs)
-        assert (way.time, plan.makespan) == (getattr(timeline, objective), timeline.makespan)
+        assert (way.time, plan.makespan) == (Objective(objective).time_of(plan.schedule, plan.costs, timeline), timeline.makespan)
         assert plan.peaks == peak_memory(plan.schedule, plan.costs)
         assert max(plan.peaks) <= (memory or 12) * RANK_BYTES
         assert savings_of(found).bound.time <= way.bound.time <= plan.bound.time <= way.time
@@ -280,7 +280,7 @@ def test_the_program_of_the_page_plans_a_divided_head(capsys: pytest.CaptureFixt
     table, bought, bound = capsys.readouterr().out.split("\n\n")
     assert table.split("\n")[1].startswith("divided by algorithm ")
     assert bought.startswith("The head divided by algorithm ")
-    assert bound.startswith("No schedule has a shorter span than ")
+    assert bound.startswith("No schedule has a shorter period than ")
 
 
 def measured(placement: Placement) -> Costs:

@@ -51,7 +51,8 @@ def require_sound(solved: Plan) -> None:
     """The answer is legal, within its limits, as long as it says and not below its bound."""
     assert not schedule_faults(solved.schedule)
     assert not memory_faults(solved.schedule, solved.problem.costs, solved.problem.limits)
-    assert solved.time == solved.problem.objective.of(metrics(solved.schedule, solved.problem.costs))
+    played = metrics(solved.schedule, solved.problem.costs)
+    assert solved.time == solved.problem.objective.time_of(solved.schedule, solved.problem.costs, played)
     assert solved.time >= solved.bound.time
 
 

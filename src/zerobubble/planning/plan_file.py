@@ -46,7 +46,7 @@ def load_plan(file: str | Path) -> Plan:
     >>> file = Path(tempfile.mkdtemp()) / "plan.json"
     >>> zb.io.save_plan(zb.plan(zb.Workload.uniform(2, times=(10, 10, 8)), 4, placements="vee", seconds=0), file)
     >>> zb.io.load_plan(file).problem
-    <Problem on vee over 2 ranks: 4 microbatches for the shortest span>
+    <Problem on vee over 2 ranks: 4 microbatches for the shortest period>
     """
     try:
         return Plan.from_dict(parsed_json(Path(file).read_text(encoding="utf-8")))

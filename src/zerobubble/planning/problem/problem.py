@@ -75,7 +75,7 @@ class Problem(Displayed):
 
     >>> import zerobubble as zb
     >>> zb.planning.Problem(zb.Placement.vee(4), 8, zb.Costs.uniform(8), zb.Limits((8_000_000,) * 4))
-    <Problem on vee over 4 ranks: 8 microbatches for the shortest span>
+    <Problem on vee over 4 ranks: 8 microbatches for the shortest period>
     """
 
     placement: Placement
