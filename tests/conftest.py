@@ -70,12 +70,12 @@ UNTIMED = (
 )
 """Tests of ranks that compute, none of which looks at a clock: they take longest, and each goes to the worker that is free."""
 
-ONE_IN = 4
+ONE_IN = 8
 """The share of the long cases of each test that is played."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out three in four long cases of each test, the first stays, but for tests marked `long(all=True)`.
+    """Leave out seven in eight long cases of each test, the first stays, but for tests marked `long(all=True)`.
 
     All are played with ZEROBUBBLE_EXHAUSTIVE=1, and so is what is asked for by its name.
     """
