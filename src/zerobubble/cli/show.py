@@ -35,7 +35,6 @@ from zerobubble.cli.outputs.page import write_page
 from zerobubble.cli.outputs.terminal import is_coloured
 from zerobubble.export.svg import timeline_svg
 from zerobubble.gathers import RankGathers
-from zerobubble.simulation import period
 from zerobubble.timeline import RankFigures, Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 from zerobubble.whole_files import write_text
@@ -136,7 +135,7 @@ def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "costs": costed.source,
-        "period": ms(_period(costed, timeline)),
+        "period": ms(costed.period),
         "makespan": ms(timeline.makespan),
         "span": ms(timeline.span),
         "bubble_makespan": timeline.bubble_makespan,
@@ -145,11 +144,6 @@ def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
         **({"peak_bytes": timeline.peak_bytes} if costed.in_bytes else {}),
         "ranks": ranks,
     }
-
-
-def _period(costed: Costed, timeline: Timeline) -> int:
-    """The time per step in ns if nothing global comes between steps; with copies to the host, the longest span of a rank."""
-    return period(costed.schedule, costed.costs) if costed.link is None else timeline.span
 
 
 def _rank_as_dict(costed: Costed, figures: RankFigures) -> dict[str, float]:
@@ -207,7 +201,7 @@ def _memory(costed: Costed, microbatches: float, peak_bytes: int) -> str:
 
 
 def _totals(costed: Costed, timeline: Timeline) -> str:
-    steps = (("period", _period(costed, timeline)), ("makespan", timeline.makespan))
+    steps = (("period", costed.period), ("makespan", timeline.makespan))
     lines = [f"{name:<18} {show_ms(time):>15}   bubble {show_percent(timeline.bubble_at(time))}" for name, time in steps]
     peak = _memory(costed, max(_peaks(costed, timeline)), timeline.peak_bytes or 0)
     return "\n".join([*lines, f"{'peak memory':<18} {peak:>15}"])

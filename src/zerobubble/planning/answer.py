@@ -239,7 +239,7 @@ class Plan(Displayed):
         played = _played(self.problem, self.order, self.offloads)
         return played if isinstance(played, Timeline) else simulate(self.order, self.problem.costs)
 
-    @property
+    @cached_property
     def period(self) -> int | None:
         """The time per step in ns if nothing global comes between steps; None without a schedule. Copies to the host count by the span."""
         if self.order is None or self.timeline is None:
@@ -262,7 +262,7 @@ class Plan(Displayed):
         """The share of rank time that is idle if the schedule takes `time` ns. Time that overlapped steps hide is no work."""
         if self.order is None or not self.order.overlaps or self.timeline is None:
             return self.problem.bubble(time)
-        return 1 - self.timeline.work / (self.timeline.num_ranks * time) if time else 0.0
+        return self.timeline.bubble_at(time)
 
     @property
     def bounds(self) -> Bounds:

@@ -60,6 +60,15 @@ class Budget(NamedTuple):
     def is_empty(self) -> bool:
         return self.seconds <= 0 if self.evaluations is None else self.evaluations <= 0
 
+    @property
+    def emptied(self) -> Budget:
+        """Nothing of it, counted as it is."""
+        return Budget(0.0, None if self.evaluations is None else 0)
+
+    def part(self, share: float) -> Budget:
+        """A share of it."""
+        return Budget(share * self.seconds, None if self.evaluations is None else int(share * self.evaluations))
+
     def share(self, parts: int, done: int = 0, spent: float = 0.0) -> Budget:
         """One of `parts` equal parts. Of the seconds it is an equal part of what is left after the `done` parts have taken `spent`."""
         return Budget(max(0.0, self.seconds - spent) / (parts - done), None if self.evaluations is None else self.evaluations // parts)

@@ -54,7 +54,7 @@ def plan_by_baseline(
 
 def _answer(baseline: str, problem: Problem, offered: tuple[Level, ...], levels: Sequence[Level], budget: Budget, seed: int) -> Plan:
     """The planner's answer where stages have these levels of those offered, none where none are offered."""
-    nothing = Budget(0.0, budget.evaluations and 0)
+    nothing = budget.emptied
     given = alike(problem, offered) if problem.costs.shares else problem
     given = with_levels(given, offered, *levels) if levels else given
     solved = attempt_by_baseline(given.placement.name, baseline, given, budget).solved

@@ -211,15 +211,14 @@ def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on
     """
     started = perf_counter()
     found = plan_problems({name: alike(problem) for name, problem in problems.items()}, budget.share(4), seed, on_progress)
-    nothing = Budget(0.0, budget.evaluations and 0)
+    nothing = budget.emptied
     listed = {choice.name: (choice.plan, unequal(problems[choice.name], choice.plan, nothing, seed)) for choice in found.choices}
     able = sorted((name for name, (_, plan) in listed.items() if plan.time is not None), key=lambda name: listed[name][1].time or 0)
     searched = [] if budget.is_empty or found.interrupted else able[:UNEQUAL_PLACEMENTS]
     attempts = []
     for name, (as_alike, solved) in listed.items():
         if name in searched:
-            part = Budget(0.75 * budget.seconds / len(searched), budget.evaluations and 3 * budget.evaluations // (4 * len(searched)))
-            solved = shorter(solved, unequal(problems[name], as_alike, part, seed))
+            solved = shorter(solved, unequal(problems[name], as_alike, budget.part(0.75 / len(searched)), seed))
         attempts.append(Attempt(name, solved, searched=name in searched, interrupted=found.interrupted))
     return _plan_of(attempts, started, found.compiling)
 
@@ -231,7 +230,7 @@ def _plan_unequal_again(
     started = perf_counter()
     as_alike = {name: alike(problem, offered) for name, problem in problems.items()}
     again = plan_recomputing(as_alike, offered, budget.share(2), seed, on_progress)
-    left, nothing = budget.share(2 * (UNEQUAL_PLACEMENTS + 1)), Budget(0.0, budget.evaluations and 0)
+    left, nothing = budget.share(2 * (UNEQUAL_PLACEMENTS + 1)), budget.emptied
     by_placement = {problem.placement: problem for problem in problems.values()}
 
     def ordered(solved: Plan, part: Budget) -> Plan:

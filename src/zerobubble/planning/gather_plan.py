@@ -31,7 +31,7 @@ def plan_gathered(problems: Mapping[str, Problem], budget: Budget, seed: int, *,
     left = budget._replace(seconds=max(0.0, budget.seconds - (perf_counter() - started - found.compiling)))
     plans = [_sharded(found, shards), *(choice.plan for choice in choices)]
     able = [Attempt(plan.placement.name, replace(plan, choices=(), savings=())) for plan in plans if plan.order is not None]
-    left = left if published else Budget(0.0, left.evaluations and 0)
+    left = left if published else left.emptied
     gathers = few_gathers(_each_once(able), left, seed, published=published) if able else None
     found = replace(_sharded(found, shards), choices=choices, simple=None)
     return found if gathers is None else found.won_by(gathers.chosen.solved, gathers, *found.savings)

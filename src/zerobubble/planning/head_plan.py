@@ -263,7 +263,7 @@ class _Searches:
 
     def best_of(self, problems: Mapping[str, Problem], budget: Budget) -> Plan:
         """The plan over the problems, with the best on each placement."""
-        left = Budget(0.0, budget.evaluations and 0) if self.interrupted else budget
+        left = budget.emptied if self.interrupted else budget
         found = self.search(problems, left, self.seed)
         self.interrupted |= found.interrupted
         self.compiling += found.compiling

@@ -150,12 +150,12 @@ def plan_offloaded(
             raise InputError(f"{what}: plan fewer microbatches, or on placements of fewer stages")
     roomy = {name: replace(problem, limits=_all_of(problem)) for name, problem in problems.items()}
     bound = min((least(problem) for problem in roomy.values()), key=lambda one: one.time)
-    plans = [search(problems, _part(budget, WITHOUT), seed)]
+    plans = [search(problems, budget.part(WITHOUT), seed)]
     best = plans[0]
     with CtrlC() as ctrl_c:
         if not plans[0].interrupted and (best.time is None or best.time > bound.time):
             for more in _roomier(problems, roomy):
-                plans.append(search(more, _part(budget, ROOMIER), seed))
+                plans.append(search(more, budget.part(ROOMIER), seed))
                 if plans[-1].interrupted:
                     break
     is_cut_short = plans[-1].interrupted or ctrl_c.came
@@ -179,10 +179,6 @@ def plan_offloaded(
 
 def _all_of(problem: Problem) -> Limits:
     return room_for_all(problem.placement, problem.costs, problem.num_microbatches)
-
-
-def _part(budget: Budget, share: float) -> Budget:
-    return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
 
 
 def _roomier(problems: Mapping[str, Problem], roomy: Mapping[str, Problem]) -> Iterator[Mapping[str, Problem]]:

@@ -19,7 +19,7 @@ from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import known_schedules, make
-from zerobubble.simulation import simulate
+from zerobubble.simulation import period, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_range
 
@@ -66,6 +66,11 @@ class Costed:
         if self.link is None:
             return simulate(self.schedule, self.costs)
         return play_offloads(self.schedule, self.costs, self.offloads, self.link)
+
+    @cached_property
+    def period(self) -> int:
+        """The time per step in ns if nothing global comes between steps; with copies to the host, the longest span of a rank."""
+        return period(self.schedule, self.costs) if self.link is None else self.timeline.span
 
     @property
     def in_bytes(self) -> bool:

@@ -10,7 +10,7 @@ from zerobubble.explain import Causes, Idle, attribute
 from zerobubble.ir import Schedule
 from zerobubble.kinds import MOVES
 from zerobubble.lowering.messages import messages_of
-from zerobubble.simulation import metrics, peak_memory, period
+from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 from zerobubble.verify import checked
@@ -20,7 +20,6 @@ from zerobubble.verify import checked
 class Evaluation:
     """One schedule played: its timeline, its idle time against the makespan, peak bytes per rank and messages between ranks.
 
-    `period` is the time per step in ns if nothing global comes between steps; with copies to the host, the longest span of a rank.
     `copies` is by how many ns copies to the host and back make the makespan longer, for which each rank is idle besides.
     """
 
@@ -29,7 +28,6 @@ class Evaluation:
     idle: Idle
     peaks: tuple[int, ...]
     messages: int
-    period: int
     copies: int = 0
 
     @property
@@ -75,16 +73,16 @@ def evaluate(costed: Costed) -> Evaluation:
     messages = sum(message.value.stuff in MOVES for message in messages_of(graph, schedule.num_stages))
     idle = attribute(schedule, costs)
     if costed.link is None:
-        return Evaluation(costed, timeline, idle, peak_memory(schedule, costs), messages, period(schedule, costs))
+        return Evaluation(costed, timeline, idle, peak_memory(schedule, costs), messages)
     peaks = tuple(plan.peak_bytes for plan in costed.offloads)
-    return Evaluation(costed, timeline, idle, peaks, messages, timeline.span, timeline.makespan - metrics(schedule, costs).makespan)
+    return Evaluation(costed, timeline, idle, peaks, messages, timeline.makespan - metrics(schedule, costs).makespan)
 
 
 def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[Column]:
     """Time, memory (in bytes or in microbatches) and messages, with the bytes sent where the size of a message is known."""
     found = [
-        Column("period", lambda e: e.period, lambda e: show_ms(e.period)),
-        Column("its bubble", lambda e: e.timeline.bubble_at(e.period), lambda e: show_percent(e.timeline.bubble_at(e.period))),
+        Column("period", lambda e: e.costed.period, lambda e: show_ms(e.costed.period)),
+        Column("its bubble", _bubble_of_period, lambda e: show_percent(_bubble_of_period(e))),
         Column("makespan", lambda e: e.timeline.makespan, lambda e: show_ms(e.timeline.makespan)),
         Column("its bubble", lambda e: e.timeline.bubble_makespan, lambda e: show_percent(e.timeline.bubble_makespan)),
         _peak_column(in_bytes),
@@ -93,6 +91,10 @@ def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[C
     if message_bytes is not None:
         found.append(Column("bytes sent", lambda e: e.messages, lambda e: show_bytes(e.messages * message_bytes)))
     return found
+
+
+def _bubble_of_period(evaluation: Evaluation) -> float:
+    return evaluation.timeline.bubble_at(evaluation.costed.period)
 
 
 COPIES = "copies"
@@ -150,7 +152,7 @@ def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dic
         "name": evaluation.schedule.name,
         "num_stages": evaluation.schedule.num_stages,
         "costs": evaluation.costed.source,
-        "period": ms(evaluation.period),
+        "period": ms(evaluation.costed.period),
         "makespan": ms(timeline.makespan),
         "span": ms(timeline.span),
         "bubble_makespan": timeline.bubble_makespan,

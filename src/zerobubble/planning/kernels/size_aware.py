@@ -134,7 +134,7 @@ def improve_takers(
             else:
                 policy[which] = 0.0 if np.random.random() < 0.3 else 2.0 * np.random.random()
         elif draw < 0.6:
-            exchanged(tables, takers, one, other)
+            exchange(tables, takers, one, other)
         else:
             rotate(tables, takers, one, other)
         longest, total = list_by_size(tables, policy, mean, room)
@@ -143,7 +143,7 @@ def improve_takers(
             if which >= 0:
                 policy[which] = before
             elif draw < 0.6:
-                exchanged(tables, takers, one, other)
+                exchange(tables, takers, one, other)
             else:
                 rotate(tables, takers, other, one)
             continue
@@ -158,18 +158,12 @@ def improve_takers(
 
 
 @compiled
-def exchanged(tables: Tables, takers: Ints, one: int, other: int) -> None:
-    """`exchange` as a call, which compiles once."""
-    exchange(tables, takers, one, other)
-
-
-@compiled
 def rotate(tables: Tables, takers: Ints, start: int, stop: int) -> None:
     """Let the microbatch in one place take another one, past those between."""
     step = 1 if stop > start else -1
     at = start
     while at != stop:
-        exchanged(tables, takers, at, at + step)
+        exchange(tables, takers, at, at + step)
         at += step
 
 

@@ -54,18 +54,18 @@ def plan_recomputing(
     """
     is_free, levels = NONE in offered, tuple(offered)
     plain = {name: with_levels(problem, levels if is_free else (NONE,), NONE) for name, problem in problems.items()}
-    started = [start_attempt(name, problem, _part(budget, WITHOUT).share(len(plain))) for name, problem in plain.items()]
+    started = [start_attempt(name, problem, budget.part(WITHOUT).share(len(plain))) for name, problem in plain.items()]
     compiling = compile_search(started, budget)
-    without = _searched(started, _part(budget, WITHOUT), seed, on_progress)
+    without = _searched(started, budget.part(WITHOUT), seed, on_progress)
     best_without = min(without, key=rank_key)
     if is_free and (best_without.solved.status is Status.OPTIMAL or best_without.interrupted):
         return Recomputed(without, RecomputeSavings(best_without.solved, None, best_without.solved), compiling)
     found, pool = [], without if is_free else []
     with CtrlC() as ctrl_c:
         compiling += 0.0 if budget.is_empty else compile_kernels(again=True)
-        found = _searched(_short_list(problems, levels, budget), _part(budget, WITH), seed, on_progress)
+        found = _searched(_short_list(problems, levels, budget), budget.part(WITH), seed, on_progress)
         pool = [*pool, *found]
-        pool = [*pool, *_lightened(pool, _part(budget, LIGHTER), seed)]
+        pool = [*pool, *_lightened(pool, budget.part(LIGHTER), seed)]
     if not pool:
         raise KeyboardInterrupt
     full = min((attempt for attempt in found if _is_full(attempt.solved.problem)), key=rank_key, default=None)
@@ -73,10 +73,6 @@ def plan_recomputing(
     attempts = [replace(attempt, interrupted=attempt.interrupted or ctrl_c.came) for attempt in best]
     chosen = min(attempts, key=rank_key).solved
     return Recomputed(attempts, RecomputeSavings(best_without.solved, None if full is None else full.solved, chosen), compiling)
-
-
-def _part(budget: Budget, share: float) -> Budget:
-    return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
 
 
 def with_levels(problem: Problem, offered: tuple[Level, ...], *by_stage: Level) -> Problem:
@@ -127,14 +123,14 @@ def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
     again = problem.recomputation
     assert again is not None
     name = f"{attempt.name} with {'+'.join(dict.fromkeys(level.name for level in again.chosen))}"
-    seeded = start_attempt(name, problem, _part(budget, WITH))
+    seeded = start_attempt(name, problem, budget.part(WITH))
     return replace(seeded, solved=shorter(attempt.solved, seeded.solved))
 
 
 def _lightened(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
     """The attempts with less computed again, the best of them searched on with R's wherever they pay."""
     ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.solved.order is not None]
-    nothing = Budget(0.0, None if budget.evaluations is None else 0)
+    nothing = budget.emptied
     parts = [budget.share(LIGHTENED)] * LIGHTENED + [nothing] * len(ranked)
     answers = [lightened(attempt.solved, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
     return [replace(attempt, solved=solved) for attempt, solved in zip(ranked, answers, strict=True)]

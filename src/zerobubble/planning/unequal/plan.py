@@ -78,7 +78,7 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
         return given
     tables, several = kernels.tables_of(problem), [range(problem.num_microbatches), *first_choices(problem.costs.shares)]
     starts = [(given.how, start) for start in kernels.first_orders(tables, kernels.order_of(base), several)]
-    listing = _part_of(budget, LISTED_SHARE)
+    listing = budget.part(LISTED_SHARE)
     listed = kernels.search_takers(tables, several, bound.time, _meter(listing), seed, MOST_STARTS)
     starts += [("list scheduling by size", start) for start in listed]
     if not starts:
@@ -89,22 +89,17 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
     else:
         ending = "passes and microbatches ordered"
         tried = sorted({start.time: (name, start) for name, start in reversed(starts)}.values(), key=_time_of)[:MOST_STARTS]
-        part = _part_of(budget, TRIAL_SHARE / len(tried))
+        part = budget.part(TRIAL_SHARE / len(tried))
         improved = [
             (name, kernels.improve_jointly(tables, start, bound.time, _meter(part), seed, moves_passes=True)) for name, start in tried
         ]
         how, best = min(improved, key=_time_of)
-        left = _part_of(budget, 1 - LISTED_SHARE - TRIAL_SHARE)
+        left = budget.part(1 - LISTED_SHARE - TRIAL_SHARE)
         best = kernels.improve_jointly(tables, best, bound.time, _meter(left), seed + 1, moves_passes=True)
     name = f"{how}, {ending}"
     schedule = kernels.schedule_of_order(name, problem, tables, best.order, best.takers.tolist())
     answers = [given, Plan.of(problem, bound, schedule, given.seconds, name)]
     return replace(reduce(shorter, answers), seconds=found.seconds + perf_counter() - started)
-
-
-def _part_of(budget: Budget, share: float) -> Budget:
-    """A share of the budget."""
-    return Budget(share * budget.seconds, None if budget.evaluations is None else int(share * budget.evaluations))
 
 
 def _meter(budget: Budget) -> BudgetMeter:
