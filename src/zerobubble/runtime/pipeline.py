@@ -108,8 +108,8 @@ class Pipeline:
             stage is gathered once in a step. With less, stages are let go and gathered again as seldom as possible: `pipe.gathers` tells.
         bucket_bytes: how many bytes of gradients are summed over replicas together.
         timeout: how long a rank waits for a message before all ranks raise `PipelineError`, in seconds.
-        transport: what carries tensors between ranks, "gloo", "nccl" or "shared-memory"; "auto" is the fastest that works between
-            all ranks, and `pipe.transport` tells which and why. A `zb.transport.Endpoint`, this rank's end of a transport of your own,
+        transport: what carries tensors between ranks, "gloo", "nccl", "shared-memory" or "staged"; "auto" is the fastest between
+            all ranks, and `pipe.transport` shows which and why. A `zb.transport.Endpoint`, this rank's end of your own transport,
             carries everything and needs no process group.
         survive: go on without a rank that is gone, where another holds its stages: the call in which it went is made again by those that
             are left, who share its work. Every rank is then given the inputs, targets and kwargs of its replica.

@@ -9,9 +9,11 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from zerobubble.runtime.device import current_stream, set_stream
 
 Answer = TypeVar("Answer")
 
@@ -30,8 +32,7 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
     starved does not count as waiting.
     """
     future: Future[Answer] = Future()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    modes = _Modes(torch.is_inference_mode_enabled(), stream)
+    modes = _Modes(torch.is_inference_mode_enabled(), current_stream())
     thread = threading.Thread(target=_settle, args=(future, call, modes), name="zerobubble-background", daemon=True)
     thread.start()
     began = told = time.monotonic()
@@ -62,13 +63,12 @@ class _Modes(NamedTuple):
     """What torch has for each thread, and the one that calls for another has set."""
 
     inference: bool
-    stream: torch.cuda.Stream | None
+    stream: Any
 
 
 def _settle(future: Future[Answer], call: Callable[[], Answer], modes: _Modes) -> None:
     try:
-        if modes.stream is not None:
-            torch.cuda.set_stream(modes.stream)
+        set_stream(modes.stream)
         with torch.inference_mode(modes.inference):
             future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from zerobubble.errors import InputError, near
 from zerobubble.program import Channel
 from zerobubble.runtime.transport.endpoint import Endpoint, Group
+from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.meeting import Arrival, meet
 from zerobubble.runtime.transport.mesh import Layout
@@ -19,19 +21,23 @@ from zerobubble.runtime.transport.nccl import NcclEndpoint
 from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.same_machine import NoSharedMemoryError
 from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint
+from zerobubble.runtime.transport.staged import StagedEndpoint
 from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
 AUTO = "auto"
+NCCL = NcclEndpoint.name
 SHARED_MEMORY = SharedMemoryEndpoint.name
+STAGED = StagedEndpoint.name
 MAKERS: dict[str, Callable[[GlooEndpoint], Endpoint]] = {
     "gloo": lambda topics: topics,
-    "nccl": lambda topics: NcclEndpoint(topics.group, topics.timeout),
+    NCCL: lambda topics: NcclEndpoint(topics.group, topics.timeout),
     SHARED_MEMORY: SharedMemoryEndpoint,
+    STAGED: StagedEndpoint,
 }
 """By name, what carries tensors, made beside the endpoint that carries topics."""
-BY_DEVICE = {"cuda": "nccl"}
-"""What is fastest for tensors on other devices than CPUs, where it is not gloo."""
+BY_DEVICE = {"cuda": NCCL}
+"""What is fastest for tensors on other devices than CPUs, if it is not staged."""
 
 _log = logging.getLogger("zerobubble")
 
@@ -49,9 +55,10 @@ def choose(name: str, topics: GlooEndpoint, device: torch.device, channels: Sequ
 
 
 def _choice(name: str, topics: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
-    if device.type != "cpu" or name not in (AUTO, SHARED_MEMORY):
-        why = "it was asked for" if name != AUTO else f"the stages are on {device.type}"
-        return MAKERS[name if name != AUTO else BY_DEVICE.get(device.type, "gloo")](topics), why
+    if device.type != "cpu":
+        return _choice_for_accelerators(name, topics, device)
+    if name not in (AUTO, SHARED_MEMORY):
+        return MAKERS[name](topics), "it was asked for"
     endpoint = SharedMemoryEndpoint(topics)
     try:
         endpoint.meet(channels)
@@ -61,6 +68,28 @@ def _choice(name: str, topics: GlooEndpoint, device: torch.device, channels: Seq
             raise InputError(f"transport 'shared-memory' needs ranks that share memory, but {error}; {remedy}") from None
         return topics, f"not all ranks share memory, for {error}"
     return endpoint, "every rank shares memory with those it exchanges messages with"
+
+
+def _choice_for_accelerators(name: str, topics: GlooEndpoint, device: torch.device) -> tuple[Endpoint, str]:
+    fastest = BY_DEVICE.get(device.type, STAGED)
+    shared = _shared_device(topics, device) if NCCL in (name, fastest) else ""
+    if shared and name == NCCL:
+        raise InputError(f"transport 'nccl' needs a GPU for each rank, but {shared}; leave transport out, or give 'staged'")
+    if name != AUTO:
+        return MAKERS[name](topics), "it was asked for"
+    if shared:
+        return MAKERS[STAGED](topics), f"{shared}, which NCCL refuses"
+    return MAKERS[fastest](topics), f"the stages are on {device.type}"
+
+
+def _shared_device(topics: GlooEndpoint, device: torch.device) -> str:
+    """Which ranks share a GPU, "" if none do; every rank calls it."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, each in enumerate(gather_objects(topics, uuid)):
+        ranks_of[each].append(rank)
+    shared = [f"ranks {', '.join(map(str, ranks))} share GPU {each}" for each, ranks in ranks_of.items() if each and len(ranks) > 1]
+    return " and ".join(shared)
 
 
 def transport_for(given: str | Endpoint, layout: Layout, timeout: float, arrival: Arrival | None = None) -> Transport:

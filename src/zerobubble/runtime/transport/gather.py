@@ -19,8 +19,8 @@ def gather_objects(endpoint: Endpoint, value: Any, members: Sequence[int] | None
     Raises `PeerGoneError` when not all come, and as `write_plain` does.
     """
     data = write_plain(value)
-    sizes = gather(endpoint, torch.tensor([data.numel()]), members)
-    room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    sizes = gather(endpoint, torch.tensor([data.numel()], device="cpu"), members)
+    room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cpu")
     room[: data.numel()] = data
     parts = gather(endpoint, room, members)
     return [read_plain(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]

@@ -115,13 +115,13 @@ class Peers:
 
     def tell(self, payload: ControlPayload, peer: int) -> Sending:
         """Start sending a control message to `peer`."""
-        numbers = torch.tensor(payload.numbers(), dtype=torch.float64)
+        numbers = torch.tensor(payload.numbers(), dtype=torch.float64, device="cpu")
         start = self._transport.sender(self.line_to(peer, payload.topic))
         return Sending(start(numbers), numbers, peer, self.wait)
 
     def listen(self, kind: type[P], count: int, peer: int) -> Expected[P]:
         """Be ready for a control message of `count` numbers from `peer`, whose payload is a `kind`."""
-        numbers = torch.empty(count, dtype=torch.float64)
+        numbers = torch.empty(count, dtype=torch.float64, device="cpu")
         start = self._transport.receiver(self.line_from(peer, kind.topic))
         return Expected(kind, start(numbers), numbers, peer, self.wait)
 

@@ -176,7 +176,9 @@ class RingLane:
 
         def take() -> tuple[Tensor | None, ...]:
             count = ring.count
-            tensors: list[Tensor | None] = [torch.empty(size, dtype=dtype, requires_grad=needs) for size, dtype, needs, _, _ in parts]
+            tensors: list[Tensor | None] = [
+                torch.empty(size, dtype=dtype, requires_grad=needs, device="cpu") for size, dtype, needs, _, _ in parts
+            ]
             if count >= self.limit:
                 self._wait_for_message()
             segment = ring.segment

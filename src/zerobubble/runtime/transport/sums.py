@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zerobubble.runtime.device import current_stream, set_stream, wait_for
 from zerobubble.runtime.transport.work import Work
 
 Start = Callable[[Tensor], Work]
@@ -40,7 +41,7 @@ class RingSums:
             self._thread = threading.Thread(target=_work, args=(self._jobs, *self._ring), name="zerobubble-sums", daemon=True)
             self._thread.start()
         future: Future[tuple[int, int]] = Future()
-        self._jobs.put(_Job(future, gather, scatter))
+        self._jobs.put(_Job(future, gather, scatter, current_stream()))
         return _Sum(future)
 
     def close(self) -> None:
@@ -49,11 +50,12 @@ class RingSums:
 
 
 class _Job(NamedTuple):
-    """A sum to be made: its result is when it began and ended."""
+    """A sum to be made, on the stream of the thread that started it: its result is when it began and ended, by the host's clock."""
 
     future: Future[tuple[int, int]]
     take: Callable[[], Tensor]
     put: Callable[[Tensor], None]
+    stream: Any
 
 
 class _Sum:
@@ -76,13 +78,16 @@ class _Sum:
 def _work(jobs: SimpleQueue[_Job | None], rank: int, size: int, send: Start, receive: Start) -> None:
     failed: BaseException | None = None
     while (job := jobs.get()) is not None:
-        began = perf_counter_ns()
         try:
             if failed is not None:
                 raise failed
+            set_stream(job.stream)
+            wait_for(job.stream)  # the host runs ahead of the device, and the sum begins when its gradients are there
+            began = perf_counter_ns()
             tensor = job.take()
             _sum(tensor, rank, size, send, receive)
             job.put(tensor)
+            wait_for(job.stream)
             del tensor
         except BaseException as error:  # noqa: BLE001 - it is raised where the sum is waited for
             failed = error

@@ -106,7 +106,7 @@ class Transport:
             self._for_tensors.open_channels(channels)
 
     def _barrier(self) -> None:
-        gather(self._for_topics, torch.zeros(1))
+        gather(self._for_topics, torch.zeros(1, device="cpu"))
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         """A call that starts sending one tensor along a line that begins here, and gives the work to wait for.

@@ -1,0 +1,29 @@
+"""Streams of the accelerator, whatever its type, for work that another thread enqueues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def current_stream() -> Any:
+    """Returns the calling thread's current stream of the accelerator, None if this process has not used one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None
+    # A process that has not touched its device must not be given a context of it here. Not all modules can tell: MPS has one anyway.
+    is_in_use = getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)()
+    return torch.accelerator.current_stream() if is_in_use else None
+
+
+def set_stream(stream: Any) -> None:
+    """Makes a stream current in the calling thread; does nothing for None."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
+def wait_for(stream: Any) -> None:
+    """Waits until the device has done what the stream was given so far; does nothing for None."""
+    if stream is not None:
+        stream.synchronize()

@@ -1,0 +1,149 @@
+"""Messages between accelerators by way of host memory: for ranks that share a GPU, which NCCL refuses, and for devices without NCCL.
+
+A message is copied into pinned host memory on a stream of its own, sent over gloo, and copied to the receiver's device. The host waits for
+messages to come, so it cannot run ahead of the device as far as with NCCL; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerobubble.program import Channel
+from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line
+from zerobubble.runtime.transport.gloo import GlooEndpoint
+from zerobubble.runtime.transport.work import Work
+
+
+class StagedEndpoint(Endpoint):
+    """Carries tensors of any device over the lines of `gloo`, through host memory.
+
+    Copies to the host run on one stream in the order of the sends. A thread waits for each and then starts its send, so the host does not
+    wait for the device. On a CPU the copies are plain ones, which is how the tests run it without an accelerator.
+    """
+
+    name = "staged"
+
+    def __init__(self, gloo: GlooEndpoint) -> None:
+        self.group = gloo.group
+        accelerator = torch.accelerator.current_accelerator()
+        self.capabilities = Capabilities(device_types=frozenset({"cpu"} if accelerator is None else {"cpu", accelerator.type}))
+        self._gloo = gloo
+        self._to_host: Callable[[Tensor], _Staged] = _on_host
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
+        self._gloo.open(device, channels)
+        if device.type != "cpu":
+            self._to_host = _CopyStream(device)
+        threading.Thread(target=_send, args=(self._jobs,), name="zerobubble-staged", daemon=True).start()
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        start = self._gloo.sender(line)
+
+        def send(tensor: Tensor) -> Work:
+            future: Future[Work] = Future()
+            staged = self._to_host(tensor)
+            self._jobs.put(_Job(future, start, staged))
+            return _Sent(future, staged.host)
+
+        return send
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        start = self._gloo.receiver(line)
+
+        def receive(tensor: Tensor) -> Work:
+            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+            return _Received(start(host), host, tensor)
+
+        return receive
+
+    def hang_up(self, rank: int) -> None:
+        self._gloo.hang_up(rank)
+
+    def abandon(self) -> None:
+        self._end.detach()
+        self._gloo.abandon()
+
+    def close(self) -> None:
+        self._end()
+        self._gloo.close()
+
+
+class _Staged(NamedTuple):
+    """A copy in host memory, and the event after which it is complete, None if it is already."""
+
+    host: Tensor
+    ready: Any
+
+
+class _Job(NamedTuple):
+    """A send to be started once its copy is complete; `future` gets the work."""
+
+    future: Future[Work]
+    start: Callable[[Tensor], Work]
+    staged: _Staged
+
+
+def _send(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            if job.staged.ready is not None:
+                job.staged.ready.synchronize()
+            job.future.set_result(job.start(job.staged.host))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the send is waited for
+            job.future.set_exception(error)
+        del job
+
+
+def _on_host(tensor: Tensor) -> _Staged:
+    return _Staged(tensor.detach().clone(), None)
+
+
+class _CopyStream:
+    """Copies a device's tensors to pinned memory, behind what the current stream has been given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._stream = self._module.Stream(device)
+
+    def __call__(self, tensor: Tensor) -> _Staged:
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with torch.no_grad(), self._module.stream(self._stream):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            ready = self._module.Event()
+            ready.record(self._stream)
+        # The sender keeps `tensor` until the work is done. If the step fails first, its memory must still outlive the copy.
+        tensor.record_stream(self._stream)
+        return _Staged(host, ready)
+
+
+class _Sent:
+    """A send: complete when gloo has taken the copy, which is kept until then."""
+
+    def __init__(self, future: Future[Work], host: Tensor) -> None:
+        self._future, self._host = future, host
+
+    def wait(self) -> None:
+        self._future.result().wait()
+
+
+class _Received:
+    """A receive into host memory, from which whoever waits copies on the current stream."""
+
+    def __init__(self, work: Work, host: Tensor, tensor: Tensor) -> None:
+        self._work, self._host, self._tensor = work, host, tensor
+
+    def wait(self) -> None:
+        self._work.wait()
+        with torch.no_grad():
+            self._tensor.copy_(self._host, non_blocking=True)

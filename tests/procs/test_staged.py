@@ -1,0 +1,101 @@
+"""Messages by way of host memory: for ranks that share a GPU and devices without NCCL, run here on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_gradients import worst_errors
+from tests.procs.test_mesh import two_replicas
+from tests.thinned import every
+from zerobubble.runtime.transport import choice
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe", "dualpipe-v", "chimera", "hanayo"]
+
+
+def compare(group: Any, schedule: str) -> dict[str, float]:
+    return worst_errors(group, zb.make(schedule, group.size(), 8), 2, transport="staged")
+
+
+@pytest.mark.parametrize("schedule", every(3, SCHEDULES))
+def test_staged_messages_keep_one_devices_gradients(world: Ranks, schedule: str) -> None:
+    for worst in world.run(compare, schedule, ranks=4):
+        assert max(worst.values()) <= 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["zb-v"])
+def test_replicas_sum_over_staged_lines(world: Ranks, schedule: str) -> None:
+    assert max(world.run(two_replicas, schedule, ("dp", "pp"), "staged", True, ranks=4)) < 1e-12
+
+
+def lengths(group: Any) -> list[float]:
+    """The largest error of the loss over batches of other lengths, whose shapes are announced before their messages."""
+    found = []
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, transport="staged") as pipe:
+        stages = [build(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
+        for length in (5, 7, 5, 3):
+            inputs, targets = batch(4, length=length)
+            expected = loss_fn(nn.Sequential(*stages)(inputs), targets)
+            found.append((pipe.step(inputs, targets) - expected).abs().item())
+    return found
+
+
+def test_shapes_may_change_over_staged_lines(world: Ranks) -> None:
+    assert max(max(found) for found in world.run(lengths, ranks=3)) <= 1e-12
+
+
+def killed(group: Any) -> str:
+    pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, transport="staged", timeout=100.0)
+    pipe.step(*batch(8))
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(8))
+    return str(caught.value)
+
+
+def test_the_death_of_a_rank_ends_waits_for_staged_messages(world: Ranks) -> None:
+    outcomes = world.outcomes(killed, ranks=3)
+    assert outcomes.pop(1) == ("gone", "SIGKILL")
+    assert {"rank 1 is gone" in text for _, text in outcomes} == {True}
+
+
+def raising(group: Any) -> str:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+    pipe = zb.Pipeline(build, "1f1b", 8, loss, group=group, transport="staged", timeout=100.0)
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(8))
+    return str(caught.value)
+
+
+def test_an_error_is_told_to_ranks_that_wait_for_staged_messages(world: Ranks) -> None:
+    assert {"ValueError: boom" in text for text in world.run(raising, ranks=3)} == {True}
+
+
+@pytest.mark.parametrize(
+    ("uuids", "name", "expected"),
+    [(["a", "b"], "auto", "nccl"), (["a", "a"], "auto", "staged"), (["a", "a"], "nccl", ""), (["a", "a"], "staged", "staged")],
+)
+def test_ranks_that_share_a_gpu_stage_their_messages(monkeypatch: pytest.MonkeyPatch, uuids: str, name: str, expected: str) -> None:
+    class Properties:
+        uuid = uuids[0]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(choice, "gather_objects", lambda topics, value: uuids)
+    monkeypatch.setitem(choice.MAKERS, "nccl", lambda topics: "nccl")
+    monkeypatch.setitem(choice.MAKERS, "staged", lambda topics: "staged")
+    if expected:
+        assert choice._choice(name, None, torch.device("cuda"), [])[0] == expected  # type: ignore[arg-type]
+    else:
+        with pytest.raises(zb.InputError, match="ranks 0, 1 share GPU a"):
+            choice._choice(name, None, torch.device("cuda"), [])  # type: ignore[arg-type]
