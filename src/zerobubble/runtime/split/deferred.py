@@ -83,7 +83,7 @@ class DeferredSplitter:
         work = self._works[microbatch]
         work.goes_back = True
         try:
-            with work:
+            with work, work.followed(edges, gradients):
                 go_back(edges, gradients)
         finally:
             work.goes_back = False

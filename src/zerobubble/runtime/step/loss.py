@@ -159,7 +159,7 @@ class StepLosses:
 
     def factor_of(self, microbatch: int) -> float:
         """By what the loss of a microbatch is multiplied to go back from."""
-        return self._to_go_back_from(microbatch, torch.ones((), dtype=torch.float64)).item()
+        return self._to_go_back_from(microbatch, torch.ones((), dtype=torch.float64, device="cpu")).item()
 
     def note(self, microbatch: int, loss: Tensor, *, goes_back: bool) -> None:
         """Take over the loss of a microbatch that ranks have computed together, and whether any of them goes back from it."""

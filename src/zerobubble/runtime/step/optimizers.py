@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -99,13 +100,23 @@ def _refuse_mixed(optimizer: Optimizer) -> None:
     """Raise `InputError` if one kernel would step DTensors and plain tensors together, which torch does not support."""
     for number, group in enumerate(optimizer.param_groups):
         is_divided = [hasattr(parameter, "device_mesh") for parameter in group["params"] if parameter.grad is not None]
+        if all(is_divided) or not any(is_divided):
+            continue
         for way in ("fused", "foreach"):
-            if group.get(way) and any(is_divided) and not all(is_divided):
+            by_default = way == "foreach" and _is_foreach_by_default(group)
+            if group.get(way) or by_default:
+                given, remedy = ("", f"give {way}=False") if by_default else (f"({way}=True)", f"leave out {way}")
                 raise InputError(
-                    f"{type(optimizer).__name__}({way}=True) steps {counted(sum(is_divided), 'DTensor')} and "
+                    f"{type(optimizer).__name__}{given} steps {counted(sum(is_divided), 'DTensor')} and "
                     f"{counted(is_divided.count(False), 'plain tensor')} in its group {number}, and one kernel takes one kind: "
-                    f"make a group for each, or leave out {way}"
+                    f"make a group for each, or {remedy}"
                 )
+
+
+def _is_foreach_by_default(group: Mapping[str, Any]) -> bool:
+    """Whether torch steps this group by one kernel though nobody asked for it, as it does on accelerators."""
+    is_asked = "foreach" not in group or group["foreach"] is not None or bool(group.get("fused"))
+    return not is_asked and any(parameter.device.type != "cpu" for parameter in group["params"])
 
 
 def left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:

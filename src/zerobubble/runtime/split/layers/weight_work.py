@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,15 +26,18 @@ TORCH_KEEPS_REFERENCES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2
 
 
 class _PassOfThread(threading.local):
-    """The pass in progress where torch cannot keep it.
-
-    Autograd's engine has threads of its own for GPUs. There a checkpoint that runs again finds no pass, and leaves nothing for W.
-    """
+    """The pass in progress, where torch cannot keep it."""
 
     work: WeightWork | None = None
 
 
 _here = _PassOfThread()
+_in_engine: dict[int, tuple[WeightWork, int]] = {}
+"""The passes that go back in a thread of autograd's engine, where torch cannot keep them: by the engine's run, each with its thread.
+
+The engine runs the nodes of a GPU in a thread of its own. A checkpoint recomputes its forward there, and layers that do not find their pass
+save other tensors than in F, which the checkpoint refuses. So the first node of a B notes the pass.
+"""
 _keep: Callable[[WeightWork | None], None] = (
     partial(torch._C._stash_obj_in_tls, _PASS) if TORCH_KEEPS_REFERENCES else partial(setattr, _here, "work")
 )
@@ -98,6 +102,29 @@ class WeightWork:
     def __exit__(self, *_: object) -> None:
         _keep(self._outer)
         self._outer = None
+
+    @contextmanager
+    def followed(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+        """Makes the pass known to the threads of autograd's engine that go back from `edges`, where torch does not hand it on."""
+        if TORCH_KEEPS_REFERENCES or _go_back_here(gradients):
+            yield
+            return
+
+        runs: set[int] = set()
+
+        def note(_: Any) -> None:
+            run = torch._C._current_graph_task_id()
+            _in_engine[run] = self, threading.get_ident()
+            runs.add(run)
+
+        handles = [edge.node.register_prehook(note) for edge in edges]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for run in runs:
+                del _in_engine[run]
 
     def may_take(self, node: Any) -> bool:
         """Whether the weight gradient that `node`, a Function whose first tensor is the weight, is asked for may wait.
@@ -233,6 +260,21 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
+def _go_back_here(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether autograd's engine goes back from these in the thread that asks it to."""
+    return all(gradient is None or gradient.device.type == "cpu" for gradient in gradients)
+
+
+def _pass_of_engine() -> WeightWork | None:
+    """The pass that this thread of autograd's engine goes back in, None in other threads."""
+    run = torch._C._current_graph_task_id()
+    if run in _in_engine:
+        return _in_engine[run][0]
+    # a model that asks for gradients in a forward runs the engine within the engine, in the same thread
+    inside = [work for work, thread in _in_engine.values() if thread == threading.get_ident()] if run >= 0 else []
+    return inside[-1] if inside else None
+
+
 def pass_in_progress() -> WeightWork | None:
     """The weight work of the pass that this thread runs, None where the pass does not split.
 
@@ -240,7 +282,7 @@ def pass_in_progress() -> WeightWork | None:
     pass is therefore kept where torch keeps what belongs to a thread and follows its work into the engine.
     """
     if not TORCH_KEEPS_REFERENCES:
-        return _here.work
+        return _here.work or (_pass_of_engine() if _in_engine else None)
     try:
         return _kept()
     except RuntimeError:  # this thread has run no pass yet

@@ -105,7 +105,7 @@ def _part_for(values: Values | None, part: Part | GeneralPart) -> Part:
 
 def holding_values(values: Values) -> Tensor:
     """A tensor without bytes whose shape holds the values of symbols, so that a forward saves them for its B as it saves tensors."""
-    return torch.empty((*values, 0))
+    return torch.empty((*values, 0), device="cpu")
 
 
 def values_held_by(tensor: Tensor) -> Values:

@@ -298,7 +298,7 @@ class Trace:
 
 def _pass_values_on(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
     """Let the forward graph save one value more, the first, for the backward graph: a tensor whose shape holds the values of symbols."""
-    example = FakeTensorMode().from_tensor(torch.empty(0))
+    example = FakeTensorMode().from_tensor(torch.empty(0, device="cpu"))
     output = next(iter(reversed(forward.graph.nodes)))
     with forward.graph.inserting_before(output):
         saved = forward.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
