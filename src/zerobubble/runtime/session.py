@@ -158,6 +158,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
         setup, fault = _build(options, layout, peers, own_seed)
     agree(transport, guard, patience, fault, _terms(options, setup))
     assert setup is not None
+    _place_stages_without_tensors(transport, guard, patience, setup)
     _compare_models(transport, guard, patience, layout, setup)
     _refuse_empty_levels(transport, guard, patience, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
@@ -356,7 +357,8 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         schedule = setup.schedule
         terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"
         terms["recompute"] = str(setup.stages.levels)
-        terms["kind of device"] = setup.stages.device.type
+        if setup.stages.has_tensors:
+            terms["kind of device"] = setup.stages.device.type
         terms["offload"] = _fingerprint(None if setup.offloads is None else tuple(rank.offloads for rank in setup.offloads.ranks))
         terms["link"] = _fingerprint(options.link)
         terms["planning"] = "none" if setup.planner is None else f"auto with {setup.planner.limits_in_words}"
@@ -373,6 +375,15 @@ def agree(transport: Transport, guard: FailureGuard, patience: Patience, fault: 
         faults = faults_of(patience.bear(lambda: transport.gather_objects((fault, terms)), "comparing arguments"))
         if faults:
             raise InputError(faults)
+
+
+def _place_stages_without_tensors(transport: Transport, guard: FailureGuard, patience: Patience, setup: Setup) -> None:
+    """Put stages that have no parameters or buffers on the kind of device on which the others are."""
+    mine = setup.stages.device.type if setup.stages.has_tensors else ""
+    with guard.opening("while comparing devices"):
+        kinds = patience.bear(lambda: transport.gather_objects(mine), "comparing devices")
+    if not mine and any(kinds):
+        setup.stages.go_to(next(filter(None, kinds)))
 
 
 def _compare_models(transport: Transport, guard: FailureGuard, patience: Patience, layout: Layout, setup: Setup) -> None:

@@ -31,6 +31,7 @@ from zerobubble.models.observation.skeleton import Seen, Skeleton, skeletons_of
 from zerobubble.models.observation.stand_in import Current, StandIn, blank, blank_like, device_of, not_of_the_model
 from zerobubble.models.observation.units import Units, join
 from zerobubble.runtime.values.added_losses import collecting_losses
+from zerobubble.runtime.values.random_state import forked
 
 _REMEMBERED = 64
 """For how many kinds of arguments the dataflow is remembered."""
@@ -100,7 +101,7 @@ class ObservedModel:
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         self._current.forward = observed = _Observed(following, self._record)
         try:
-            with torch.random.fork_rng(), torch.no_grad(), following, collecting_losses() as added:
+            with forked(self._parameters, around), torch.no_grad(), following, collecting_losses() as added:
                 output = self._model(*args, **kwargs)
                 sources = following.sources_in(dict(output) if isinstance(output, Mapping) else output)
         finally:

@@ -27,6 +27,7 @@ from zerobubble.models.observation.untouched_zeros import untouched_zeros
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
+from zerobubble.runtime.values.random_state import forked
 
 _WANTS_GRADIENTS = "does not require grad"
 """What torch says where a forward calls `torch.autograd.grad` and gradients are not recorded."""
@@ -112,7 +113,7 @@ class Skeleton:
             if _WANTS_GRADIENTS in str(error):
                 return self._run_with_gradients(given, tried)
             unit = _with_tensors(self.unit, untouched_zeros)
-        with torch.random.fork_rng():
+        with forked():
             try:
                 return self._run(unit, [_zeros(leaf) for leaf in given.leaves], given, tried)
             except (RuntimeError, ValueError):

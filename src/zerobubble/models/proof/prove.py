@@ -17,6 +17,7 @@ from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
 from zerobubble.models.observation.example import Arguments
+from zerobubble.runtime.values.random_state import devices_with_generators, states_of
 
 _EXACT = (torch.float64, torch.complex128)
 _ROUNDING = 1e-14
@@ -41,12 +42,13 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
     reason = ""
     for evaluate in (False, True):
         whole, parts = (_copy(model, evaluate=evaluate, in_float64=in_float64) for _ in range(2))
-        with torch.random.fork_rng(), torch.enable_grad():
-            before = torch.random.get_rng_state()
+        devices = devices_with_generators(whole, args, kwargs)
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            before = states_of(devices)
             try:
                 with _noting([whole], cut) as expected:
                     output = whole(*_copied(args), **_copied(kwargs))
-                draws = not torch.equal(before, torch.random.get_rng_state())
+                draws = states_of(devices) != before
                 _go_backward(output)
             except Exception as error:  # noqa: BLE001 - not every model runs in float64, and an example need not suit the training mode
                 reason = f"it does not run on its example {types}: {str(error).partition(chr(10))[0][:200]}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zerobubble.models.observation.example import Arguments
+from zerobubble.runtime.values.random_state import forked
 
 MOST_PROVED = 10_000_000
 """A model of more parameters is not copied for a proof."""
@@ -37,13 +38,13 @@ def tiny_models(model: nn.Module, arguments: Arguments) -> Iterator[tuple[nn.Mod
     found = False
     for divisor in _DIVISORS:
         try:
-            with torch.random.fork_rng():
+            with forked():
                 tiny = make(_shrunk(copy.deepcopy(config), divisor))
         except Exception:  # noqa: BLE001 - a configuration may ask anything of its sizes
             continue
         if sum(parameter.numel() for parameter in tiny.parameters()) <= MOST_PROVED and _as_in(model, tiny):
             found = True
-            yield tiny, pytree.tree_map_only(Tensor, _known_token, arguments)
+            yield tiny.to(_device_of(arguments)), pytree.tree_map_only(Tensor, _known_token, arguments)
     if not found:
         raise NoTinyModelError(f"no tiny {type(model).__name__} with the same parts can be made of its configuration")
 
@@ -66,6 +67,12 @@ def _shrunk(config: Any, divisor: int) -> Any:
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # the grouped product has no float64
     return config
+
+
+def _device_of(arguments: Arguments) -> torch.device:
+    """The device of the first tensor that has numbers, the CPU if none has."""
+    devices = (leaf.device for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def _known_token(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zerobubble.errors import InputError
 from zerobubble.models.observation.example import Arguments
+from zerobubble.runtime.values.random_state import forked
 
 _REMEDY = "put its layers into modules of a ModuleList, between which it can be cut as it is"
 
@@ -41,7 +42,7 @@ def refuse_other_numbers(model: nn.Module, traced: nn.Module, arguments: Argumen
 def _run(model: nn.Module, arguments: Arguments, parameters: list[nn.Parameter]) -> list[Any]:
     """The leaves of the output, and the gradients of `parameters`."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, arguments)
-    with torch.random.fork_rng(), torch.enable_grad():
+    with forked(model, args, kwargs), torch.enable_grad():
         leaves = pytree.tree_leaves(model(*args, **kwargs))
         trained = [leaf.square().sum() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
         gradients = torch.autograd.grad(trained, parameters, allow_unused=True) if trained and parameters else []

@@ -164,7 +164,7 @@ def _new(parameter: nn.Parameter, saved: Any, marks: Marks) -> Tensor:
     dtype, mark = saved.properties.dtype, marks.get(parameter)
     own = torch.empty_like(parameter.detach(), dtype=dtype)
     like = own if mark is None else joined(mark, own)
-    return like if saved.size == like.shape else torch.empty(saved.size, dtype=dtype)
+    return like if saved.size == like.shape else torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
 def optimizer_states(
@@ -182,7 +182,7 @@ def optimizer_states(
 def room_like(prefix: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """New tensors for what was saved under `prefix` and names behind it."""
     keys = [key for key in saved if key == prefix or key.startswith(f"{prefix}.")]
-    return {key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype) for key in keys}
+    return {key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype, device="cpu") for key in keys}
 
 
 def as_tensor(value: Any) -> Tensor:

@@ -110,7 +110,7 @@ class _Copying(DefaultSavePlanner):
         assert isinstance(tensor, Tensor), "a checkpoint has nothing but tensors"
         copy = self._copies.get(item.index)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
         self._copies[item.index] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
         return tensor.device
 

@@ -77,7 +77,7 @@ class Staged(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where a tensor is read to: not yet where it belongs."""
         target = super().resolve_tensor(read_item)
-        staged = torch.empty(target.shape, dtype=target.dtype)
+        staged = torch.empty(target.shape, dtype=target.dtype, device="cpu")
         self._pairs.append((target, staged))
         return staged
 

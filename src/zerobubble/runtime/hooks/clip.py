@@ -82,7 +82,7 @@ def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradient
     for stage, parameters in parts.items():
         held = [parameter for parameter in parameters if parameter in found]
         if held:
-            values = torch.tensor([found[parameter] for parameter in held], dtype=dtypes.get(stage, held[0].dtype))
+            values = torch.tensor([found[parameter] for parameter in held], dtype=dtypes.get(stage, held[0].dtype), device="cpu")
             result[stage] = StageNorms(held, values)
     return result
 
@@ -159,7 +159,7 @@ def gather_norms(
     found = {stage: entry for norms in reversed(told) for stage, entry in norms.items()}
     ordered = sorted(found.items())
     return (
-        {stage: torch.tensor(values, dtype=dtype) for stage, (values, dtype, _) in ordered},
+        {stage: torch.tensor(values, dtype=dtype, device="cpu") for stage, (values, dtype, _) in ordered},
         {stage: names for stage, (_, _, names) in ordered if names},
         [arguments for _, arguments in gathered],
     )
@@ -167,7 +167,7 @@ def gather_norms(
 
 def total_norm(norms: Mapping[int, Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients as one vector, 0 without any."""
-    return torch.linalg.vector_norm(torch.cat(list(norms.values())), norm_type) if norms else torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.cat(list(norms.values())), norm_type) if norms else torch.tensor(0.0, device="cpu")
 
 
 def refuse(total: Tensor, norm_type: float, spoilt: Mapping[int, list[str]], losses: Tensor | None) -> None:

@@ -112,7 +112,7 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, gradients: Sequence[Tenso
     standins = [part.detach().requires_grad_() for part in parts]
     for standin, part in zip(standins, parts, strict=True):
         standin.grad = part
-    other = torch.optim.SGD(standins or [torch.empty(0)])
+    other = torch.optim.SGD(standins or [torch.empty(0, device="cpu")])
     states = scaler._per_optimizer_states
     states[id(other)] = states[id(optimizer)]
     try:

@@ -71,7 +71,7 @@ class NormLedger:
 
     def empty(self) -> Tensor:
         """A ledger on which nobody has written."""
-        ledger = torch.full((self.length,), _ABSENT, dtype=torch.float64)
+        ledger = torch.full((self.length,), _ABSENT, dtype=torch.float64, device="cpu")
         ledger[:_HEAD] = 0.0
         return ledger
 
@@ -80,7 +80,7 @@ class NormLedger:
         for place, stage, parameters in self._mine:
             there = dict(zip(norms[stage].parameters, norms[stage].values.tolist(), strict=True)) if stage in norms else {}
             row = [there.get(parameter, _ABSENT) for parameter in parameters]
-            ledger[place : place + len(row)] = torch.tensor(row, dtype=torch.float64)
+            ledger[place : place + len(row)] = torch.tensor(row, dtype=torch.float64, device="cpu")
         if overflown:
             ledger[_OVERFLOWN] = 1.0
         if not self._is_fine(ledger):
@@ -91,7 +91,7 @@ class NormLedger:
         written = ledger[_HEAD:] != _ABSENT
         dtypes = [dtype for dtype, places in self._places.items() if written[[place - _HEAD for place in places]].any()]
         if not dtypes:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, device="cpu")
         dtype = dtypes[0]
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)

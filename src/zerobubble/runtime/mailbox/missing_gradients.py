@@ -50,7 +50,7 @@ class MissingGradientsOut:
         if not self._has_told:
             sent.append(self._send(_NOTICE, torch.frombuffer(bytearray(_NOTICE_FORM.pack(place, True)), dtype=torch.uint8)))
             self._has_told = True
-        sent.append(self._send(_FIRST_LIST + place, torch.tensor(there, dtype=torch.uint8)))
+        sent.append(self._send(_FIRST_LIST + place, torch.tensor(there, dtype=torch.uint8, device="cpu")))
         return sent
 
     def _send(self, number: int, tensor: Tensor) -> tuple[Tensor, Work]:
@@ -97,7 +97,7 @@ class MissingGradientsIn:
             self._first = _NOTICE_FORM.unpack(self._room)[0]
         if place < self._first:
             return None
-        there = torch.empty(count, dtype=torch.uint8)
+        there = torch.empty(count, dtype=torch.uint8, device="cpu")
         work = self._peers.receiver(Stuff.GRADIENT, self._peer, _FIRST_LIST + place)(there)
         self._peers.wait(work, self._peer, what)
         return [bool(flag) for flag in there.tolist()]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.stage.stage import make_stage
+from zerobubble.runtime.values.random_state import RandomState
 
 
 def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> tuple[str, ...]:
@@ -17,11 +18,11 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
     Both start from the same random state and go back from the same gradient of the output. Raises `InputError` naming every parameter
     and input whose gradient differs by more than `tolerance` of its norm. Changes neither `module` nor torch's random state.
     """
-    state = torch.get_rng_state()
+    state = RandomState.now(next((tensor.device for tensor in (*module.parameters(), *inputs)), torch.device("cpu")))
     waited: tuple[str, ...] = ()
     found: list[dict[str, Tensor | None]] = []
     for split in (False, True):
-        torch.set_rng_state(state)
+        state.set()
         mine = copy.deepcopy(module)
         leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         stage = make_stage("deferred" if split else "whole", mine, 0)
@@ -29,12 +30,14 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
             with torch.enable_grad(), stage.stepping():
                 outputs = stage.forward(0, leaves)
                 differentiable = [y for y in outputs if y.requires_grad]
-                gradients = iter(stage.backward(0, tuple(torch.linspace(-1, 1, y.numel()).view_as(y).to(y) for y in differentiable)))
+                gradients = iter(
+                    stage.backward(0, tuple(torch.linspace(-1, 1, y.numel(), device="cpu").view_as(y).to(y) for y in differentiable))
+                )
                 before = {name for name, p in mine.named_parameters() if p.grad is None}
                 if split:
                     stage.weight(0)
         finally:
-            torch.set_rng_state(state)
+            state.set()
         waited = tuple(name for name, p in mine.named_parameters() if name in before and p.grad is not None)
         of_inputs: dict[str, Tensor | None] = {f"input {i}": next(gradients) for i, x in enumerate(leaves) if x.requires_grad}
         found.append({name: p.grad for name, p in mine.named_parameters()} | of_inputs)

@@ -52,7 +52,7 @@ class HostLane:
         self._over = 0
 
     def host_memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def copy(self, copying: Copying, pairs: Pairs) -> Copied:
         begin = max(time.perf_counter_ns(), self._over)
@@ -84,7 +84,7 @@ class CudaLane:
         self._mark = CudaClock(device).mark
 
     def host_memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def copy(self, copying: Copying, pairs: Pairs) -> Copied:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -107,4 +107,4 @@ def _joined(norms: list[float], order: float) -> float:
     """The norm of a vector from those of its parts."""
     if order == 0:
         return sum(norms)
-    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order))
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64, device="cpu"), order))

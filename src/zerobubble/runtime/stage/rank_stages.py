@@ -56,7 +56,8 @@ class Stages:
         self.modules = modules
         self.levels = levels
         self._heads = heads or {}
-        self.device = _device(modules)
+        self.device = _device(modules) or torch.device("cpu")
+        self.has_tensors = _device(modules) is not None
         self._ways = ways_of(split, modules)
         if cuda_graphs and self.device.type != "cuda":
             raise InputError(f"cuda_graphs is for stages on a CUDA device, these are on {self.device}; leave it out")
@@ -66,6 +67,10 @@ class Stages:
         self._cuda_graphs = cuda_graphs
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}
+
+    def go_to(self, kind: str) -> None:
+        """Computes on this process's current device of a `kind`: for stages without tensors, on a pipeline whose others have some."""
+        self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
     def of(self, schedule: Schedule, level: str | None = None) -> dict[int, Stage]:
         """The stages for `schedule`; what was traced serves every schedule. R computes again what `level` says, or the level of each stage.
@@ -176,8 +181,9 @@ def _built(build: Build, index: int, num_stages: int, seed: int) -> Any:
         return build(index, num_stages)
 
 
-def _device(modules: dict[int, nn.Module]) -> torch.device:
+def _device(modules: dict[int, nn.Module]) -> torch.device | None:
+    """The device of all parameters and buffers, None if there are none."""
     devices = {tensor.device for module in modules.values() for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
         raise InputError(f"the stages of a rank must be on one device, got {', '.join(sorted(map(str, devices)))}")
-    return devices.pop() if devices else torch.device("cpu")
+    return devices.pop() if devices else None

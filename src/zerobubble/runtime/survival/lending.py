@@ -132,8 +132,8 @@ def _move(mine: Parcel, form: Form, lender: int, ranks: Collection[int], transpo
         others = [rank for rank in sorted(ranks) if rank != here and num_bytes]
         return mine, [transport.sender(Line(here, rank, Topic.BATCH))(mine.data) for rank in others]
     if here not in ranks or not num_bytes:
-        return Parcel(form, torch.empty(num_bytes, dtype=torch.uint8)), []
-    theirs = Parcel(form, torch.empty(num_bytes, dtype=torch.uint8))
+        return Parcel(form, torch.empty(num_bytes, dtype=torch.uint8, device="cpu")), []
+    theirs = Parcel(form, torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
     return theirs, [transport.receiver(Line(lender, here, Topic.BATCH))(theirs.data)]
 
 
@@ -161,7 +161,7 @@ class Parcel(NamedTuple):
         tensors: list[Tensor] = []
         structure = flatten_pytree(part, tensors)
         form = Form(structure, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
-        parcel = cls(form, torch.zeros(form.num_bytes, dtype=torch.uint8))
+        parcel = cls(form, torch.zeros(form.num_bytes, dtype=torch.uint8, device="cpu"))
         for room, tensor in zip(parcel._tensors(), tensors, strict=True):
             room.copy_(tensor.detach())
         return parcel

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _ONE_AT_A_TIME = RLock()
 """Held by a thread that draws by a seed: ranks that are threads of one process build their stages at once, with one generator."""
@@ -32,6 +33,30 @@ class RandomState(NamedTuple):
         torch.set_rng_state(self.on_cpu)
         if self.on_device is not None:
             torch.cuda.set_rng_state(self.on_device, self.device)
+
+
+def devices_with_generators(*values: Any) -> list[torch.device]:
+    """Returns the CUDA devices of the tensors in `values`, which are modules or nests of tensors."""
+    found: set[torch.device] = set()
+    for value in values:
+        tensors = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else pytree.tree_leaves(value)
+        found.update(tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.device.type == "cuda")
+    return sorted(found, key=str)
+
+
+def states_of(devices: Sequence[torch.device]) -> list[bytes]:
+    """Returns the states of the CPU's generator and of those of `devices`, to compare with later ones."""
+    return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices))]
+
+
+@contextmanager
+def forked(*values: Any) -> Iterator[None]:
+    """Restores the generators of the CPU and of the devices of `values` on exit.
+
+    `torch.random.fork_rng` by itself touches every GPU of the machine, which takes a context on each.
+    """
+    with torch.random.fork_rng(devices_with_generators(*values)):
+        yield
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
