@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; requirements-images.txt is for the pinned one alone.
 TORCHES := 2.6.0 2.15.0
 
-.PHONY: help venv demo test test-long test-all test-versions lint docs gallery playground bench clean
+.PHONY: help venv gpu demo test test-long test-all test-versions lint docs gallery playground bench clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -48,6 +48,10 @@ lint: $(READY) ## check style, types and the import floors
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
+
+gpu: $(READY) ## run the process tests and the benchmark on a GPU (half an hour)
+	$(RUN)/python benchmarks/gpu/check.py
+	$(RUN)/python benchmarks/gpu/run.py
 
 docs: $(READY) ## write the pages to docs/_build/html; a link that leads nowhere is an error
 	$(RUN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html

@@ -2,7 +2,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.device import use_device
 from tests.procs.ranks import Ranks
+
+use_device()
 
 
 @pytest.fixture(scope="session")

@@ -32,8 +32,10 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
     import torch
     import torch.distributed as dist
 
+    from tests.device import use_device
     from tests.procs.patience import bear_with_others
 
+    use_device()
     bear_with_others()
     faulthandler.enable()  # a process that C code aborts tells on stderr what each of its threads did in Python
     tempfile.tempdir = folder  # what is left there was left by this world

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.libraries import library
 from tests.procs.models import OneDevice, batch, build, gradient_error, loss_fn
 from tests.procs.programs import programs_of
@@ -260,7 +261,7 @@ def scaled(group: Any) -> float:
     told: list[dict[str, float]] = []
     telemetry = zb.hooks.Telemetry(lambda report: told.append({"": report.loss, **report.added_losses}))
     with zb.Pipeline(Routed, "zb-h1", 4, loss_fn, group=group, hooks=[telemetry]) as pipe:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         stages = [Routed(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         worst = 0.0

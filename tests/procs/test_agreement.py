@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.hooks import PostValidation, StepHook
@@ -166,7 +167,7 @@ def test_weights_are_compared_one_by_one(world: Ranks) -> None:
 def scaled_on_one_rank(group: Any, name: str, culprit: int) -> str:
     """Only rank `culprit` gives a scaler to the step; all unscale."""
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
         scaler.scale(torch.ones(()))
         pipe.step(*batch(4), scaler=scaler if pipe.rank == culprit else None)
         try:
@@ -194,7 +195,7 @@ def enabled_on_some(group: Any, enabled: list[tuple[bool, bool]]) -> tuple[int, 
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
         for step, of_ranks in enumerate(enabled):
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=of_ranks[pipe.rank])
+            scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, enabled=of_ranks[pipe.rank])
             pipe.step(*batch(4), scaler=scaler)
             began = time.monotonic()
             try:

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
@@ -35,7 +36,7 @@ class Mixed(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.lowered(x))
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE.type, enabled=False):
             y = torch.tanh(self.island(y.float())) @ self.matrix
         return x + y
 
@@ -54,11 +55,11 @@ def largest_error(group: Any, schedule: str, split: str, way: str) -> float:
     """Of gradients after a step under autocast, against forwards under autocast and backward passes outside of it on one device."""
     inputs, targets = batch(4)
     with zb.Pipeline(lambda s, n: stage_of(s, n, way), schedule, 4, loss_fn, group=group, split=split) as pipe:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             pipe.step(inputs, targets)
         stages = [stage_of(s, pipe.schedule.num_stages, way) for s in range(pipe.schedule.num_stages)]
         for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
                 loss = loss_fn(nn.Sequential(*stages)(x), y) / 4
             loss.backward()
         pairs = [pair for s, m in pipe.modules.items() for pair in zip(m.parameters(), stages[s].parameters(), strict=True)]
@@ -92,7 +93,7 @@ def parametrized(stage: int, num_stages: int) -> nn.Module:
 
 
 CACHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast": lambda: torch.autocast(DEVICE.type, dtype=torch.bfloat16),
     "parametrize": parametrize.cached,
 }
 
@@ -137,7 +138,7 @@ def is_used_after(write: Callable[[], object], module: nn.Module, cache: str) ->
 
 def first_values(group: Any, cache: str) -> list[bool]:
     """Whether this rank uses the values that a pipeline starts with: for a replica, and for a tied parameter."""
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (4, 1), mesh_dim_names=("dp", "pp"))
     weight = "0.parametrizations.weight.original"
     found = []
     for options in ({"mesh": mesh}, {"group": group, "tied": [[(0, weight), (1, weight)]]}):

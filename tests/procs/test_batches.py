@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
@@ -388,7 +389,7 @@ def scaled(group: Any, name: str) -> tuple[list[float], list[float], list[float]
     with zb.Pipeline(single, name, 4, loud_loss, group=group) as pipe:
         stages = stages_of(pipe, torch.float32)
         optimizers = [torch.optim.AdamW(p, lr=1e-2) for p in (pipe.parameters(), nn.ModuleList(stages).parameters())]
-        scaler, theirs = (torch.amp.GradScaler("cpu", **make) for _ in range(2))
+        scaler, theirs = (torch.amp.GradScaler(DEVICE.type, **make) for _ in range(2))
         scales, losses, expected = [], [], []
         for step in range(30):
             inputs, targets = batch(4, seed=step)
@@ -432,7 +433,7 @@ def only_on_one(group: Any) -> tuple[float, bool]:
         return build(stage, num_stages).requires_grad_(stage > 0)
 
     with zb.Pipeline(first_frozen, "zb-h1", 4, loss_fn, group=group) as pipe:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
         pipe.step(*batch(4), scaler=scaler)
         before = [p.detach().clone() for p in pipe.parameters()]
@@ -450,7 +451,7 @@ def test_an_infinity_on_one_rank_is_known_to_all(world: Ranks) -> None:
 
 def scales_apart(group: Any) -> str:
     def call(pipe: zb.Pipeline, rank: int) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0 + rank)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0 + rank)
         pipe.step(*batch(4), scaler=scaler)
         pipe.unscale_(scaler, torch.optim.SGD(pipe.parameters(), lr=1.0))
 

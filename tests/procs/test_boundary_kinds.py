@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.endpoints import BareLines, of_group
 from tests.procs.models import OneDevice, batch, loss_fn
 from tests.procs.ranks import Ranks
@@ -237,7 +238,7 @@ def distributed(group: Any) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE.type, (2,))
 
     class Meshed(Part):
         def forward(self, x: Tensor) -> Any:

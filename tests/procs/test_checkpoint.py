@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_fsdp2_on_cpu
@@ -73,7 +74,7 @@ def resumed(group: Any, path: str, schedule: str, replicas: int = 1) -> list[flo
     where: dict[str, Any] = {"group": group}
     share = slice(None)
     if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, group.size() // replicas), mesh_dim_names=("dp", "pp"))
+        mesh = init_device_mesh(DEVICE.type, (replicas, group.size() // replicas), mesh_dim_names=("dp", "pp"))
         where, half = {"mesh": mesh}, 2 * MICROBATCHES // replicas
         share = slice(half * mesh.get_local_rank("dp"), half * (mesh.get_local_rank("dp") + 1))
     with zb.Pipeline(cut(seed=1), schedule, MICROBATCHES, loss_fn, **where) as pipe:
@@ -96,7 +97,7 @@ def test_training_goes_on_in_another_pipeline(world: Ranks, tmp_path: Path, sche
 
 def replicas_saved(group: Any, path: str) -> list[float]:
     """As `saved`, over two replicas of two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
     share = slice(MICROBATCHES * replica, MICROBATCHES * (replica + 1))
     with zb.Pipeline(cut(), "zb-v", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
@@ -275,7 +276,7 @@ def sharded(group: Any, path: str) -> list[float]:
     """As `saved`, with parts that FSDP2 divides over two ranks."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp_shard"))
     share = slice(MICROBATCHES * mesh.get_local_rank("dp_shard"), MICROBATCHES * (mesh.get_local_rank("dp_shard") + 1))
     model = cut()
     stages = [model(stage, 2) for stage in range(2)]

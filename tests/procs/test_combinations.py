@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zerobubble as zb
 from docs.combinations import AXES, EXCLUDED, covering_rows
+from tests.device import DEVICE
 from tests.procs.experts import WIDTH, Mixture
 from tests.procs.ranks import Ranks
 from tests.procs.test_offload_runs import everything
@@ -128,7 +129,7 @@ def given(row: Row, seed: int, replica: int) -> tuple[Any, Any]:
 
 
 def precision(row: Row) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", torch.bfloat16) if row["precision"] == "bf16 autocast" else nullcontext()
+    return torch.autocast(DEVICE.type, torch.bfloat16) if row["precision"] == "bf16 autocast" else nullcontext()
 
 
 def optimizer_for(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -136,7 +137,7 @@ def optimizer_for(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def scaler_for(row: Row) -> torch.amp.GradScaler | None:
-    return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if row["precision"] == "GradScaler" else None
+    return torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=2) if row["precision"] == "GradScaler" else None
 
 
 class OneDevice:
@@ -196,7 +197,7 @@ def mesh_of(row: Row, group: dist.ProcessGroup) -> tuple[dict[str, Any], DeviceM
     """Where the pipeline runs, this rank's place among those that are given other data, and how many these are."""
     if row["mesh"] == "pp":
         return {"group": group}, None, 0, 1
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", row["mesh"]))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", row["mesh"]))
     shares = 1 if row["mesh"] == "tp" else 2
     return {"mesh": mesh}, mesh, mesh.get_local_rank(row["mesh"]) if shares > 1 else 0, shares
 

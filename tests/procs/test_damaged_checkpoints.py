@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.models import loss_fn
 from tests.procs.ranks import Ranks
@@ -335,10 +336,10 @@ def test_an_optimizer_of_one_device_that_refuses_leaves_the_model_alone(tmp_path
 @pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False), (False, False)])
 def test_scalers_that_were_or_are_disabled(tmp_path: Path, saved: bool, loaded: bool) -> None:
     model, optimizer = stepped(0)
-    zb.save(tmp_path / "last", model, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=saved))
+    zb.save(tmp_path / "last", model, optimizer, scaler=torch.amp.GradScaler(DEVICE.type, enabled=saved))
     model, optimizer = stepped(1)
     before = numbers_of([model], optimizer)
-    scaler = torch.amp.GradScaler("cpu", enabled=loaded)
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=loaded)
     if loaded:
         with pytest.raises(zb.InputError, match="scaler"):
             zb.load(tmp_path / "last", model, optimizer, scaler=scaler)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import Block, batch
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
@@ -250,8 +251,8 @@ def scaled_in_half_precision(group: Any) -> tuple[float, float]:
     schedule, whole, count = with_vocabulary(zb.make("1f1b", 2, 4)), OneDevice(2, torch.float32), 4
     inputs, targets = ignoring(count, 0)
     with zb.Pipeline(partial(body, dtype=torch.float32), schedule, count, zb.nn.DividedHead(linear(torch.float32)), group=group) as pipe:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        with torch.autocast("cpu", torch.bfloat16):
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss = pipe.step(inputs, targets, scaler=scaler)
             _, mean = whole.step(inputs, targets, count)
         largest = max(p.grad.abs().max().item() for p in whole.model.parameters() if p.grad is not None)
@@ -274,7 +275,7 @@ def off_exact(passes: str, smoothing: float) -> tuple[float, float]:
 
     def whole(dtype: torch.dtype) -> Tensor:
         x = output.to(dtype).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype is torch.float32):
             logits = nn.functional.linear(x, weight.to(dtype))
             nn.functional.cross_entropy(logits, target, label_smoothing=smoothing).backward()
         assert x.grad is not None
@@ -288,7 +289,7 @@ def off_exact(passes: str, smoothing: float) -> tuple[float, float]:
     name, sums = HeadName("head", 64), Gradients(None)
     parts = [HeadPart(nn.Module(), rows, first, first + 32, name, sums, 1 - smoothing, smoothing / 64) for first in (0, 32)]
     given = GivenToHead(output, target, torch.full((40,), 1 / 40))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         found = [part.softmax(given, None) for part in parts]
     pairs = list(zip(parts, found, strict=True))
     told = [part.gradient_to_correct(one) for part, one in pairs]
@@ -313,7 +314,7 @@ def test_it_rounds_as_a_whole_head_does_under_autocast(passes: str, smoothing: f
 
 def two_replicas(group: Any) -> float:
     """The worst difference of gradients and loss on 2 x 2 ranks, whose replicas have other numbers of tokens that count."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     shares = [ignoring(4, seed) for seed in range(2)]
     inputs, targets = shares[mesh.get_local_rank("dp")]
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import relative, whole
 
@@ -78,7 +79,7 @@ def next_token(logits: Tensor, ids: Tensor) -> Tensor:
 
 def blocks_divided_and_cut(group: dist.ProcessGroup) -> float:
     """The worst relative error of a model whose divided blocks make tensors."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     ids = torch.arange(16).reshape(4, 4) % 12
     model = Blocks().double()
     plain = copy.deepcopy(model)
@@ -97,7 +98,7 @@ def test_divided_parts_may_make_tensors_and_look_at_numbers(world: Ranks) -> Non
 
 def divided_and_cut(group: dist.ProcessGroup) -> tuple[float, str]:
     """Models that tensor parallelism has divided before `zb.split` cuts them: the worst relative error, and what is told of tied parts."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     block = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     ends = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
     ids, found = torch.arange(16).reshape(4, 4) % 12, []
@@ -126,7 +127,7 @@ def test_models_that_are_divided_before_they_are_cut_train_as_one_device(world: 
 
 def one_kernel_for_both(group: dist.ProcessGroup, way: str) -> tuple[str, bool, float]:
     """What an optimizer of one kernel raises over DTensors and plain tensors, whether they are as before, and how far two groups go."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     ids = torch.arange(16).reshape(4, 4) % 12
     divided = parallelize_module(Blocks(), mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     with zb.Pipeline(zb.split(divided, example=ids), "zb-h1", 2, next_token, mesh=mesh) as pipe:

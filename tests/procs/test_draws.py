@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.schedules import with_recompute
@@ -61,7 +62,7 @@ def drawn(group: Any, name: str, replicas: int, again: bool = False) -> tuple[Ma
     torch.manual_seed(5)
     masks: Masks = {}
     count, num_ranks = MICROBATCHES // replicas, dist.get_world_size(group) // replicas
-    mesh = init_device_mesh("cpu", (replicas, num_ranks), mesh_dim_names=("dp", "pp")) if replicas > 1 else None
+    mesh = init_device_mesh(DEVICE.type, (replicas, num_ranks), mesh_dim_names=("dp", "pp")) if replicas > 1 else None
     where: dict[str, Any] = {"group": group} if mesh is None else {"mesh": mesh}
     schedule = zb.make(name, num_ranks, count, stages_per_rank=STAGES // num_ranks)
     with zb.Pipeline(

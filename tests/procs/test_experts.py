@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.experts import build_mixture
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
@@ -63,7 +64,7 @@ def differences(pipe: zb.Pipeline, modules: list[nn.Module], mesh: DeviceMesh, o
 
 def trained_with_experts(group: dist.ProcessGroup, sizes: tuple[int, ...], names: tuple[str, ...], schedule: str, form: str) -> float:
     """Two steps whose gradients are summed, and clipping; the worst relative difference from one device."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
     with zb.Pipeline(lambda s, n: build_mixture(s, n, mesh["ep"], form), schedule, MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         losses = [pipe.step(*share_of(mesh, seed)).item() for seed in range(2)]
         norm = pipe.clip_grad_norm_(0.1).item()
@@ -149,7 +150,7 @@ def build_attention(stage: int, num_stages: int, mesh: DeviceMesh | None) -> nn.
 
 def sequences_in_parts(group: dist.ProcessGroup, schedule: str) -> float:
     """Each rank along "cp" has half of every sequence; the worst relative difference from one device."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "cp"))
     inputs, targets = batch(MICROBATCHES, length=6)
     part = mesh.get_local_rank("cp")
     with zb.Pipeline(lambda s, n: build_attention(s, n, mesh["cp"]), schedule, MICROBATCHES, loss_fn, mesh=mesh) as pipe:
@@ -173,7 +174,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     told = []
     for form, schedule in (("unmarked", "1f1b"), ("modules", "auto"), ("other ranks", "1f1b"), ("along dp", "1f1b")):
         names = ("pp", "dp" if form == "along dp" else "ep")
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
 
         def build(stage: int, num_stages: int, form: str = form, mesh: DeviceMesh = mesh, names: tuple[str, str] = names) -> nn.Module:
             if form == "unmarked":
@@ -209,7 +210,7 @@ def test_stages_that_do_not_fit_their_mesh_are_refused(world: Ranks) -> None:
 
 def other_steps(group: dist.ProcessGroup, dimension: str) -> str:
     """What is told when the ranks along a dimension of the mesh play other numbers of microbatches, or one refuses the call alone."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", dimension))
     place = mesh.get_local_rank(dimension)
 
     def build(stage: int, num_stages: int) -> nn.Module:
@@ -257,7 +258,7 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str, form: str) -> tuple[
 
     Then what is told of the split of each stage: the share of W, and all of it.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "ep"))
 
     def make(pipe_seeds: range, *, load: bool) -> tuple[list[float], Any]:
         def build(stage: int, num_stages: int) -> nn.Module:
@@ -307,9 +308,9 @@ def test_experts_are_stepped_without_a_barrier_saved_and_loaded_as_one_model(wor
 
 def scaled(group: dist.ProcessGroup) -> tuple[float, float]:
     """The scale, and how far parameters move, after an expert of rank 3 alone has a gradient that is not finite."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "ep"))
     with zb.Pipeline(lambda s, n: build_mixture(s, n, mesh["ep"], "stacked"), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         pipe.step(*share_of(mesh, 0), scaler=scaler)
         if dist.get_rank() == 3:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import InBackward, batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.signs import await_signs
@@ -168,7 +169,7 @@ def test_a_step_that_trains_nothing_is_refused_with_the_reason(world: Ranks, cas
 
 def cut_off_in_replicas(group: Any, cut_off: tuple[int, ...]) -> tuple[str, int]:
     """What a step raises whose loss is cut off in these replicas, and how many parameters have a gradient."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     loss = detached_loss if mesh.get_local_rank("dp") in cut_off else loss_fn
     with zb.Pipeline(build, "zb-h1", 4, loss, mesh=mesh) as pipe:
         try:

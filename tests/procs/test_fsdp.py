@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import build, loss_fn
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
@@ -135,7 +136,7 @@ def largest_of(dtype: torch.dtype) -> int:
 
 def trained(group: dist.ProcessGroup, played: dict[str, Any], dtype: torch.dtype, way: str) -> Found:
     """Two steps of stages whose gradients are reduced in this way."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp_shard"))
     replica = mesh.get_local_rank("dp_shard")
     comm = OneAfterAnother() if way == "in parts" else None
     kept = shards.start_reduction
@@ -219,7 +220,7 @@ def taken_back(group: dist.ProcessGroup, dimension: str) -> tuple[float, int, tu
 
     Then the bytes that a profile finds held after F in these stages, and in plain ones.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", dimension))
     replica = mesh.get_local_rank(dimension)
     kept, undone = ByFormula.undo, []
     ByFormula.undo = lambda self: (undone.append(1), kept(self))  # type: ignore[assignment, method-assign, misc, func-returns-value]
@@ -266,7 +267,7 @@ def cut_and_divided(group: dist.ProcessGroup) -> float:
     """A model that `zb.split` cuts, whose stages FSDP2 divides, as `zb.split` tells who gives it a model that is divided."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp_shard"))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))).double()
     plain = copy.deepcopy(model)
@@ -306,7 +307,7 @@ def composed(group: dist.ProcessGroup, sizes: tuple[int, ...], names: tuple[str,
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
 
     def make(stage: int, num_stages: int) -> nn.Module:
         module = divided_by_tensor_parallelism(mesh)(stage, num_stages)

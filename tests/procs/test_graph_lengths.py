@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.split.run import Block
+from tests.device import DEVICE
 from tests.procs.test_compiled_sizes import WIDTH, compare, language_model, tokens
 from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.split.graph import GraphSplitter
@@ -280,7 +281,7 @@ def test_lengths_under_autocast() -> None:
     module = nn.Sequential(Block(WIDTH), Block(WIDTH))
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for length in LENGTHS:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             compare(stage, oracle, (activations(2, length, WIDTH)[0].detach().float().requires_grad_(),), tolerance=2**-8)
     assert traced(stage) == 2
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 
@@ -80,7 +81,7 @@ MICROBATCHES = 4
 
 def replicated(group: Any, name: str) -> float:
     """Two pipelines of two ranks, each with half of the batch: how far this rank's weights are from one device's after a step."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replica", "pipe"))
     replica = mesh.get_local_rank("replica")
     inputs, targets = batch(MICROBATCHES)
     half = slice(len(inputs) // 2 * replica, len(inputs) // 2 * (replica + 1))

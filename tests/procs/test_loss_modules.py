@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, gradient_error
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import whole
@@ -112,7 +113,7 @@ def with_sums(group: Any, dimension: str) -> float:
     loss_fn = Plain()
     with torch.no_grad():
         loss_fn.scale += group.rank()  # those of the first count
-    mesh = None if dimension == "routes" else init_device_mesh("cpu", (2, 2), mesh_dim_names=(dimension, "pp"))
+    mesh = None if dimension == "routes" else init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=(dimension, "pp"))
     replica = 0 if mesh is None else mesh.get_local_rank(dimension)
 
     def make(stage: int, num_stages: int) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 
@@ -91,7 +92,7 @@ def test_post_validation_refuses_gradients_that_no_optimizer_sees(world: Ranks) 
 def scaled(group: Any, spoiled: bool) -> tuple[float, bool]:
     """The largest difference between unscaled sums and those of a step without a scaler, and whether the step was taken."""
     sums: list[list[Tensor]] = []
-    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+    for scaler in (None, torch.amp.GradScaler(DEVICE.type, init_scale=4.0)):
         with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
             pipe.step(*batch(MICROBATCHES), scaler=scaler)
             if scaler is not None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_fsdp2_on_cpu
@@ -75,7 +76,7 @@ def two_replicas(group: dist.ProcessGroup, schedule: str, names: tuple[str, str]
 
     In zb-v the replicas cut their shares into other numbers of microbatches.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
     replica = mesh.get_local_rank("dp")
 
     def other_values(stage: int, num_stages: int) -> nn.Module:
@@ -122,7 +123,7 @@ def with_a_masked_replica(group: dist.ProcessGroup, dimension: str, schedule: st
     """A step and an evaluation in which no token of the first replica counts; the worst relative difference from one device."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(dimension, "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=(dimension, "pp"))
     inputs, targets = whole_batch(0, uneven=False)
     targets[: len(targets) // 2] = -100
     replica = mesh.get_local_rank(dimension)
@@ -163,7 +164,7 @@ def test_a_replica_may_have_no_token_that_counts(world: Ranks, dimension: str, s
 
 def with_short_shares(group: dist.ProcessGroup, short: tuple[int, ...], scale: str) -> tuple[str, str, bool]:
     """What a step raises for which these replicas are given too few samples, its type, and whether the pipeline goes on."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
     inputs, targets = share(replica, 0, uneven=False)
     samples = 3 if replica in short else len(inputs)
@@ -188,7 +189,7 @@ def test_replicas_refuse_short_shares_together(world: Ranks, short: tuple[int, .
 
 def in_small_buckets(group: dist.ProcessGroup, schedule: str) -> tuple[float, zb.Timeline, list[list[int]]]:
     """Gradients summed a few numbers at a time: the worst relative difference, the timeline, and the stages of each rank by last W."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
     with zb.Pipeline(build, schedule, MICROBATCHES, ignoring, mesh=mesh, bucket_bytes=256) as pipe:
         pipe.step(*share(replica, 0, uneven=False))
@@ -263,7 +264,7 @@ class Patient(nn.Module):
 
 def summed_within_w(group: dist.ProcessGroup) -> int:
     """How many gradients of its first weight a rank has computed in a step in which it waits for their sum."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     inputs = torch.rand(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
     with zb.Pipeline(lambda s, n: Patient(), "zb-h2", MICROBATCHES, nn.functional.mse_loss, mesh=mesh, bucket_bytes=32) as pipe:
         pipe.step(inputs, torch.zeros_like(inputs))
@@ -278,7 +279,7 @@ def test_sums_are_made_while_the_last_w_of_their_stage_runs(world: Ranks) -> Non
 
 def with_and_without_buckets_in_the_tail(group: dist.ProcessGroup, schedule: str) -> bool:
     """Whether gradients have the same bits."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     found: list[list[Tensor]] = []
     for early in (True, False):
         with (
@@ -339,7 +340,7 @@ def worst_of_a_step(pipe: zb.Pipeline, replica: int) -> float:
 
 def tensor_parallel(group: dist.ProcessGroup, schedule: str) -> tuple[float, list[float | None]]:
     """The worst relative difference of the loss, the norm and the clipped gradients of one step, and how much W of each stage waits."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     inputs, targets = batch(MICROBATCHES)
     with zb.Pipeline(divided(mesh), schedule, MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         waits = [report.share for report in pipe.describe(inputs, targets)]
@@ -366,7 +367,7 @@ def test_stages_divided_by_tensor_parallelism_train_as_one_device(world: Ranks, 
 
 def post_validated(group: dist.ProcessGroup, names: tuple[str, str]) -> float:
     """The worst relative difference of the parameters after steps without a barrier, some of which are clipped."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
     replica = mesh.get_local_rank("dp") if "dp" in names else None
     with zb.Pipeline(divided(mesh), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         modules = [undivided(stage, 2) for stage in range(2)]
@@ -396,8 +397,8 @@ def test_an_optimizer_without_a_barrier_steps_as_on_one_device(world: Ranks, nam
 
 def scaled(group: dist.ProcessGroup, waits: bool) -> tuple[float, float, float]:
     """The worst relative difference of the parameters, after steps with a scaler of which one overflows on one rank, and both scales."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    scaler, other = (torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
+    scaler, other = (torch.amp.GradScaler(DEVICE.type, init_scale=64.0, growth_interval=2) for _ in range(2))
     with zb.Pipeline(divided(mesh), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         modules = [undivided(stage, 2) for stage in range(2)]
         theirs = torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=1e-2)
@@ -448,7 +449,7 @@ def tied_replicas(group: dist.ProcessGroup, schedule: str) -> float:
             return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6)).double()
         return nn.Linear(6, 11, bias=False).double() if stage == num_stages - 1 else nn.Linear(6, 6).double()
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     last = 2 * (schedule == "zb-v") + 1
     groups = [[(0, "0.weight"), (last, "weight")]]
     with zb.Pipeline(tied_build, schedule, MICROBATCHES, loss_fn, mesh=mesh, tied=groups) as pipe:
@@ -480,7 +481,7 @@ def one_tensor_in_two_stages(group: dist.ProcessGroup) -> float:
             layer.weight = weight
         return layer.double()
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     with zb.Pipeline(make, "zb-v", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         pipe.step(*share(mesh.get_local_rank("dp"), 0, uneven=False))
         found = [
@@ -506,7 +507,7 @@ def test_tied_parameters_are_summed_over_stages_and_replicas(world: Ranks, sched
 
 def killed(group: dist.ProcessGroup, victim: int) -> Any:
     """The error that is raised when rank `victim` is killed in the second step, and the seconds until then."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "zb-h1", MICROBATCHES, loss_fn, mesh=mesh, timeout=100.0)
     given = share(mesh.get_local_rank("dp"), 0, uneven=False)
     pipe.step(*given)
@@ -538,11 +539,11 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         (("dp", "pp"), {"bucket_bytes": 0}),
         (("dp", "pp"), {"bucket_bytes": 1 << 20 if dist.get_rank() else 1 << 10}),
     ):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
         with pytest.raises(zb.InputError) as caught:
             zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=mesh, **arguments)  # type: ignore[arg-type]
         told.append(str(caught.value))
-    for given in ("dp", init_device_mesh("cpu", (2, 2))):
+    for given in ("dp", init_device_mesh(DEVICE.type, (2, 2))):
         with pytest.raises(zb.InputError) as caught:
             zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=given)  # type: ignore[arg-type]
         told.append(str(caught.value))
@@ -582,7 +583,7 @@ def test_ranks_outside_of_the_mesh_are_told_so(world: Ranks) -> None:
 
 
 def wrapped_in_ddp(group: dist.ProcessGroup) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     replicas = mesh["dp"].get_group()
     with pytest.raises(zb.InputError) as caught:
         zb.Pipeline(
@@ -607,8 +608,8 @@ def wrong_on_a_mesh(group: dist.ProcessGroup, folder: str) -> list[str]:
         told.append(str(caught.value))
 
     with pytest.raises(RuntimeError, match="bigger than default world size 4"):
-        init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "pp"))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        init_device_mesh(DEVICE.type, (2, 3), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
     refused(lambda: zb.Pipeline(build, zb.make("1f1b", 4, MICROBATCHES), MICROBATCHES, loss_fn, mesh=mesh))
     with zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
@@ -633,7 +634,7 @@ def test_what_does_not_fit_the_mesh_is_told_by_the_ranks_of_the_mesh(world: Rank
 
 def other_calls(group: dist.ProcessGroup) -> str:
     """What is told when the second replica's ranks, 2 and 3, play different numbers of microbatches."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=mesh)
     with pytest.raises((zb.InputError, zb.PipelineError)) as caught:
         pipe.step(*share(mesh.get_local_rank("dp"), 0, uneven=False), num_microbatches=2 if dist.get_rank() == 3 else MICROBATCHES)
@@ -647,7 +648,7 @@ def test_errors_of_a_step_name_ranks_of_the_mesh(world: Ranks) -> None:
 
 def sparse_gradients(group: dist.ProcessGroup) -> str:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp"))
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 9))
     with zb.Pipeline(zb.split(model, example=torch.zeros(2, dtype=torch.long)), "zb-h1", 2, nn.functional.cross_entropy, mesh=mesh) as pipe:
         with pytest.raises((zb.InputError, zb.PipelineError)) as caught:
@@ -664,7 +665,7 @@ def fully_sharded(group: dist.ProcessGroup, schedule: str) -> float:
     """Stages of which FSDP2 divides the block and leaves the rest, with shares of other weight; the worst relative difference."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp_shard"))
     replica = mesh.get_local_rank("dp_shard")
 
     def make(stage: int, num_stages: int) -> nn.Module:
@@ -694,7 +695,7 @@ def in_three_dimensions(group: dist.ProcessGroup, names: tuple[str, ...], schedu
     """Stages divided by tensor parallelism over two replicas, or shards of FSDP2; the worst relative difference."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, (2, 2, 2), mesh_dim_names=names)
     data = next(name for name in names if name.startswith("dp"))
     make = divided(mesh)
 
@@ -740,7 +741,7 @@ def perceptron(stage: int, mesh: DeviceMesh | None = None) -> nn.Module:
 
 def shared_in_half_precision(group: dist.ProcessGroup) -> tuple[float, float, float]:
     """How far gradients under autocast are off those of torch's own tensor parallelism, and off float64's; and those of whole stages."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
     def gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
@@ -750,13 +751,13 @@ def shared_in_half_precision(group: dist.ProcessGroup) -> tuple[float, float, fl
     def alone(dtype: torch.dtype, mesh: DeviceMesh | None = None) -> list[Tensor]:
         stages = [perceptron(stage, mesh).to(dtype) for stage in range(2)]
         for part in x.to(dtype).chunk(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype is torch.float32):
                 loss = nn.functional.mse_loss(nn.Sequential(*stages)(part), part.tanh()) / 2
             loss.backward()
         return gradients([stages[mine] for mine in pipe.modules])
 
     with zb.Pipeline(lambda stage, _: perceptron(stage, mesh), "zb-h1", 2, nn.functional.mse_loss, mesh=mesh) as pipe:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             pipe.step(x, x.tanh())
         ours, exact = gradients(list(pipe.modules.values())), alone(torch.float64)
         others = alone(torch.float32, mesh), exact

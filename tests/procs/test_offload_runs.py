@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
@@ -367,7 +368,7 @@ def test_a_plan_with_offload_is_given_as_the_schedule(world: Ranks) -> None:
 
 def on_a_mesh(group: Any, dimension: str, name: str) -> bool:
     """Whether replicas, or stages that FSDP2 divides, leave what they leave without offload, though something was moved."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", dimension))
     schedule = zb.make(name, 2, 4)
     x = torch.randn(8, 8, WIDTH, generator=torch.Generator().manual_seed(mesh.get_local_rank(dimension)))
     left = []

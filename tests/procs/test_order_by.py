@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import build, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
@@ -305,7 +306,7 @@ def test_steps_that_start_over_keep_their_order(world: Ranks) -> None:
 
 def in_lockstep(group: Any) -> tuple[list[int], float]:
     """The order of a step whose stages are divided by tensor parallelism, where the ranks tell other costs; the worst gradient."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     weight = 1 + mesh.get_local_rank("tp")
     with zb.Pipeline(divided(mesh), "1f1b", 8, loss_fn, mesh=mesh, loss_weight=tokens_in, order_by=lambda x: x.shape[1] ** weight) as pipe:
         stages = [undivided(s, 2) for s in range(2)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.models import InBackward, batch, loss_fn
 from tests.procs.models import build as plain
@@ -122,7 +123,7 @@ class Case(NamedTuple):
 def train(group: Any, case: Case, seed: int = 0) -> Run:
     """Train with some steps clipped and some left out, on batches of two lengths, the second of which first comes in a step taken back."""
     schedule = zb.make(case.schedule, group.size(), case.microbatches)
-    scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, growth_interval=2) if case.scale else None
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=case.scale, growth_interval=2) if case.scale else None
     torch.manual_seed(7 + group.rank())
     transport = "gloo" if case.lanes else "shared-memory"
     with zb.Pipeline(build, schedule, case.microbatches, loss_fn, group=group, transport=transport) as pipe:
@@ -271,7 +272,7 @@ def scaled_beside_one_device(group: Any, name: str) -> tuple[float, float, float
 
     whole = [plain(stage, schedule.num_stages) for stage in range(schedule.num_stages)]
     theirs = torch.optim.AdamW(nn.ModuleList(whole).parameters(), lr=0.01)
-    scaler, other = (torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2))
+    scaler, other = (torch.amp.GradScaler(DEVICE.type, init_scale=64.0, growth_interval=2) for _ in range(2))
     with zb.Pipeline(plain, schedule, 4, loud, group=group) as pipe:
         optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=0.01), pipe, LIMIT, scaler)
         for step in range(8):
@@ -309,7 +310,7 @@ def step_and_settle(optimizer: zb.PostValidation) -> None:
 
 def scaler_elsewhere(group: Any, given: bool, had: bool, other: bool) -> str:
     """The error on this rank where pipeline and optimizer have different scalers."""
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    scalers = [torch.amp.GradScaler(DEVICE.type, init_scale=4.0) for _ in range(2)]
     with zb.Pipeline(plain, "zb-h1", 4, loss_fn, group=group) as pipe:
         optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, scaler=scalers[0] if had else None)
         pipe.step(*batch(4), scaler=scalers[other] if given else None)
@@ -342,7 +343,7 @@ def muon_and_adamw(pipe: zb.Pipeline) -> list[torch.optim.Optimizer]:
 
 def train_with_two(group: Any, folder: Path, *, waits: bool) -> tuple[list[Tensor], list[bool]]:
     """The state after steps that are clipped, left out and plain, and whether a checkpoint gave another pipeline all of it."""
-    scaler, factor = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2), 1.0
+    scaler, factor = torch.amp.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=2), 1.0
 
     def loud(output: Tensor, target: Tensor) -> Tensor:
         return factor * loss_fn(output, target)
@@ -384,7 +385,7 @@ def test_several_optimizers_step_as_one(world: Ranks, tmp_path: Path) -> None:
 
 def refused_optimizers(group: Any, folder: Path) -> list[str]:
     """What is said where one of two optimizers is given, a third one steps, or gradients are still scaled."""
-    scaler, said = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    scaler, said = torch.amp.GradScaler(DEVICE.type, init_scale=4.0), []
 
     def refused(use: Any) -> None:
         with pytest.raises(zb.InputError) as caught:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
@@ -109,7 +110,7 @@ def train_in_half_precision(group: Any, stage: Callable[[int], nn.Module], sched
         losses = []
         for _ in range(4):
             x, y = torch.randn(2, 8, 16, generator=data)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
                 losses.append(pipe.step(x, y).detach().clone())
             optimizer.step()
             optimizer.zero_grad()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, gradient_error, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import whole
@@ -117,7 +118,7 @@ def over_replicas(group: Any, dimension: str) -> float:
     """The error of the clipped gradients of replicas, which play other numbers of microbatches where nothing gathers in lockstep."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(dimension, "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=(dimension, "pp"))
     replica = mesh.get_local_rank(dimension)
     counts = (COUNT, COUNT) if dimension == "dp_shard" else (COUNT, 2)
     shares = [batch(count, seed=seed) for seed, count in enumerate(counts)]
@@ -153,7 +154,7 @@ def with_optimizer(group: Any, validates_late: bool, scaled: bool) -> float:
         stages = [Routed(s, 2) for s in range(2)]
         stages[1].router.bias = stages[0].router.bias
         own, theirs = (torch.optim.SGD(p, lr=0.1) for p in (pipe.parameters(), nn.ModuleList(stages).parameters()))
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0) if scaled else None
         ours = zb.PostValidation(own, pipe, max_norm=0.5) if validates_late else own
         for seed in range(3):
             inputs, targets = batch(COUNT, seed=seed)

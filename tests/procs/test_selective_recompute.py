@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
@@ -60,7 +61,7 @@ class Block(nn.Module):
             y, mean = self.attn(x, scale=0.5)
             x = x + y + mean
         x = x + checkpoint(lambda x: self.again(x, scale=1.0)[0], x, use_reentrant=False)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE.type, enabled=False):
             return x + self.mlp(x.to(self.mlp[0].weight.dtype))
 
 
@@ -107,7 +108,7 @@ def leave(group: Any, schedule: zb.Schedule, recompute: Any, split: str, dtype: 
         losses = []
         for step in range(2):
             tokens = torch.randint(0, 11, (2 * count, 6), generator=torch.Generator().manual_seed(step))
-            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            with torch.autocast(DEVICE.type, dtype or torch.bfloat16, enabled=dtype is not None):
                 losses.append(pipe.step(tokens[:, :-1], tokens[:, 1:]).detach())
             pipe.metering = True
         parts = [part for module in pipe.modules.values() for part in (*(p.grad for p in module.parameters()), *module.buffers())]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import OneDevice, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_boundaries import Part
@@ -75,7 +76,7 @@ def tied_shards(group: Any) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("pp", "tp"))
 
     def sharded(stage: int, num_stages: int) -> nn.Module:
         module = Turning(stage, num_stages)

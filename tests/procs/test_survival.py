@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.survival.step_times import StepTimes
@@ -73,7 +74,7 @@ def share(replica: int, replicas: int, step: int) -> tuple[Tensor, Tensor]:
 def train(group: dist.ProcessGroup, end: End) -> tuple[list[float], float, str]:
     """The losses of all steps, the worst difference of a parameter from one device's, and the name of the last schedule."""
     replicas = end.ranks[0]
-    mesh = init_device_mesh("cpu", end.ranks, mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, end.ranks, mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, end.schedule, M, loss_fn, mesh=mesh, transport=end.transport, survive=True, timeout=60.0)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     killing = Killing(end, pipe)
@@ -167,7 +168,7 @@ def test_step_times_are_told_once_enough_are_known() -> None:
 
 def accumulate(group: dist.ProcessGroup) -> float:
     """A rank is killed in the second of two steps whose gradients are added up; the worst difference from one device."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=60.0)
     killing = Killing(End(2, 1, "backward"), pipe)
     model = nn.Sequential(*(build(stage, 2) for stage in range(2)))
@@ -187,7 +188,7 @@ def accumulate(group: dist.ProcessGroup) -> float:
 def dropped(group: dist.ProcessGroup, kills: bool) -> list[float]:
     """The losses of steps with dropout, in the second of which a rank is killed."""
     torch.manual_seed(5)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(
         lambda stage, num_stages: nn.Sequential(build(stage, num_stages), nn.Dropout(0.3)), "zb-h1", M, loss_fn, mesh=mesh, survive=True
     )
@@ -243,7 +244,7 @@ class Weighted(Scaled):
 
 def named(group: dist.ProcessGroup) -> tuple[list[float], str]:
     """Losses with named arguments, a rank being killed in the second step, beside those of one device; and what is told of a wrong name."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     stages = [Scaled(build(stage, 2)) if stage else Weighted(build(stage, 2)) for stage in range(2)]
     pipe = zb.Pipeline(lambda stage, num_stages: stages[stage], "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=60.0)
     killing, replica, differences = Killing(End(2, 1, "forward"), pipe), mesh.get_local_rank("dp"), []
@@ -280,7 +281,7 @@ def whole_model() -> nn.Module:
 
 def save_on(group: dist.ProcessGroup, path: str) -> tuple[list[float], list[float], str]:
     """A rank is killed while it writes its part of a checkpoint, which those that are left write again; the losses after it, twice."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     model = zb.split(whole_model(), example=torch.zeros(2, 5, dtype=torch.long))
     pipe = zb.Pipeline(model, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=60.0)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
@@ -334,7 +335,7 @@ def test_checkpoints_of_those_that_are_left_go_on_to_the_bit_and_on_one_device(t
 
 def close_after(group: dist.ProcessGroup) -> str:
     """A rank is killed after the last step, when others have gone on to close the pipeline."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     with zb.Pipeline(build, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=60.0) as pipe:
         pipe.step(*share(mesh.get_local_rank("dp"), 2, 0))
         if dist.get_rank() == 3:
@@ -353,7 +354,7 @@ def test_those_that_are_left_close_together() -> None:
 
 def lose_two(group: dist.ProcessGroup, second: int) -> tuple[int | None, str]:
     """Ranks 1 and `second` are killed, one after another: what the others hear."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=60.0)
 
     def train_on() -> None:
@@ -369,7 +370,7 @@ def lose_two(group: dist.ProcessGroup, second: int) -> tuple[int | None, str]:
 
 def lose_two_at_once(group: dist.ProcessGroup) -> int:
     """Ranks 1 and 2 are told to end in the same step, as where a scheduler takes two machines back."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=600.0)
     for step in range(3):
         if step == 1 and dist.get_rank() in (1, 2):
@@ -408,9 +409,9 @@ def test_where_too_many_are_gone_the_error_names_what_is_lost(second: int, lost:
 def refused(group: dist.ProcessGroup) -> list[str]:
     """What is told of pipelines that cannot survive, and of calls that could not be made again."""
     told = []
-    alone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
-    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    sharded = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_shard", "dp", "pp"))
+    alone = init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("dp", "pp"))
+    both = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("dp", "pp"))
+    sharded = init_device_mesh(DEVICE.type, (1, 2, 1), mesh_dim_names=("dp_shard", "dp", "pp"))
     hooked = {"mesh": both, "hooks": [zb.hooks.Telemetry(print)]}
     planning = {"mesh": both, "schedule": "auto"}
     for arguments in ({"group": group}, {"mesh": alone}, {"mesh": sharded}, hooked, planning, {**planning, "schedule": zb.Auto()}):

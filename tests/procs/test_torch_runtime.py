@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.versions import VERSION, needs_torchs_runtime
@@ -70,7 +71,7 @@ def play_sharded(group: Any, csv: str, shape: zb.Schedule) -> float:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pipe", "data"))
     pipe, data = mesh["pipe"].get_group(), mesh["data"]
     modules = {s: fully_shard(build(s, shape.num_stages), mesh=data) for _, s in shape.placement.stages(pipe.rank())}
     step(pipe, csv, "compute_comms", shape, modules, *batch(shape.num_microbatches, seed=data.get_local_rank()))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import Moment, boom, interrupt, struck
@@ -63,7 +64,7 @@ def settle_and_clip(pipe: zb.Pipeline) -> Tensor:
 
 
 def unscale_(pipe: zb.Pipeline) -> None:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE.type)
     pipe.step(*batch(M), scaler=scaler)
     pipe.unscale_(scaler, torch.optim.SGD(pipe.parameters()))
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks, alone
 from tests.procs.test_peers import OUT_OF_ORDER
@@ -23,7 +24,7 @@ def sharded(group: Any, name: str) -> float:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "pipe"))
     data, pipes = mesh["data"], mesh["pipe"]
     replica = data.get_local_rank()
     worst = 0.0
@@ -160,7 +161,7 @@ def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tupl
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "pipe"))
     data, pipes = mesh["data"], mesh["pipe"]
     replica = data.get_local_rank()
 

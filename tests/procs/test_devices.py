@@ -1,0 +1,150 @@
+"""What a GPU does otherwise than a CPU, as far as a CPU can show it; `benchmarks/gpu/check.py` runs the process tests on a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerobubble as zb
+from tests.device import DEVICE
+from tests.procs.models import Block, batch, build, loss_fn, one_device
+from tests.procs.ranks import Ranks
+from zerobubble.runtime.split import deferred
+from zerobubble.runtime.split.layers import weight_work
+from zerobubble.runtime.split.splitter import go_back
+from zerobubble.runtime.stage.stage import make_stage
+from zerobubble.runtime.values.random_state import devices_with_generators
+
+
+class Checkpointed(nn.Module):
+    """A block within a checkpoint, and where `asks`, a forward that asks for gradients itself there."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.block = Block(8)
+        self.asks = asks
+
+    def run(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x)
+        if not self.asks:
+            return y
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.run, x, use_reentrant=False)
+        return y
+
+
+def in_a_thread_of_the_engine(edges: list[Any], gradients: Any) -> None:
+    """Goes back in another thread, as torch does for a GPU."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            go_back(edges, gradients)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["before torch 2.13", "since"])
+def test_checkpoints_are_recomputed_in_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch, asks: bool, is_kept: bool) -> None:
+    if not is_kept:
+        monkeypatch.setattr(weight_work, "TORCH_KEEPS_REFERENCES", False)
+        monkeypatch.setattr(weight_work, "_keep", lambda work: setattr(weight_work._here, "work", work))
+        monkeypatch.setattr(weight_work, "_go_back_here", lambda gradients: False)
+        monkeypatch.setattr(deferred, "go_back", in_a_thread_of_the_engine)
+    torch.manual_seed(0)
+    module = Checkpointed(asks).double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    module(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    module.zero_grad()
+    stage = make_stage("deferred", module, 0)
+    mine = x.detach().clone().requires_grad_()
+    with stage.stepping():
+        (y,) = stage.forward(0, (mine,))
+        stage.backward(0, (2 * y.detach(),))
+        waited = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+        stage.weight(0)
+    assert ("block.up.weight" in waited) == (not asks)
+    assert not weight_work._in_engine
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+def elsewhere(group: Any, folder: str) -> tuple[float, float]:
+    """A pipeline made and played while torch makes tensors elsewhere than on the stages' device: the error of a loss, and a norm."""
+    modules = [build(stage, 2 * group.size()) for stage in range(2 * group.size())]
+    oracle = [build(stage, 2 * group.size()) for stage in range(2 * group.size())]
+    data = [batch(8, seed=step) for step in range(2)]
+    expected = one_device(oracle, 8, *data[0])
+    rank, last = group.rank(), 2 * group.size() - 1
+    torch.set_default_device("meta")
+    try:
+        with zb.Pipeline([modules[rank], modules[last - rank]], "zb-v", 8, loss_fn, group=group) as pipe:
+            optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-3), pipe, 1.0)
+            loss = pipe.step(*data[0])
+            optimizer.step()
+            optimizer.zero_grad()
+            pipe.step(*data[1])
+            norm = optimizer.step()
+            pipe.profile(*data[0])
+            pipe.timeline()
+            zb.save(Path(folder) / "saved", pipe, optimizer)
+            zb.load(Path(folder) / "saved", pipe, optimizer)
+        return abs(loss.item() - expected.item()), float(norm or 0.0)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_default_device_may_be_another_one(world: Ranks, tmp_path: Path) -> None:
+    for error, norm in world.run(elsewhere, str(tmp_path), ranks=2):
+        assert error < 1e-12
+        assert norm >= 0.0
+
+
+class Apart(nn.Module):
+    """Has nothing to train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+def without_tensors(group: Any) -> tuple[str, float]:
+    """Where a rank whose stages have no tensors computes, and the loss."""
+
+    def parts(stage: int, num_stages: int) -> nn.Module:
+        torch.manual_seed(stage)
+        return Apart() if stage == 1 else nn.Linear(4, 4).to(DEVICE)
+
+    x = torch.ones(8, 4, device=DEVICE)
+    with zb.Pipeline(parts, "1f1b", 4, nn.functional.mse_loss, group=group) as pipe:
+        return str(pipe.device.type), pipe.step(x, x).item()
+
+
+def test_stages_without_tensors_go_where_the_others_are(world: Ranks) -> None:
+    told = world.run(without_tensors, ranks=3)
+    assert {kind for kind, _ in told} == {DEVICE.type}
+    assert len({loss for _, loss in told}) == 1
+
+
+def test_no_generator_of_an_unused_gpu_is_touched() -> None:
+    """`fork_rng()` without devices makes a context on every GPU of the machine."""
+    sources = Path(zb.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if re.search(r"fork_rng\(\)(?!`)", path.read_text().replace("`torch.random.fork_rng`", ""))]
+    assert devices_with_generators(nn.Linear(2, 2), {"x": [torch.zeros(1)]}) == []
