@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zerobubble.runtime.values.random_state import RandomState, seed_for, seed_generators
+from zerobubble.runtime.values.random_state import RandomState, generators_of, mixed, seed_for
 
 SeedPass = Callable[[int, int, bool], None]
 """A function `(stage, microbatch, goes_back)` that begins the stream of a forward, or of a backward, on this rank."""
@@ -38,9 +38,12 @@ class StageDraws:
         Replicas count microbatches on. They may cut their shares into other numbers of them, which have other streams by their `total`.
         """
         first, total = self._replica * num_microbatches, self._num_replicas * num_microbatches
+        of_step, generators = seed_for(self.seed, step, evaluation, total), generators_of(self._device)
 
         def seed_pass(stage: int, microbatch: int, goes_back: bool) -> None:
-            seed_generators(seed_for(self.seed, step, evaluation, stage, total, first + microbatch, goes_back), self._device)
+            seed = mixed(of_step, (stage << 32) + 2 * (first + microbatch) + goes_back)
+            for generator in generators:
+                generator.manual_seed(seed)
 
         return seed_pass
 

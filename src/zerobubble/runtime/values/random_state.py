@@ -16,6 +16,9 @@ _ONE_AT_A_TIME = RLock()
 """Held by a thread that draws by a seed: ranks that are threads of one process build their stages at once, with one generator."""
 
 
+_64_BITS = 2**64 - 1
+
+
 class RandomState(NamedTuple):
     """The states of the default generators of the CPU and of a CUDA device."""
 
@@ -59,11 +62,30 @@ def forked(*values: Any) -> Iterator[None]:
         yield
 
 
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Returns the default generators of the CPU and of `device`, to seed no others: `torch.manual_seed` seeds all devices."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    return torch.default_generator, torch.cuda.default_generators[index]
+
+
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, and no others: `torch.manual_seed` seeds all devices, and takes longer."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)].manual_seed(seed)
+    """Seeds the generators of the CPU and of `device`."""
+    for generator in generators_of(device):
+        generator.manual_seed(seed)
+
+
+def mixed(seed: int, number: int) -> int:
+    """Returns a seed for each `number` below 2**64, all different: `seed_for` in a tenth of its time, for what every pass does.
+
+    The steps are those of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    x = (seed + number * 0x9E3779B97F4A7C15) & _64_BITS
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return x ^ x >> 31
 
 
 def seed_for(*numbers: int) -> int:
