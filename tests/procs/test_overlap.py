@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
+from zerobubble.cli import main
 from zerobubble.runtime.executor.overlapped import Overlapped
 
 
@@ -41,6 +44,50 @@ def test_an_overlap_function_runs_every_pair_on_its_own_threads(world: Ranks, na
     for rank, (worst, met) in enumerate(world.run(train, name, microbatches, ranks=ranks)):
         assert worst <= 1e-12
         assert met == ["&".join(map(str, step)) for step in steps[rank] if len(step) == 2]
+
+
+def planned_pairs() -> zb.planning.Plan:
+    """A plan of overlapped pairs: F with BW takes 18 of 26 ms."""
+    costs = zb.Costs.from_ms([10.0] * 4, [10.0] * 4, [6.0] * 4, hidden=[8.0] * 4)
+    limits = zb.Limits((6 * costs.held_after_f[0],) * 2)
+    return zb.plan(costs, 8, limits, placements=zb.Placement.vee(2), evaluations=4_000)
+
+
+def train_planned(group: Any, plan: zb.planning.Plan) -> tuple[float, list[str], zb.Timeline]:
+    """The largest relative error of loss and gradients, the pairs that the overlap function ran, and the timeline."""
+    met: list[str] = []
+
+    def overlap(first: Overlapped, second: Overlapped) -> None:
+        met.append(f"{first.op}&{second.op}")
+        in_two_threads(first, second)
+
+    worst = max(worst_errors(group, plan.schedule, 1, overlap=overlap).values())
+    with zb.Pipeline(build, plan, 8, loss_fn, group=group, overlap=overlap) as pipe:
+        pipe.step(*batch(8))
+        return worst, met, pipe.timeline()
+
+
+def test_a_planned_pair_runs_through_the_overlap_function_and_is_drawn(world: Ranks, tmp_path: Path) -> None:
+    plan = planned_pairs()
+    pairs = [[step for step in row if len(step) == 2] for row in plan.schedule.steps]
+    assert all(pairs), "a plan in which pairs save time has some on each rank"
+    for rank, (worst, met, timeline) in enumerate(world.run(train_planned, plan, ranks=2)):
+        assert worst <= 1e-12
+        assert met[: len(pairs[rank])] == ["&".join(map(str, step)) for step in pairs[rank]]
+        spans = {span.op: span for _, span in timeline.spans()}
+        for first, second in pairs[rank]:
+            assert (spans[first].start, spans[first].end) == (spans[second].start, spans[second].end)
+    told = CliRunner().invoke(main, ["show", save(plan, tmp_path), "--svg", str(tmp_path / "pairs.svg")])
+    assert told.exit_code == 0, told.output
+    drawn = (tmp_path / "pairs.svg").read_text()
+    assert all(f"{first}" in drawn and f"{second}" in drawn for first, second in pairs[0])
+
+
+def save(plan: zb.planning.Plan, folder: Path) -> str:
+    """The plan in a file."""
+    path = folder / "plan.json"
+    zb.io.save_plan(plan, path)
+    return str(path)
 
 
 def forget_one(group: Any) -> str:
