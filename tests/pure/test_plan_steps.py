@@ -86,3 +86,16 @@ def test_without_a_search_published_schedules_come_in_one_piece_and_apart() -> N
     work = zb.Workload.uniform(4, (10, 10, 8), fused=11)
     found = zb.plan(work, 6, memory=4, placements="linear", evaluations=0)
     assert "one piece" in found.how
+
+
+@pytest.mark.parametrize("objective", ["period", "makespan"])
+def test_pairs_are_searched_for_where_the_first_schedule_never_idles(objective: str) -> None:
+    """Without pairs a period may have no idle time at all, and pairs still make it shorter."""
+    costs = zb.Costs.from_ms([10.0] * 4, [10.0] * 4, [6.0] * 4, hidden=[8.0] * 4)
+    limits = zb.Limits((6 * costs.held_after_f[0],) * 2)
+    found = zb.plan(costs, 8, limits, placements=zb.Placement.vee(2), objective=objective, evaluations=100_000)
+    published = zb.plan(costs, 8, limits, placements=zb.Placement.vee(2), objective=objective, seconds=0)
+    assert found.time is not None
+    assert published.time is not None
+    assert found.time < published.time
+    assert found.choices[0].searched

@@ -9,8 +9,13 @@ from zerobubble.planning.table import percent
 
 
 def can_beat(solved: Plan, best: Plan) -> bool:
-    """Whether the bound of `solved` leaves room below the bubble of `best`; rates are compared to nine digits, times are rounded to ns."""
-    return best.bubble is not None and round(solved.least_bubble, 9) < round(best.bubble, 9)
+    """Whether the bound of `solved` leaves room below the time of `best`; as rates, to nine digits, because times are rounded to ns.
+
+    The rates are of all work, whatever steps of several passes save: a schedule without idle time may still become shorter by pairs.
+    """
+    if best.time is None:
+        return False
+    return round(solved.problem.bubble(solved.bound.time), 9) < round(best.problem.bubble(best.time), 9)
 
 
 def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
