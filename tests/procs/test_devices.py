@@ -97,7 +97,7 @@ def elsewhere(group: Any, folder: str) -> tuple[float, float]:
     torch.set_default_device("meta")
     try:
         with zb.Pipeline([modules[rank], modules[last - rank]], "zb-v", 8, loss_fn, group=group) as pipe:
-            optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-3), pipe, 1.0)
+            optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=1e-3, momentum=0.9), pipe, 1.0)
             loss = pipe.step(*data[0])
             optimizer.step()
             optimizer.zero_grad()

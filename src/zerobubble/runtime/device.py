@@ -7,13 +7,19 @@ from typing import Any
 import torch
 
 
+def accelerator() -> torch.device | None:
+    """Returns the kind of accelerator that can be used, None without one."""
+    # torch 2.6 raises where it has none, instead of returning None
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def current_stream() -> Any:
     """Returns the calling thread's current stream of the accelerator, None if this process has not used one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
+    device = accelerator()
+    if device is None:
         return None
     # A process that has not touched its device must not be given a context of it here. Not all modules can tell: MPS has one anyway.
-    is_in_use = getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)()
+    is_in_use = getattr(torch.get_device_module(device), "is_initialized", lambda: True)()
     return torch.accelerator.current_stream() if is_in_use else None
 
 

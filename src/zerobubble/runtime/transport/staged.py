@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
+from zerobubble.runtime.device import accelerator
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.work import Work
@@ -33,8 +34,8 @@ class StagedEndpoint(Endpoint):
 
     def __init__(self, gloo: GlooEndpoint) -> None:
         self.group = gloo.group
-        accelerator = torch.accelerator.current_accelerator()
-        self.capabilities = Capabilities(device_types=frozenset({"cpu"} if accelerator is None else {"cpu", accelerator.type}))
+        device = accelerator()
+        self.capabilities = Capabilities(device_types=frozenset({"cpu"} if device is None else {"cpu", device.type}))
         self._gloo = gloo
         self._to_host: Callable[[Tensor], _Staged] = _on_host
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
