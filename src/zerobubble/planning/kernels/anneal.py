@@ -44,12 +44,15 @@ class MoveScratch(NamedTuple):
     play: PlayState
     makespan: Ints
     """One number, the makespan (ns) of the best order: one that is as good with a smaller makespan takes its place. With 0, none does."""
+    played: Ints
+    """One number: the moves that were played, which those are not that change nothing or need too much memory."""
 
 
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
     """Room to move passes of `rows`, which have been played."""
     resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
-    return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, initial_play_state(tables, rows), np.zeros(1, np.int64))
+    play, makespan, played = initial_play_state(tables, rows), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, play, makespan, played)
 
 
 # The loop over moves is one function, since what it keeps from move to move (cost, critical path) must stay in registers.
@@ -93,6 +96,7 @@ def anneal(
         if accepted:
             cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
             longest, new_cost = play_from(tables, rows, scratch, rank, low, share, most, cutoff)
+            scratch.played[0] += 1
             accepted = longest >= 0
         if not accepted:
             if back_to != back_from:

@@ -1,7 +1,7 @@
 """The portfolio: the order in which the means of search take their turns.
 
 First the seeds as they are, then policies found from coarse to fine, then in turns, each longer than the one before: policies, due dates
-of good policies, and annealing of the best order of each.
+of good policies, and annealing of the best order of each. Few evaluations are spent by `short_search` instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from zerobubble.planning.kernels.coarse_to_fine import POOL_SIZE, policies_from_
 from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
+from zerobubble.planning.kernels.short_search import is_short, search_shortly
 from zerobubble.planning.kernels.tables import Ints, tables_of
 from zerobubble.planning.kernels.windows import sharper_bound
 from zerobubble.planning.problem.problem import Problem
@@ -47,9 +48,12 @@ def search_portfolio(state: SearchState, problem: Problem, seeds: Sequence[Ints]
     seed_random(seed)
     played = sorted((state.offer(order, "seed"), k) for k, order in enumerate(seeds))
     fitting = [seeds[k] for time, k in played if time >= 0]
+    is_few = is_short(state)
+    if is_few:
+        search_shortly(state, problem)
     if state.order is None:
         _first_order(state)
-    if state.order is None or state.done:
+    if state.order is None or state.done or is_few:
         return
     near_bound = bool(fitting) and state.time <= NEAR_BOUND * state.bound
     moves, tries = _first_turn(state, near_bound)

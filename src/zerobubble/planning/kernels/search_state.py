@@ -8,7 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
-from zerobubble.planning.kernels.anneal import anneal, move_scratch
+from zerobubble.planning.kernels.anneal import MoveScratch, anneal, move_scratch
 from zerobubble.planning.kernels.list_scheduler import list_scratch
 from zerobubble.planning.kernels.play import Rows, all_ranks_fit, initial_play_state, makespan_of, play_rows, rows_of
 from zerobubble.planning.kernels.priorities import apply_policy, empty_priorities, legs_of, mean_pass
@@ -17,6 +17,9 @@ from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 
 ANNEALED_PASSES, LISTED_PASSES = 3_000_000, 300_000
 """Passes of moved schedules, and of listed ones, between two looks at the clock: some hundredths of a second."""
+
+MOST_REFUSED = 100
+"""Moves for each one that is played after which annealing ends: hardly any move of such rows is possible."""
 
 
 @dataclass
@@ -31,6 +34,11 @@ class BudgetMeter:
     @property
     def elapsed(self) -> float:
         return perf_counter() - self.start
+
+    @property
+    def left(self) -> int:
+        """The schedules that may still be played, at least one."""
+        return 1 << 62 if self.evaluations is None else max(1, self.evaluations - self.used)
 
     @property
     def spent(self) -> float:
@@ -120,7 +128,7 @@ class SearchState:
         """
         best, policy, tried = np.empty(self.tables.size, np.int64), np.empty(pool.policies.shape[1]), 0
         while tried == 0 or (tried < tries and not self.done):
-            chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size))
+            chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size, self.budget.left))
             room = (self._scratch, self._priorities, pool.policies, pool.costs, policy, best)
             longest, used = search_policies(self.tables, self._leg, *room, self.time, self.bound, chunk, fresh - tried)
             self.budget.used += used
@@ -134,7 +142,7 @@ class SearchState:
         apply_policy(self.tables, self._leg, policy, self.bound, priorities)
         best, longest, tried = self.order.copy(), 1 << 62, 0
         while tried < tries and not self.done:
-            chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size))
+            chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size, self.budget.left))
             longest, used = search_dates(
                 self.tables, self._scratch, self._priorities, priorities, best, longest, self.bound, tried / tries, chunk
             )
@@ -150,15 +158,11 @@ class SearchState:
         """
         rows, best = self.played(order), order.copy()
         assert rows is not None, "only rows that have been played are annealed"
-        scratch = move_scratch(self.tables, rows)
-        share_of_sum = 1 / len(self.tables.ranks)
-        times = self._times_of_ranks(rows)
-        scratch.makespan[0] = makespan_of(self.tables, rows.end)
-        goal, cost = int(times.max()), float(times.max() + share_of_sum * times.sum())
+        share_of_sum, scratch, goal, cost = self._begin_moves(rows)
         start, mean = self.budget.spent, mean_pass(self.tables)
         tried, over = 0, 0.0
         while over < 1 and not self.done:
-            chunk = max(1, min(moves - tried, ANNEALED_PASSES // len(order)))
+            chunk = max(1, min(moves - tried, ANNEALED_PASSES // len(order), self.budget.left))
             next_over = max((tried + chunk) / moves, over)
             warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
             goal, cost, used = anneal(self.tables, rows, scratch, best, goal, self.bound, cost, share_of_sum, np.inf, warm, cool, chunk)
@@ -167,3 +171,28 @@ class SearchState:
             over = max(next_over, (self.budget.spent - start) / share)
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
         return best
+
+    def anneal_played(self, order: Ints, plays: int, hot: float) -> None:
+        """Anneal `order` from `hot` mean pass times to a tenth of it while so many schedules are played.
+
+        Unlike `anneal_order`, this counts no move that is refused before it is played: where memory is tight most are.
+        """
+        rows, best = self.played(order), order.copy()
+        assert rows is not None, "only rows that have been played are annealed"
+        share_of_sum, scratch, goal, cost = self._begin_moves(rows)
+        mean, tried, used = mean_pass(self.tables), 0, 0
+        while used < plays and tried < MOST_REFUSED * plays and self.time > self.bound:
+            chunk = max(1, (plays - used) // 16)  # never more than are left, and small steps of temperature
+            warmth = mean * hot * 0.1 ** (used / plays)
+            room = (self.tables, rows, scratch, best)
+            goal, cost, moves = anneal(*room, goal, self.bound, cost, share_of_sum, np.inf, warmth, warmth, chunk)
+            tried += moves
+            self.budget.used += int(scratch.played[0]) - used
+            used = int(scratch.played[0])
+            self._keep(best, goal, int(scratch.makespan[0]), "annealing")
+
+    def _begin_moves(self, rows: Rows) -> tuple[float, MoveScratch, int, float]:
+        """What annealing of rows that have been played begins with: the weight of the sum of times in their cost, room, time and cost."""
+        scratch, share_of_sum, times = move_scratch(self.tables, rows), 1 / len(self.tables.ranks), self._times_of_ranks(rows)
+        scratch.makespan[0] = makespan_of(self.tables, rows.end)
+        return share_of_sum, scratch, int(times.max()), float(times.max() + share_of_sum * times.sum())

@@ -1,0 +1,152 @@
+"""Beam search: all ranks are filled pass by pass, and of the partial schedules of each length the most promising go on.
+
+It looks at more orders with the same work than a search that plays whole schedules, so it finds good ones of small problems in few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.problem.problem import Objective, Problem
+
+IDLE_WEIGHT = 0.02
+"""The weight of the mean time of a rank next to the longest: of equally long partial schedules the one with less idle time goes on."""
+
+
+class _Partial(NamedTuple):
+    """A partial schedule: passes done of each kind and stage, when each rank is free and began, its bytes, and when messages arrive."""
+
+    done: tuple[int, ...]
+    free: tuple[int, ...]
+    begun: tuple[int, ...]
+    held: tuple[int, ...]
+    arrivals: tuple[tuple[int, ...], ...]
+    """Of each kind and stage, when what its next passes use is there."""
+    cost: float
+    last: tuple[_Partial, int] | None
+    """The partial schedule before and the pass that was added."""
+
+
+class _Beam:
+    """The problem in the columns that the search reads: kinds and stages are numbered, those of F, then of B, then of W."""
+
+    def __init__(self, problem: Problem) -> None:
+        costs, self.home, self.stages = problem.costs, problem.placement.routes[0], problem.placement.num_stages
+        self.problem, self.codes = problem, range(3 * self.stages)
+        self.time = (*costs.forward, *costs.backward, *costs.weight)
+        after_f, after_b = costs.held_after_f, costs.held_after_b
+        self.change = (*after_f, *(b - f for f, b in zip(after_f, after_b, strict=True)), *(-b for b in after_b))
+        self.rank = self.home * 3
+        self.lag = [costs.comm[s] if self.home[s] != self.home[s + 1] else 0 for s in range(self.stages - 1)]
+        self.stages_of = [[s for s in range(self.stages) if self.home[s] == rank] for rank in range(problem.placement.num_ranks)]
+        self.tail = self._tails()
+
+    def _tails(self) -> list[int]:
+        """By kind and stage, the time that must pass after its last pass: F, then B down to the first stage, then W there."""
+        count, tail = self.stages, [0] * len(self.codes)
+        for s in range(count):
+            before = 0 if s == 0 else tail[count + s - 1] + self.time[count + s - 1] + self.lag[s - 1]
+            tail[count + s] = max(self.time[2 * count + s], before)
+        for s in reversed(range(count)):
+            on = s + 1 < count
+            tail[s] = tail[s + 1] + self.time[s + 1] + self.lag[s] if on else tail[count + s] + self.time[count + s]
+        return tail
+
+    def beginning(self) -> _Partial:
+        ranks, m = self.problem.placement.num_ranks, self.problem.num_microbatches
+        nothing = (0,) * ranks
+        return _Partial((0,) * len(self.codes), nothing, (-1,) * ranks, nothing, ((0,) * m, *((),) * (len(self.codes) - 1)), 0.0, None)
+
+    def followers(self, one: _Partial) -> Iterator[_Partial]:
+        """Every pass that could begin, on the rank that can end one first, before that end: together these lead to all active schedules."""
+        ready = []
+        for code in self.codes:
+            if one.done[code] < len(one.arrivals[code]):
+                rank = self.rank[code]
+                fits = one.held[rank] + self.change[code] <= self.problem.limits.memory[rank]
+                if fits and (code >= self.stages or self._leaves_room(one, code)):
+                    begin = max(one.free[rank], one.arrivals[code][one.done[code]])
+                    ready.append((begin + self.time[code], rank, begin, code))
+        if ready:
+            first, rank, _, _ = min(ready)
+            for end, here, begin, code in ready:
+                if here == rank and (begin < first or end == first):
+                    yield self._with(one, code, begin)
+
+    def _leaves_room(self, one: _Partial, forward: int) -> bool:
+        """Whether the bytes that wait for a B leave room for the oldest microbatch there to reach the rank's last stage and its B."""
+        waiting = growth = 0
+        oldest = one.done[forward + self.stages]
+        for stage in self.stages_of[self.rank[forward]]:
+            alive = one.done[stage] - one.done[stage + self.stages]
+            alive += stage == forward or (stage > forward and alive == 0 and one.done[stage] <= oldest)
+            waiting += alive * self.change[stage]
+            growth = max(growth, self.change[stage + self.stages])
+        return waiting + growth <= self.problem.limits.memory[self.rank[forward]]
+
+    def _with(self, one: _Partial, code: int, begin: int) -> _Partial:
+        rank, end, count = self.rank[code], begin + self.time[code], self.stages
+        done, arrivals = list(one.done), list(one.arrivals)
+        free, begun, held = list(one.free), list(one.begun), list(one.held)
+        done[code] += 1
+        free[rank], held[rank] = end, held[rank] + self.change[code]
+        if begun[rank] < 0:
+            begun[rank] = 0 if self.problem.objective is Objective.MAKESPAN else begin
+        kind, stage = divmod(code, count)
+        if kind == 0:
+            user, lag = (code + 1, self.lag[stage]) if stage + 1 < count else (code + count, 0)
+            arrivals[user] += (end + lag,)
+        elif kind == 1:
+            arrivals[code + count] += (end,)
+            if stage:
+                arrivals[code - 1] += (end + self.lag[stage - 1],)
+        return _Partial(tuple(done), tuple(free), tuple(begun), tuple(held), tuple(arrivals), self._cost(done, free, begun), (one, code))
+
+    def _cost(self, done: list[int], free: list[int], begun: list[int]) -> float:
+        """The least that the objective can become, and a little of the mean time of a rank."""
+        m, left = self.problem.num_microbatches, [0] * len(free)
+        longest = 0
+        for code in self.codes:
+            missing = m - done[code]
+            if missing:
+                rank = self.rank[code]
+                work = missing * self.time[code]
+                left[rank] += work
+                if self.problem.objective is Objective.MAKESPAN or rank == self.home[0]:
+                    longest = max(longest, free[rank] + work + self.tail[code])
+        times = [end + more - max(0, begin) for end, more, begin in zip(free, left, begun, strict=True)]
+        return max(longest, *times) + IDLE_WEIGHT * sum(times) / len(times)
+
+    def schedule(self, one: _Partial) -> Schedule:
+        codes = []
+        while one.last is not None:
+            one, code = one.last
+            codes.append(code)
+        rows: list[list[Op]] = [[] for _ in range(self.problem.placement.num_ranks)]
+        seen = [0] * len(self.codes)
+        for code in reversed(codes):
+            kind, stage = divmod(code, self.stages)
+            rows[self.rank[code]].append(Op((Kind.F, Kind.B, Kind.W)[kind], stage, seen[code]))
+            seen[code] += 1
+        return Schedule("beam search", self.problem.placement, self.problem.num_microbatches, tuple(map(tuple, rows)))
+
+
+def beam_search(problem: Problem, width: int) -> tuple[Schedule | None, int]:
+    """The best schedule that comes of `width` partial schedules of each length, and how many passes were placed for it.
+
+    None where all partial schedules run out of memory.
+    """
+    beam, placed = _Beam(problem), 0
+    kept = [beam.beginning()]
+    for _ in range(problem.num_passes):
+        best: dict[tuple[tuple[int, ...], ...], _Partial] = {}
+        for one in kept:
+            for new in beam.followers(one):
+                placed += 1
+                key = (new.done, new.free)
+                if key not in best or new.cost < best[key].cost:
+                    best[key] = new
+        kept = sorted(best.values(), key=lambda one: one.cost)[:width]
+    return (beam.schedule(kept[0]) if kept else None), placed

@@ -1,0 +1,68 @@
+"""The search by few evaluations: a few policies, a beam of partial schedules, then annealing of the best with all that is left.
+
+The turns of the portfolio take thousands of schedules each, and of a budget below that only the first would be played.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zerobubble.planning.beam import beam_search
+from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
+from zerobubble.planning.kernels.priorities import num_legs
+from zerobubble.planning.kernels.search_state import PolicyPool, SearchState
+from zerobubble.planning.kernels.tables import order_of
+from zerobubble.planning.problem.problem import Problem
+
+FEW = 5_000
+"""Evaluations below which this is better than the portfolio."""
+
+SMALL = 1000
+"""Passes up to which it is: beyond them hundreds of moves hardly change a schedule."""
+
+OF_POLICIES, OF_BEAM = 0.1, 0.15
+"""The share of the evaluations for policies and for the beam."""
+
+MOST_PLACED = 6_000
+"""Passes that the beam places at most, in plain Python: more of them take over a quarter of a second."""
+
+PER_WIDTH = 0.75
+"""Schedules of passes that the beam places for each partial schedule it keeps; on average, since many are the same."""
+
+NARROW = 4
+"""Partial schedules below which the beam finds nothing that policies do not."""
+
+TEMPERATURES = (0.1, 0.3, 0.05, 1.0)
+"""Starting temperatures of the annealing runs in turn, in mean pass times."""
+
+PLAYED = 500
+"""Schedules played in an annealing run, twice as many in each one after it."""
+
+
+def is_short(state: SearchState) -> bool:
+    """Whether the budget of `state` is for this search."""
+    evaluations = state.budget.evaluations
+    return evaluations is not None and evaluations < FEW and state.tables.size <= SMALL
+
+
+def search_shortly(state: SearchState, problem: Problem) -> None:
+    """Search from the best seed, if one fits, until the bound is met or the evaluations are used up; the best order stays in `state`.
+
+    The clock is never looked at. Where no seed fits and no policy leads to a schedule, `state` may be left without one.
+    """
+    evaluations = state.budget.evaluations or 0
+    tries, legs = int(OF_POLICIES * evaluations), num_legs(state.tables)
+    plain = np.array([full_speed_policy(legs, allowance, lead) for lead in (NEVER, AS_1F1B) for allowance in (1.0, NEVER)])
+    if not state.done or state.order is None:
+        state.improve_policies(PolicyPool.of(plain), len(plain) + tries, tries // 2)
+    width = int(min(OF_BEAM * evaluations, MOST_PLACED / state.tables.size) / PER_WIDTH)
+    if not state.done and width >= NARROW and problem.recomputation is None and not state.tables.joins:
+        made, placed = beam_search(problem, width)
+        state.budget.used += -(-placed // state.tables.size)
+        if made is not None:
+            state.offer(order_of(made), "beam search")
+    plays, turn = PLAYED, 0
+    while state.order is not None and not state.done:
+        plays = min(plays, state.budget.left)
+        state.anneal_played(state.order, plays, TEMPERATURES[turn % len(TEMPERATURES)])
+        plays, turn = 2 * plays, turn + 1
